@@ -1,0 +1,94 @@
+"""Errors that somebody can mend, and the exit code that each one ends a command with.
+
+Every message says what is wrong with its values, the rule it breaks, and what to do. Anything that is not one of
+these classes (or an operating-system error) is our own bug and keeps its traceback.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NoReturn
+
+EXIT_IO_ERROR = 74
+EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
+EXIT_INTERRUPTED = 130
+
+
+class NeoBERTError(Exception):
+    """Base of the errors below; never raised itself."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(NeoBERTError):
+    """The user's settings. Carries every problem found, so that one start reports all of them."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+        else:
+            super().__init__("cannot start:" + "".join(f"\n  - {problem}" for problem in self.problems))
+
+
+class DataError(NeoBERTError):
+    """The content of a shard, a corpus or a tokenizer."""
+
+    exit_code = 65
+
+
+class MissingInputError(NeoBERTError):
+    """An input that does not exist, or a pattern that matches nothing."""
+
+    exit_code = 66
+
+
+class OutputError(NeoBERTError):
+    """An output that cannot be created, or that exists already."""
+
+    exit_code = 73
+
+
+class CheckpointError(NeoBERTError):
+    """A checkpoint that cannot be used: incomplete, damaged, or of another model."""
+
+    exit_code = 78
+
+
+class ConversionError(NeoBERTError):
+    """A weight or a setting that the target layout cannot hold, or that did not arrive."""
+
+    exit_code = 78
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a command's `main` and ends the process with the exit code that its outcome deserves.
+
+    Under torchrun only rank 0 prints an error that all ranks find alike (settings, missing input); the others
+    print theirs with their rank in front, because nobody else may have seen it.
+    """
+    try:
+        code = main() or 0
+    except NeoBERTError as error:
+        _print_error(error, same_on_all_ranks=isinstance(error, (ConfigError, MissingInputError, OutputError)))
+        code = error.exit_code
+    except BrokenPipeError:  # the reader of our output went away (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        _print_error(error, same_on_all_ranks=False)
+        code = EXIT_IO_ERROR
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _print_error(error: Exception, *, same_on_all_ranks: bool) -> None:
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif not same_on_all_ranks:
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
