@@ -1,0 +1,24 @@
+# Each target prepares its environment itself: an active one, or .venv (see tools/prepare_environment.sh).
+.PHONY: help quickstart test lint clean
+
+environment = python="$$(bash tools/prepare_environment.sh --dev)"
+
+help:
+	@echo "make quickstart   train, stop, resume, convert and try a tiny NeoBERT on this machine"
+	@echo "make test         ruff, mypy and the whole test suite"
+	@echo "make lint         ruff and mypy alone"
+	@echo "make clean        remove build products and caches, keep .venv and quickstart_run"
+
+quickstart:
+	@bash examples/quickstart.sh
+
+# The linters' verdict waits until the tests have spoken, so that one run shows everything.
+test:
+	@$(environment) && lint=0 && { $(MAKE) --no-print-directory lint || lint=$$?; } && "$$python" -m pytest && exit $$lint
+
+lint:
+	@$(environment) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

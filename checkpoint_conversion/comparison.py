@@ -1,0 +1,91 @@
+"""Logits of two models side by side, on prompts that every model of one vocabulary can read.
+
+`convert.py` uses it to refuse a wrong export, `verify.py` to compare two folders, `tools/check_parity.py` to measure.
+What is compared is the function that the weights compute, so a wrong permutation, epsilon or rotary base cannot hide
+behind names and shapes that fit.
+
+Shapes: `b` rows, `s` tokens of a row, `v` vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Largest difference over largest logit that two correct implementations may show in fp32. Measured with
+# tools/check_parity.py at 28 x 768 on CPU; the wrong rotary convention is shown there as well.
+FP32_TOLERANCE = 1e-4
+
+PROMPT_TOKENS = (7, 23, 64, 128)  # tokens of the four rows; all but the longest are padded
+
+LogitFunction = Callable[[Tensor, Tensor], Tensor]  # (tokens_bs, attention_mask_bs) -> logits_bsv
+
+
+class Prompts(NamedTuple):
+    """A padded batch: token ids, and 1 where there is a token."""
+
+    tokens_bs: Tensor
+    attention_mask_bs: Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far the second model's logits are from the first's, over every token that is not padding."""
+
+    tokens: int
+    largest_logit: float
+    max_abs: float
+    relative: float  # max_abs over largest_logit
+    cosine: float  # of the token whose two logit vectors differ most in direction
+    argmax_agreement: float  # share of the tokens for which both predict the same id
+
+    def within(self, tolerance: float) -> bool:
+        return self.relative <= tolerance  # False for NaN as well
+
+    def to_report(self) -> dict[str, float]:
+        return asdict(self)
+
+    def to_table(self) -> str:
+        """The figures, one a line."""
+        lines = {
+            "tokens compared": f"{self.tokens:,}",
+            "largest logit": f"{self.largest_logit:.4g}",
+            "largest difference": f"{self.max_abs:.3g}",
+            "relative to the largest logit": f"{self.relative:.3g}",
+            "lowest cosine of a token": f"{self.cosine:.8f}",
+            "same prediction": f"{self.argmax_agreement:.2%}",
+        }
+        return "\n".join(f"{name:<30} {value}" for name, value in lines.items())
+
+
+def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
+    """Four rows of random ids, the same in every process, none longer than `longest` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([min(tokens, longest) for tokens in PROMPT_TOKENS])
+    tokens_bs = torch.randint(vocab_size, (len(lengths), int(lengths.max())), generator=generator)
+    attention_mask_bs = (torch.arange(tokens_bs.shape[1]) < lengths[:, None]).long()
+    return Prompts(tokens_bs * attention_mask_bs, attention_mask_bs)
+
+
+@torch.no_grad()
+def compare_functions(first: LogitFunction, second: LogitFunction, prompts: Prompts) -> Comparison:
+    """Runs both on the same prompts."""
+    return compare_logits(first(*prompts), second(*prompts), prompts.attention_mask_bs)
+
+
+def compare_logits(first_bsv: Tensor, second_bsv: Tensor, attention_mask_bs: Tensor) -> Comparison:
+    """The figures for two sets of logits; padding is left out, its logits mean nothing."""
+    present = attention_mask_bs.bool()
+    first, second = first_bsv[present].double(), second_bsv[present].double()
+    max_abs, largest = (first - second).abs().max(), first.abs().max()
+    return Comparison(
+        tokens=len(first),
+        largest_logit=float(largest),
+        max_abs=float(max_abs),
+        relative=float(max_abs / largest),
+        cosine=float(F.cosine_similarity(first, second, dim=-1).min()),
+        argmax_agreement=float((first.argmax(-1) == second.argmax(-1)).double().mean()),
+    )

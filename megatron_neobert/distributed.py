@@ -1,0 +1,76 @@
+"""Ranks and groups: where this process stands, and the few collectives that the loop itself needs.
+
+gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; without it a run is one process.
+"""
+
+import datetime
+import os
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_neobert import cpu_backend, megatron_fixes
+from megatron_neobert.config import ParallelConfig
+
+
+def world_size_from_environment() -> int:
+    """Number of ranks that the launcher announces; 1 without a launcher. Needs no process group."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_rank_zero() -> bool:
+    """True on the rank that speaks for all; before and after `initialize`."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def initialize(parallel: ParallelConfig) -> torch.device:
+    """Joins the process group, forms Megatron's groups, and returns this rank's device.
+
+    Collective: all ranks.
+    """
+    cpu_backend.install()
+    megatron_fixes.install()
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    return device
+
+
+def shut_down() -> None:
+    """Leaves all groups. Collective: all ranks."""
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def sum_over_data_parallel(values: torch.Tensor) -> torch.Tensor:
+    """Sums `values` in place over the data-parallel group. Collective: all ranks of that group."""
+    torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    return values
+
+
+def largest_over_all_ranks(value: int, device: torch.device) -> int:
+    """The largest of all ranks' values. Collective: all ranks."""
+    tensor = torch.tensor([value], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return int(tensor.item())
+
+
+def data_parallel_rank() -> int:
+    return parallel_state.get_data_parallel_rank()
+
+
+def data_parallel_size() -> int:
+    return parallel_state.get_data_parallel_world_size()

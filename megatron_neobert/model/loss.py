@@ -1,0 +1,39 @@
+"""Masked-token loss over a vocabulary that tensor parallelism may split."""
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+
+def masked_token_losses(logits_mv: Tensor, labels_m: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of every masked token, and whether the likeliest token is the right one.
+
+    Args:
+        logits_mv: Logits of this rank's share of the vocabulary; overwritten.
+        labels_m: Original token ids.
+
+    Returns:
+        losses_m in nats, fp32; correct_m, fp32 zeros and ones.
+
+    Collective: the tensor-parallel group.
+    """
+    correct_m = _is_likeliest(logits_mv, labels_m)  # first: the loss below works in place
+    losses_m1 = vocab_parallel_cross_entropy(logits_mv.unsqueeze(1), labels_m.unsqueeze(1))
+    return losses_m1.squeeze(1), correct_m
+
+
+@torch.no_grad()
+def _is_likeliest(logits_mv: Tensor, labels_m: Tensor) -> Tensor:
+    """1.0 where no other token has a larger logit than the label."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    columns = logits_mv.size(1)
+    local_m = labels_m - parallel_state.get_tensor_model_parallel_rank() * columns
+    here_m = (local_m >= 0) & (local_m < columns)
+    label_logits_m = logits_mv.gather(1, local_m.clamp(0, columns - 1).unsqueeze(1)).squeeze(1)
+    label_logits_m = label_logits_m.masked_fill(~here_m, -torch.inf)
+    best_m = logits_mv.amax(1)
+    if group.size() > 1:
+        torch.distributed.all_reduce(label_logits_m, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(best_m, op=torch.distributed.ReduceOp.MAX, group=group)
+    return (label_logits_m >= best_m).float()

@@ -1,0 +1,174 @@
+"""NeoBERT in plain PyTorch: what the model is, in one page.
+
+Documentation, test subject and oracle: the Megatron model and every export are compared with this file, so it follows
+the published checkpoint in names, shapes and conventions (rotary pairs are adjacent channels) and in nothing else.
+It computes the logits of every token and knows no parallelism; training never runs it.
+
+Shapes: `b` rows, `s` tokens of a row, `t` tokens of a packed row, `h` hidden, `n` heads, `d` head width, `v` vocabulary.
+
+Source: arXiv 2502.19587 section 3; chandar-lab/NeoBERT@ed75b68 model/model.py, model/rotary.py, conf/model/neobert.yaml.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The shape of one NeoBERT; the default is the published model of 245,136,954 parameters."""
+
+    num_layers: int = 28
+    hidden_size: int = 768
+    num_attention_heads: int = 12
+    ffn_hidden_size: int = 2048  # width of each half of SwiGLU; the published config writes 3072 and means 2/3 of it
+    vocab_size: int = 30_522
+    rotary_base: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    init_method_range: float = 0.02
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of every angle, fp32, [b or 1, 1, s, d/2]: one angle per pair of adjacent channels."""
+
+    cosine: Tensor
+    sine: Tensor
+
+
+class MaskedLoss(NamedTuple):
+    """Sum of the losses of the masked tokens, in nats, and their number."""
+
+    total: Tensor
+    tokens: int
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: `w12` holds the gate's rows first, then the rows that it multiplies."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.w12 = nn.Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=False)
+        self.w3 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        gate, up = self.w12(hidden_bsh).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * up)
+
+
+class EncoderBlock(nn.Module):
+    """Attention, then feed-forward; each reads its input through an RMSNorm and adds its output to it."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)  # rows: q, k, v within each head
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.ffn = FeedForward(config)
+
+    def forward(self, hidden_bsh: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        hidden_bsh = hidden_bsh + self.wo(self._attend(self.attention_norm(hidden_bsh), rotation, mask))
+        return hidden_bsh + self.ffn(self.ffn_norm(hidden_bsh))
+
+    def _attend(self, normed_bsh: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        heads_bnsd = self.qkv(normed_bsh).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        query, key, value = heads_bnsd.chunk(3, dim=-1)
+        context_bnsd = F.scaled_dot_product_attention(
+            rotate_pairs(query, rotation), rotate_pairs(key, rotation), value, attn_mask=mask
+        )
+        return context_bnsd.transpose(1, 2).flatten(2)
+
+
+class Encoder(nn.Module):
+    """Embedding, blocks and final norm, under the names of the published checkpoint (`encoder` is the embedding)."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.transformer_encoder = nn.ModuleList(EncoderBlock(config) for _ in range(config.num_layers))
+        self.layer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+
+    def forward(self, tokens_bs: Tensor, positions_bs: Tensor, mask: Tensor | None) -> Tensor:
+        hidden_bsh = self.encoder(tokens_bs)
+        rotation = build_rotation(positions_bs, self.config)
+        for block in self.transformer_encoder:
+            hidden_bsh = block(hidden_bsh, rotation, mask)
+        return self.layer_norm(hidden_bsh)
+
+
+class ReferenceNeoBERT(nn.Module):
+    """NeoBERT with its language-modelling head: one linear layer with a bias, not tied to the embedding."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.model = Encoder(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.apply(lambda module: _initialize(module, config.init_method_range))
+
+    def forward(self, tokens_bs: Tensor, attention_mask_bs: Tensor | None = None) -> Tensor:
+        """Logits [b, s, v] of a padded batch.
+
+        Args:
+            tokens_bs: Token ids.
+            attention_mask_bs: Not zero where there is a token, zero at padding; None: no padding. Every row needs a
+                token. Padding is never attended to; its own logits mean nothing.
+        """
+        positions_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)[None]
+        mask = None if attention_mask_bs is None else attention_mask_bs.bool()[:, None, None, :]
+        return self.decoder(self.model(tokens_bs, positions_bs, mask))
+
+    def forward_packed(self, tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
+        """Logits [t, v] of documents laid end to end: attention and positions restart with each of them.
+
+        The mask has t × t entries, which an oracle can afford and training cannot.
+
+        Args:
+            tokens_t: Token ids.
+            cu_seqlens_n: Where documents start; begins with 0 and ends with t.
+        """
+        lengths = cu_seqlens_n.diff()
+        document_t = torch.repeat_interleave(torch.arange(len(lengths), device=tokens_t.device), lengths)
+        positions_t = torch.arange(len(tokens_t), device=tokens_t.device) - cu_seqlens_n[document_t]
+        mask_tt = document_t[:, None] == document_t[None, :]
+        return self.decoder(self.model(tokens_t[None], positions_t[None], mask_tt[None, None]))[0]
+
+
+def build_rotation(positions_bs: Tensor, config: ReferenceConfig) -> Rotation:
+    """The rotation of every position: pair i turns by base^(-2i/d) per token."""
+    channels = torch.arange(0, config.head_width, 2, device=positions_bs.device, dtype=torch.float32)
+    angles = positions_bs[:, None, :, None] * config.rotary_base ** (-channels / config.head_width)
+    return Rotation(angles.cos(), angles.sin())
+
+
+def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates channels (0, 1), (2, 3), ... of every head in fp32; same dtype as given."""
+    even, odd = heads_bnsd.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = (even * rotation.cosine - odd * rotation.sine, even * rotation.sine + odd * rotation.cosine)
+    return torch.stack(turned, dim=-1).flatten(-2).to(heads_bnsd.dtype)
+
+
+def mlm_loss(logits_bsv: Tensor, labels_bs: Tensor) -> MaskedLoss:
+    """Cross-entropy summed over the masked tokens, in fp32; labels are IGNORED_LABEL wherever nothing was masked."""
+    total = F.cross_entropy(
+        logits_bsv.float().flatten(0, -2), labels_bs.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return MaskedLoss(total, int((labels_bs != IGNORED_LABEL).sum()))
+
+
+def _initialize(module: nn.Module, bound: float) -> None:
+    """Uniform(-bound, bound) for every matrix, zero for the bias; norms keep the ones they were built with."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.uniform_(module.weight, -bound, bound)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

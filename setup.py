@@ -1,0 +1,57 @@
+"""Package metadata. Tool settings (ruff, mypy, pytest) are in pyproject.toml, tested versions in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """The version in megatron_neobert/__init__.py, read as text: nothing is installed yet that could be imported."""
+    source = (HERE / "megatron_neobert" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
+    if match is None:
+        raise ValueError('megatron_neobert/__init__.py has no line of the form __version__ = "1.2.3"')
+    return match.group(1)
+
+
+REQUIREMENTS = [
+    "torch>=2.6",
+    "megatron-core>=0.16.1,<0.19",
+    "numpy>=1.26",
+    "pyarrow>=15",
+    "tokenizers>=0.22",
+    "transformers>=5.3",  # the first release line whose EuroBERT classes load an export without remote code
+    "safetensors>=0.4.3",
+    "PyYAML>=6",
+    "tensorboard>=2.16",
+    "rich>=13",
+    "packaging>=24.2",  # megatron.core imports it
+]
+
+EXTRAS = {
+    # The PyPI package named "apex" is an unrelated web project. NVIDIA's Apex is used when importable, never required.
+    "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range that megatron-core 0.16.1 declares
+    "fast": ["nanotoken>=0.1", "gigatoken>=0.10"],
+    "sentencepiece": ["sentencepiece>=0.2"],
+    "dali": ["nvidia-dali-cuda130>=1.50"],
+    "ray": ["ray>=2.40"],
+    "wandb": ["wandb>=0.18"],
+    "eval": ["mteb>=2", "sentence-transformers>=5", "scikit-learn", "scipy", "optuna>=4", "matplotlib>=3.8"],
+    "dev": ["pytest>=8", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
+}
+
+setup(
+    name="megatron-neobert",
+    version=read_version(),
+    description="Pre-training of NeoBERT encoders on Megatron-Core: raw web shards in, a Hugging Face model out",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["megatron_neobert", "megatron_neobert.*", "checkpoint_conversion"]),
+    install_requires=REQUIREMENTS,
+    extras_require=EXTRAS,
+)
