@@ -36,7 +36,7 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range that megatron-core 0.16.1 declares
     "fast": ["nanotoken>=0.1", "gigatoken>=0.10"],
     "sentencepiece": ["sentencepiece>=0.2"],
-    "dali": ["nvidia-dali-cuda130>=1.50"],
+    "dali": ["nvidia-dali-cuda130>=1.51"],
     "ray": ["ray>=2.40"],
     "wandb": ["wandb>=0.18"],
     "eval": ["mteb>=2", "sentence-transformers>=5", "scikit-learn", "scipy", "optuna>=4", "matplotlib>=3.8"],

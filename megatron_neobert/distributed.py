@@ -13,16 +13,6 @@ from megatron_neobert import cpu_backend, megatron_fixes
 from megatron_neobert.config import ParallelConfig
 
 
-def world_size_from_environment() -> int:
-    """Number of ranks that the launcher announces; 1 without a launcher. Needs no process group."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_rank_zero() -> bool:
-    """True on the rank that speaks for all; before and after `initialize`."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def initialize(parallel: ParallelConfig) -> torch.device:
     """Joins the process group, forms Megatron's groups, and returns this rank's device.
 

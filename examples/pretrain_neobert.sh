@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+''':'
+# Pre-trains a NeoBERT encoder. One file, two ways to start it:
+#
+#   bash examples/pretrain_neobert.sh [flags]                            one rank per GPU, or NPROC_PER_NODE ranks
+#   torchrun --nproc-per-node N examples/pretrain_neobert.sh [flags]     the ranks that you ask for
+#
+# Several nodes: the same command on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set.
+# Flags: see --help. A run is described by its YAML file and what differs from it:
+#
+#   bash examples/pretrain_neobert.sh --config examples/configs/tiny.yaml --data-path CORPUS --tokenizer-model DIR \
+#        --save runs/first --load runs/first
+#
+# The same command continues a run that was stopped (exit code 75) or killed.
+set -euo pipefail
+exec "${PYTHON:-python3}" -m megatron_neobert.launch "$0" "$@"
+'''
+
+from megatron_neobert.errors import run_command
+from megatron_neobert.pretrain import main
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,81 @@
+"""Builds batches ahead of training, in worker processes.
+
+One core reads far more tokens than a GPU trains on, so one worker is enough to keep batches off the critical path, and
+none is right for tests and small runs. Whatever the number, steps arrive in the same order: worker i of n builds steps
+i, i + n, ... and DataLoader asks its workers in turn. Workers run ahead; what a checkpoint stores is therefore the
+`cursor_after` of the last step that was trained on.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from megatron_neobert.data.batches import BatchStream, PackedBatch, StepBatches
+
+
+class _Steps(IterableDataset[StepBatches]):
+    def __init__(self, stream: BatchStream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        worker = get_worker_info()
+        if worker is None:
+            return self.stream.steps()
+        return self.stream.steps(first=worker.id, every=worker.num_workers)
+
+
+def build_loader(stream: BatchStream, *, num_workers: int) -> DataLoader[StepBatches]:
+    """The steps of `stream`, pinned for asynchronous copies where CUDA is present.
+
+    Without an end: leave the loop after the last step. Each iteration over the result starts at the stream's cursor.
+    """
+    return DataLoader(
+        _Steps(stream),
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=_survive_stop_signals if num_workers else None,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _survive_stop_signals(worker: int) -> None:
+    """Leaves it to the parent to end this worker.
+
+    torchrun and Slurm send their stop signals to every process of a job. The trainer answers by finishing its step and
+    saving; a worker that died of the same signal would make DataLoader raise in the middle of that.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey_parent_only, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey_parent_only(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+# Batches travel from worker to trainer as bytes. torch's default puts every tensor into shared memory, which takes a
+# file descriptor each (4 per micro-batch, often limited to 1,024 in all) and room in /dev/shm (64 MiB in a container).
+def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any, ...]]:
+    values = vars(batch).items()
+    return _rebuild_packed_batch, (
+        {name: value.numpy() for name, value in values if isinstance(value, torch.Tensor)},
+        {name: value for name, value in values if not isinstance(value, torch.Tensor)},
+    )
+
+
+def _rebuild_packed_batch(arrays: dict[str, NDArray[Any]], numbers: dict[str, int]) -> PackedBatch:
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return PackedBatch(**tensors, **numbers)
+
+
+ForkingPickler.register(PackedBatch, _reduce_packed_batch)

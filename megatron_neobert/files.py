@@ -1,0 +1,34 @@
+"""Files that are whole or absent: checksums, and writing that survives a crash at any instant."""
+
+import hashlib
+import os
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal sha256 of a file's content, read in chunks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Writes a small file so that a reader sees the old or the new content and nothing between."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(content, encoding="utf-8")
+    sync_to_disk(temporary)
+    temporary.replace(path)
+    sync_to_disk(path.parent)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until a file's content, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""Settings to objects: everything a run is made of, built in the order in which problems are cheapest to find."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from megatron_neobert import distributed
+from megatron_neobert.config import DataConfig, Settings
+from megatron_neobert.data.batches import BatchSettings, BatchStream
+from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.data.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.order import split_ranges
+from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.model.neobert import NeoBERTModel
+from megatron_neobert.training.run import Progress, Run
+
+_MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
+
+
+def build_run(settings: Settings) -> Run:
+    """Opens the data, joins the process group, and builds model, optimizer and schedule.
+
+    Raises:
+        MissingInputError, DataError, ConfigError: Before any collective, on all ranks alike.
+
+    Collective: all ranks.
+    """
+    tokenizer = load_tokenizer(Path(settings.data.tokenizer_model or ""))
+    training_stream, validation_stream = _build_streams(settings, tokenizer)
+
+    device = distributed.initialize(settings.parallel)  # collective: all ranks
+    share = {
+        "data_parallel_rank": distributed.data_parallel_rank(),
+        "data_parallel_size": distributed.data_parallel_size(),
+    }
+    model = _build_model(settings, device, vocab_size=tokenizer.vocab_size)
+    optimizer = _build_optimizer(settings, model)
+    return Run(
+        settings=settings,
+        device=device,
+        tokenizer=tokenizer,
+        model=model,
+        optimizer=optimizer,
+        scheduler=_build_scheduler(settings, optimizer),
+        training_stream=replace(training_stream, **share),
+        validation_stream=validation_stream and replace(validation_stream, **share),
+        progress=Progress(),
+    )
+
+
+def _build_streams(settings: Settings, tokenizer: Tokenizer) -> tuple[BatchStream, BatchStream | None]:
+    """The batches for training and, if wanted, for validation, both from their start."""
+    corpus = Corpus(Path(settings.data.data_path or ""))
+    corpus.check_tokenizer(tokenizer)
+    training_documents, *rest = split_ranges(len(corpus.lengths), settings.data.split)
+    batch_settings = BatchSettings(
+        seq_length=settings.data.seq_length,
+        micro_batch_size=settings.training.micro_batch_size,
+        global_batch_size=settings.training.global_batch_size,
+        long_documents=settings.data.long_documents,  # type: ignore[arg-type]
+        masking=_masking_scheme(settings.data),
+        token_ids=TokenIds(
+            vocab_size=tokenizer.vocab_size,
+            cls=tokenizer.cls_id,
+            sep=tokenizer.sep_id,
+            pad=tokenizer.pad_id,
+            mask=tokenizer.mask_id,
+            special=tuple(tokenizer.special_ids),
+        ),
+        seed=settings.training.seed,
+    )
+    training = BatchStream(corpus, training_documents, batch_settings)
+    if not (settings.training.eval_iters and rest):
+        return training, None
+    return training, BatchStream(corpus, rest[0], batch_settings)
+
+
+def _masking_scheme(data: DataConfig) -> MaskingScheme:
+    mask, random, keep = _MASKING[data.mask_replacement]
+    return MaskingScheme(data.mask_prob, mask_share=mask, random_share=random, keep_share=keep)
+
+
+def _build_model(settings: Settings, device: torch.device, *, vocab_size: int) -> DistributedDataParallel:
+    """The model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
+    parallel = settings.parallel
+    model: Any = NeoBERTModel(settings, vocab_size=vocab_size).to(device)
+    config = model.config
+    if settings.training.bf16:
+        model = Float16Module(config, model)
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            bucket_size=parallel.ddp_bucket_size,
+        ),
+        model,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    if parallel.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
+    return model
+
+
+def _build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
+    """Megatron's optimizer over all parameters. Collective: all ranks."""
+    cfg = settings.optimizer
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        decoupled_weight_decay=cfg.optimizer == "adamw",
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.adam_beta1,
+        adam_beta2=cfg.adam_beta2,
+        adam_eps=cfg.adam_eps,
+        clip_grad=cfg.clip_grad,
+        bf16=settings.training.bf16,
+        params_dtype=torch.bfloat16 if settings.training.bf16 else torch.float32,
+        use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
+        overlap_param_gather=settings.parallel.overlap_param_gather,
+    )
+    return get_megatron_optimizer(
+        config, [model], config_overrides=_decay_overrides(cfg.weight_decay_scope), use_gloo_process_groups=True
+    )
+
+
+def _decay_overrides(scope: str) -> dict[ParamKey, ParamGroupOverride]:
+    """Which parameters are not decayed; an empty table decays all, as the paper's code does."""
+    if scope == "all":
+        return {}
+    vectors = ParamPredicate(name="vectors", fn=_is_vector)
+    return {ParamKey(predicate=vectors): ParamGroupOverride(wd_mult=0.0)}
+
+
+def _is_vector(param: nn.Parameter) -> bool:
+    return param.dim() == 1
+
+
+def _build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
+    cfg = settings.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        lr_warmup_steps=cfg.lr_warmup_iters,
+        lr_decay_steps=cfg.lr_decay_iters or settings.training.train_iters,
+        lr_decay_style=cfg.lr_decay_style,
+        start_wd=cfg.weight_decay,
+        end_wd=cfg.weight_decay,
+        wd_incr_steps=settings.training.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )

@@ -1,0 +1,161 @@
+"""What a run says: one line per interval, TensorBoard, a JSON line per interval, and a bar on a terminal.
+
+Sums of loss and tokens stay on the device between two lines; one reduction over the data-parallel ranks per line.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as ProgressBar, TextColumn, TimeRemainingColumn
+
+from megatron_neobert import distributed
+from megatron_neobert.config import Settings
+from megatron_neobert.launch import is_rank_zero
+from megatron_neobert.training.run import Progress
+from megatron_neobert.training.step import StepReport
+
+
+@dataclass(frozen=True)
+class Averages:
+    """Means over all ranks and over the steps that were added up."""
+
+    loss: float  # nats per masked token
+    accuracy: float  # share of the masked tokens whose likeliest prediction is right
+    tokens: int  # tokens of documents
+
+    @classmethod
+    def of(cls, sums: torch.Tensor) -> "Averages":
+        """Collective: the data-parallel group."""
+        loss, masked, correct, tokens = distributed.sum_over_data_parallel(sums).tolist()
+        covered = max(masked, 1)
+        return cls(loss=loss / covered, accuracy=correct / covered, tokens=round(tokens))
+
+
+class Monitor:
+    """Collects step reports and says them every log interval; only rank 0 speaks."""
+
+    def __init__(self, settings: Settings, *, iteration: int) -> None:
+        self.settings = settings
+        self.speaks = is_rank_zero()
+        self.sums: torch.Tensor | None = None
+        self.iterations = 0
+        self.started_seconds = time.perf_counter()
+        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.bar = ProgressBar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (self.speaks and self.console.is_terminal),
+        )
+        self.task = self.bar.add_task("pretraining", total=settings.training.train_iters, completed=iteration)
+        self.writer = self._open_tensorboard()
+
+    @contextmanager
+    def running(self) -> Iterator["Monitor"]:
+        """Shows the bar, and closes every file at the end, whatever the end is."""
+        try:
+            with self.bar:
+                yield self
+        finally:
+            if self.writer is not None:
+                self.writer.close()
+
+    def say(self, text: str) -> None:
+        """One line on rank 0."""
+        if self.speaks:
+            self.console.print(text, markup=False)
+
+    def add(self, report: StepReport) -> None:
+        """Adds a step to the current interval; no collective."""
+        self.sums = report.sums if self.sums is None else self.sums + report.sums
+        self.iterations += 1
+        self.bar.advance(self.task)
+
+    def close_interval(self, progress: Progress, *, lr: float, grad_norm: float) -> Progress:
+        """Says the averages since the last call and counts their tokens into `progress`.
+
+        Collective: the data-parallel group.
+        """
+        assert self.sums is not None, "an interval has at least one step"
+        averages = Averages.of(self.sums)
+        seconds = time.perf_counter() - self.started_seconds
+        progress = Progress(**{**vars(progress), "consumed_tokens": progress.consumed_tokens + averages.tokens})
+        total = self.settings.training.train_iters
+        remaining = (total - progress.iteration) * seconds / self.iterations
+        rate = averages.tokens / seconds
+        self.say(
+            f"iteration {progress.iteration}/{total} | loss {averages.loss:.4f} nats | masked accuracy "
+            f"{100 * averages.accuracy:.2f} % | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
+            f"{_with_prefix(rate)}tokens/s | ETA {_duration(remaining)}"
+        )
+        self._record(
+            progress,
+            {
+                "loss": averages.loss,
+                "masked_accuracy": averages.accuracy,
+                "lr": lr,
+                "grad_norm": grad_norm,
+                "tokens_per_second": rate,
+                "consumed_tokens": progress.consumed_tokens,
+            },
+        )
+        self.restart_clock()
+        return progress
+
+    def report_validation(self, progress: Progress, averages: Averages) -> None:
+        """Says a validation; no collective."""
+        self.say(
+            f"iteration {progress.iteration}/{self.settings.training.train_iters} | validation loss {averages.loss:.4f} "
+            f"nats | masked accuracy {100 * averages.accuracy:.2f} % | {averages.tokens:,} tokens"
+        )
+        self._record(progress, {"validation_loss": averages.loss, "validation_accuracy": averages.accuracy})
+
+    def restart_clock(self) -> None:
+        """Starts a new interval now, so that saving and validating do not count as training."""
+        self.sums, self.iterations = None, 0
+        self.started_seconds = time.perf_counter()
+
+    def _open_tensorboard(self) -> Any:
+        folder = self.settings.logging.tensorboard_dir
+        if folder is None and self.settings.checkpoint.save is not None:
+            folder = str(Path(self.settings.checkpoint.save) / "tensorboard")
+        if folder is None or not self.speaks:
+            return None
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
+
+        return SummaryWriter(folder)
+
+    def _record(self, progress: Progress, values: dict[str, float]) -> None:
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, progress.iteration)
+        if self.speaks and self.settings.checkpoint.save is not None:
+            line = json.dumps({"iteration": progress.iteration, "cursor": asdict(progress.cursor), **values})
+            with (Path(self.settings.checkpoint.save) / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+
+
+def _with_prefix(rate: float) -> str:
+    for factor, prefix in ((1e6, "M "), (1e3, "k ")):
+        if rate >= factor:
+            return f"{rate / factor:.2f} {prefix}"
+    return f"{rate:.0f} "
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"

@@ -1,0 +1,42 @@
+"""What the training loop carries from one iteration to the next."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_neobert.config import Settings
+from megatron_neobert.data.batches import BatchStream, Cursor
+from megatron_neobert.data.tokenizer import Tokenizer
+from megatron_neobert.model.neobert import NeoBERTModel
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: with weights and optimizer state, all that resuming needs."""
+
+    iteration: int = 0
+    cursor: Cursor = Cursor()  # the next unread row
+    consumed_samples: int = 0  # rows
+    consumed_tokens: int = 0  # tokens of documents; unused slots are not counted
+
+
+@dataclass
+class Run:
+    """A run between two iterations. Only `progress` is replaced; the other parts change in place."""
+
+    settings: Settings
+    device: torch.device
+    tokenizer: Tokenizer
+    model: Any  # megatron.core's DistributedDataParallel round the model
+    optimizer: Any  # megatron.core's MegatronOptimizer
+    scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
+    training_stream: BatchStream  # from the start of the corpus; the loop moves it to `progress.cursor`
+    validation_stream: BatchStream | None
+    progress: Progress
+
+    @property
+    def unwrapped_model(self) -> NeoBERTModel:
+        """The model below the wrappers for data parallelism and bfloat16."""
+        module = self.model.module
+        return module.module if self.settings.training.bf16 else module

@@ -1,0 +1,67 @@
+"""One training step and one validation: forward, backward, update, and the sums that are logged.
+
+The loss is summed and never averaged locally: ranks and micro-batches predict different numbers of tokens, so the
+division happens once per iteration, inside Megatron, after all of them have been added.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_neobert.data.batches import PackedBatch, StepBatches
+from megatron_neobert.training.run import Run
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What this rank alone knows of a step; sums, so that reports of ranks and steps add up."""
+
+    sums: Tensor  # fp64 on the device: loss in nats, masked tokens, correct predictions, tokens of documents
+    grad_norm: float = 0.0  # over all ranks, before clipping
+
+
+def train_step(run: Run, batches: StepBatches) -> StepReport:
+    """Forward and backward over this rank's micro-batches, then one update. Collective: all ranks."""
+    run.model.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    sums = _forward_backward(run, batches, forward_only=False)
+    _, grad_norm, _ = run.optimizer.step()
+    run.scheduler.step(increment=1)
+    return StepReport(sums, grad_norm=float(grad_norm or 0.0))
+
+
+@torch.no_grad()
+def validation_step(run: Run, batches: StepBatches) -> StepReport:
+    """Loss sums of one validation batch. Collective: all ranks."""
+    return StepReport(_forward_backward(run, batches, forward_only=True))
+
+
+def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> Tensor:
+    reports = get_forward_backward_func()(
+        forward_step_func=lambda data, model: _forward_step(data, model, run.device),
+        data_iterator=iter(batches.micro_batches),
+        model=run.model,
+        num_microbatches=len(batches.micro_batches),
+        seq_length=run.settings.data.seq_length,
+        micro_batch_size=run.settings.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+    tokens = torch.tensor([batches.real_tokens], dtype=torch.float64, device=run.device)
+    return torch.cat([torch.stack(reports).sum(0), tokens])
+
+
+def _forward_step(data: Iterator[PackedBatch], model: torch.nn.Module, device: torch.device) -> tuple:
+    batch = next(data).to(device, non_blocking=True)
+    output = model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
+    return output, _sum_loss
+
+
+def _sum_loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron's loss function: total loss, number of tokens it covers, and what is reported."""
+    losses_m, correct_m = output
+    total = losses_m.sum()
+    tokens = torch.tensor(losses_m.numel(), dtype=torch.int, device=losses_m.device)
+    return total, tokens, torch.stack([total.detach(), tokens, correct_m.sum()]).double()

@@ -1,0 +1,129 @@
+"""The sample corpus: documentation texts, parsed and never run, in an order and a shape that training can rely on."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_neobert.errors import OutputError
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "make_sample_corpus.py"
+PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3
+
+
+@pytest.fixture(scope="module")
+def tool():
+    specification = importlib.util.spec_from_file_location("make_sample_corpus", TOOL)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["make_sample_corpus"] = module  # dataclasses look their module up by name
+    specification.loader.exec_module(module)
+    return module
+
+
+def write_package(folder: Path, *, files: dict[str, str]) -> Path:
+    for name, source in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return folder
+
+
+def function(name: str, docstring: str) -> str:
+    return f'def {name}():\n    """{docstring}"""\n'
+
+
+def urls(documents) -> set[str]:
+    return {document.url for document in documents}
+
+
+def test_package_source_is_parsed_and_never_executed(tool, tmp_path):
+    witness = tmp_path / "executed"
+    source = f'"""Module. {PROSE}"""\nopen({str(witness)!r}, "w")\n'
+    documents = tool.choose_documents([write_package(tmp_path / "p", files={"m.py": source})], budget_bytes=10**6)
+    assert urls(documents) == {"python-package://m.py"}
+    assert not witness.exists()
+
+
+def test_class_document_holds_its_public_members_under_their_names(tool, tmp_path):
+    source = f'class Table:\n    """{PROSE}"""\n'
+    for name in ("read", "_hidden"):
+        source += f'    def {name}(self):\n        """{name} text."""\n'
+    write_package(tmp_path, files={"m.py": source})
+    (document,) = tool.read_documents(tmp_path / "m.py", name="pkg/m.py")
+    assert document.url == "python-package://pkg/m.py#Table"
+    assert document.content == f"Table\n{PROSE.strip()}\n\nTable.read\nread text."
+
+
+def test_readme_comes_from_behind_the_header_fields_of_metadata(tool, tmp_path):
+    files = {"pkg-1.0.dist-info/METADATA": f"Name: pkg\nVersion: 1.0\n\n# pkg\n\n{PROSE}\n"}
+    (document,) = tool.choose_documents([write_package(tmp_path, files=files)], budget_bytes=10**6)
+    assert document.content == f"# pkg\n\n{PROSE.strip()}"
+
+
+def test_texts_that_differ_in_case_and_space_only_are_kept_once(tool, tmp_path):
+    files = {"a.py": f'"""{PROSE}"""\n', "b.py": f'"""{PROSE.upper().replace(" ", "  ")}"""\n'}
+    assert len(tool.choose_documents([write_package(tmp_path, files=files)], budget_bytes=10**6)) == 1
+
+
+def test_unreadable_source_is_passed_over(tool, tmp_path):
+    write_package(tmp_path, files={"good.py": f'"""{PROSE}"""\n', "python2.py": 'print "old"\n'})
+    (tmp_path / "latin1.py").write_bytes(b'"""caf\xe9"""\n')
+    assert urls(tool.choose_documents([tmp_path], budget_bytes=10**6)) == {"python-package://good.py"}
+
+
+def test_same_packages_in_another_place_give_the_same_documents(tool, tmp_path):
+    files = {f"m{number}.py": function(f"f{number}", f"{number} {PROSE}") for number in range(20)}
+    first, second = (
+        tool.choose_documents([write_package(tmp_path / place, files=files)], budget_bytes=10**6) for place in "ab"
+    )
+    assert first == second
+    assert [document.url for document in first] != sorted(urls(first))  # shuffled: a contiguous part is a fair sample
+
+
+def test_collection_stops_at_the_first_file_that_reaches_the_budget(tool, tmp_path):
+    files = {f"m{number}.py": function(f"f{number}", f"{number} {PROSE}") for number in range(20)}
+    documents = tool.choose_documents([write_package(tmp_path, files=files)], budget_bytes=3 * len(PROSE))
+    assert len(documents) == 3  # each is a little longer than PROSE
+
+
+def test_shards_hold_every_document_once_in_order(tool, tmp_path):
+    documents = [tool.Document(content=f"text {number}", url=f"u{number}") for number in range(10)]
+    tool.write_shards(documents, tmp_path / "corpus", shards=3)
+    paths = sorted((tmp_path / "corpus").iterdir())
+    assert [path.name for path in paths] == ["part-0000.parquet", "part-0001.parquet", "part-0002.parquet"]
+    rows = [row for path in paths for row in pq.read_table(path).to_pylist()]
+    assert rows == [{"content": document.content, "url": document.url} for document in documents]
+
+
+def test_folder_with_files_is_refused_and_left_alone(tool, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        tool.write_shards([tool.Document(content="c", url="u")], tmp_path, shards=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_failure_while_writing_leaves_no_folder(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool.pq, "write_table", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        tool.write_shards([tool.Document(content="c", url="u")], tmp_path / "corpus", shards=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments_are_all_reported_with_exit_code_2(tmp_path):
+    command = [sys.executable, str(TOOL), "--output", str(tmp_path / "c"), "--shards", "0", "--megabytes", "-1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "--shards 0" in result.stderr
+    assert "--megabytes -1" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_installed_packages_give_the_documents_asked_for(tmp_path):
+    command = [sys.executable, str(TOOL), "--output", str(tmp_path / "c"), "--megabytes", "0.2", "--shards", "2"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    rows = pq.read_table(tmp_path / "c").to_pylist()
+    assert 0.2e6 <= sum(len(row["content"].encode()) for row in rows) < 0.5e6
+    assert all(row["url"].startswith("python-package://") for row in rows)
