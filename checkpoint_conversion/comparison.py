@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_neobert.model.reference import ReferenceNeoBERT
+
 # Largest difference over largest logit that two correct implementations may show in fp32. Measured with
 # tools/check_parity.py at 28 x 768 on CPU; the wrong rotary convention is shown there as well.
 FP32_TOLERANCE = 1e-4
@@ -74,6 +76,26 @@ def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
 def compare_functions(first: LogitFunction, second: LogitFunction, prompts: Prompts) -> Comparison:
     """Runs both on the same prompts."""
     return compare_logits(first(*prompts), second(*prompts), prompts.attention_mask_bs)
+
+
+@torch.no_grad()
+def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
+    """Gives the model random weights under which every part of it matters, and returns it.
+
+    Fresh weights are a poor test: logits of 0.05 hide errors, attention is almost uniform whatever the rotary
+    convention, and norms of one and biases of zero do nothing. With these, logits reach several units.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        elif name == "model.encoder.weight":
+            parameter.normal_(std=0.1, generator=generator)  # small enough for the norm's epsilon to matter
+        elif parameter.dim() == 1:
+            parameter.normal_(std=0.5, generator=generator)
+        else:
+            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)  # keeps the variance of its input
+    return model.eval()
 
 
 def compare_logits(first_bsv: Tensor, second_bsv: Tensor, attention_mask_bs: Tensor) -> Comparison:

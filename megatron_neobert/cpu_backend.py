@@ -28,6 +28,7 @@ def install() -> None:
         return
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
     torch.cuda.synchronize = _synchronize
+    torch.Tensor.cuda = _stay  # type: ignore[assignment,method-assign]
     _name_tensor_types_as_cuda()
     namespace = _torch_without_cuda()
     for name in _MODULES_THAT_NAME_CUDA:
@@ -43,6 +44,11 @@ def _current_device() -> torch.device:
 
 def _synchronize(device: Any = None) -> None:
     """CPU operations have finished when they return."""
+
+
+def _stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`tensor.cuda()`: the CPU is where the computation happens."""
+    return self
 
 
 def _torch_without_cuda() -> types.ModuleType:

@@ -31,7 +31,7 @@ def install() -> None:
         DistributedOptimizer.sharded_param_state_fully_reshardable
     )
     if not distrib_optimizer.HAVE_APEX_OR_TE:
-        megatron_optimizer.Adam = FusedAdam
+        megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = True
         distrib_optimizer.USING_TE_OPTIMIZER = True

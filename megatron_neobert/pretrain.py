@@ -1,6 +1,7 @@
 """Entry point of a run: `python -m megatron_neobert.pretrain`, or under torchrun on every rank. No logic of its own."""
 
 import sys
+import warnings
 
 from megatron_neobert.errors import run_command
 from megatron_neobert.training import stopping
@@ -17,7 +18,10 @@ def main() -> int:
         from megatron_neobert.training.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size_from_environment())
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")  # "Apex is not installed" x 6
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|megatron\.core")  # names that megatron.core calls
     from megatron_neobert.training.loop import run_training
+
 
     return run_training(command.settings)
 

@@ -40,7 +40,7 @@ class Documents(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each document."""
+        """Tokens of each document, at least 1."""
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -167,7 +167,6 @@ class BatchStream:
         """Steps first, first + every, ... counted from the cursor; those between are packed but not read.
 
         Raises:
-            DataError: No document of the range has a token.
             CheckpointError: The cursor names a row that its window does not have.
         """
         rows_per_step = range(0, self.settings.global_batch_size, self.settings.micro_batch_size)
@@ -186,7 +185,6 @@ class BatchStream:
         parts: list[PackedRows] = []
         missing = self.settings.global_batch_size
         row = self.cursor.row
-        windows_without_rows = 0
         for epoch, window in self._windows_from_cursor():
             rows = self._pack_window(epoch, window)
             if row > len(rows):
@@ -194,12 +192,6 @@ class BatchStream:
                     f"the checkpoint continues at row {row:,} of window {window:,}, which has {len(rows):,} rows; the "
                     "corpus, --split, --seq-length, --long-documents or --seed is not the one it was saved with. "
                     "Resume with the same, or start at the corpus's beginning with a new run."
-                )
-            windows_without_rows = 0 if len(rows) else windows_without_rows + 1
-            if windows_without_rows > 2 * self._windows:  # certainly one whole epoch, wherever the cursor stood
-                raise DataError(
-                    f"all {len(self.documents):,} documents from number {self.documents.start:,} on are empty; "
-                    "batches need at least one token. Preprocess the corpus again."
                 )
             while row < len(rows):
                 taken = min(missing, len(rows) - row)

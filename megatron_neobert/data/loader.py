@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_neobert.data.batches import BatchStream, PackedBatch, StepBatches
@@ -54,28 +54,36 @@ def _survive_stop_signals(worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_obey_parent_only, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _obey_parent_only(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when its parent says so, or within a second of its parent's end.
+
+    DataLoader's own watch does not suffice: a worker that is sending a batch when its parent is killed waits for ever,
+    because its siblings hold the other end of the pipe open.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+        if received and received.si_pid == parent:
+            break
     os._exit(0)
 
 
 # Batches travel from worker to trainer as bytes. torch's default puts every tensor into shared memory, which takes a
 # file descriptor each (4 per micro-batch, often limited to 1,024 in all) and room in /dev/shm (64 MiB in a container).
-def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any, ...]]:
-    values = vars(batch).items()
-    return _rebuild_packed_batch, (
-        {name: value.numpy() for name, value in values if isinstance(value, torch.Tensor)},
-        {name: value for name, value in values if not isinstance(value, torch.Tensor)},
-    )
+def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any]]:
+    def to_array(value: Any) -> Any:
+        return value.numpy() if isinstance(value, torch.Tensor) else value
+
+    return _rebuild_packed_batch, ({name: to_array(value) for name, value in vars(batch).items()},)
 
 
-def _rebuild_packed_batch(arrays: dict[str, NDArray[Any]], numbers: dict[str, int]) -> PackedBatch:
-    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return PackedBatch(**tensors, **numbers)
+def _rebuild_packed_batch(values: dict[str, Any]) -> PackedBatch:
+    def to_tensor(value: Any) -> Any:
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    return PackedBatch(**{name: to_tensor(value) for name, value in values.items()})
 
 
 ForkingPickler.register(PackedBatch, _reduce_packed_batch)

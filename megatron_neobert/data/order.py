@@ -1,7 +1,7 @@
 """Which document comes next: the shares of training and validation, and the order of an epoch.
 
 The order is a permutation that is computed, not stored: any index of a billion documents costs the same few
-operations and no memory, on every rank and in every worker alike (about 9 M indices per second on one core).
+operations and no memory, on every rank and in every worker alike (about 7 M indices per second on one core).
 """
 
 from itertools import pairwise

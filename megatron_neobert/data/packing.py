@@ -78,7 +78,7 @@ def cut_documents(
     """Documents as segments of at most seq_length tokens including [CLS] and [SEP].
 
     Args:
-        lengths_n: Tokens of each document; one without tokens gives no segment.
+        lengths_n: Tokens of each document, at least 1.
         long_documents: `truncate` keeps the first segment of each document, `chunk` keeps all.
     """
     segment_tokens = seq_length - ADDED_TOKENS
@@ -101,7 +101,7 @@ def pack_rows(segments: Segments, *, seq_length: int, seed: int, epoch: int, win
     by_decreasing_length = np.argsort(-segments.lengths_n, kind="stable")
     tokens = segments.lengths_n[by_decreasing_length] + ADDED_TOKENS
     row_of_segment = np.array(best_fit_decreasing(tokens.tolist(), row_tokens=seq_length), dtype=np.int64)
-    rows = int(row_of_segment.max(initial=-1)) + 1
+    rows = int(row_of_segment.max()) + 1
 
     keys = draw_words(Stream.ROW_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(rows)).view(np.uint64)
     place_of_row = np.empty(rows, dtype=np.int64)
@@ -124,7 +124,7 @@ def best_fit_decreasing(tokens: list[int], *, row_tokens: int) -> list[int]:
     Args:
         tokens: Size of each segment, decreasing, at most row_tokens.
     """
-    smallest = tokens[-1] if tokens else 0
+    smallest = tokens[-1]
     rows_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
     free_sizes = 0
     rows = 0

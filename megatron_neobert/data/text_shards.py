@@ -3,7 +3,7 @@
 A format is recognised by the first bytes of the file, never by its name. Reading streams: memory follows the longest
 document, not the shard. Every record is either a Document or a Rejected with its reason and position, so nothing is
 lost silently; damage that hides an unknown number of records (a truncated stream, a broken parquet page) is a
-DataError instead. A further format is one more signature, one more reading function, and one more branch in `read_part`.
+DataError instead. A further format is one more signature, one more reading function, one more branch in `read_part`.
 """
 
 import glob
@@ -88,7 +88,7 @@ def find_shards(patterns: Sequence[str]) -> list[Path]:
     """
     shards: dict[Path, None] = {}
     for pattern in patterns:
-        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  (Path.glob refuses absolute patterns)
         files = [file for match in matches for file in _files_of(Path(match))]
         if not files:
             raise MissingInputError(f"--input {pattern}: no file matches; check the path, and quote globs in scripts")
@@ -104,7 +104,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def recognise_format(path: Path) -> str:
-    """"parquet", "gzip" (JSON lines inside) or "jsonl", from the first bytes.
+    """ "parquet", "gzip" (JSON lines inside) or "jsonl", from the first bytes.
 
     Raises:
         DataError: The bytes belong to a format that is not read here.
@@ -173,7 +173,7 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[Document | Rejected]:
 def _read_gzip(path: Path, text_key: str) -> Iterator[Document | Rejected]:
     position = "the beginning"
     try:
-        with gzip.open(path, "rb") as packed, io.BufferedReader(packed, _BUFFER_BYTES) as stream:  # type: ignore[arg-type]
+        with gzip.open(path, "rb") as packed, io.BufferedReader(packed, _BUFFER_BYTES) as stream:
             for record in _read_json_lines(stream, text_key):
                 yield record
                 position = record.position

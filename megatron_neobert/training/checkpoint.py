@@ -106,6 +106,7 @@ def load_checkpoint(run: Run) -> Path | None:
         run.optimizer.load_state_dict(state["optimizer"])
     progress = dict(state["progress"])
     run.progress = Progress(**{**progress, "cursor": Cursor(**progress["cursor"])})
+    run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     return folder
 
 

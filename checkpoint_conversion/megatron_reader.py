@@ -1,0 +1,108 @@
+"""Weights out of a checkpoint that training saved: one process, no Megatron model, whatever layout wrote it.
+
+The weights that training computed with are read, in their own precision; optimizer state is left where it is.
+Costs the memory of the weights and the time to check every file of the checkpoint against its manifest.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from checkpoint_conversion.mapping import ModelShape, to_published, unstack_layers
+from megatron_neobert.training.checkpoint_metadata import SafeReader
+from megatron_neobert.config import Settings
+from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import CheckpointError
+from megatron_neobert.flags import read_record
+from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
+from megatron_neobert.training.checkpoint import latest_checkpoint, verify_files
+
+_OPTIMIZER_PREFIX = "optimizer."
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """One saved iteration: its settings, its tokenizer, and its weights under the internal names of mapping.py."""
+
+    folder: Path
+    settings: Settings
+    tokenizer: Tokenizer
+    tensors: dict[str, Tensor]
+
+    @property
+    def iteration(self) -> int:
+        return int(self.folder.name.removeprefix("iter_"))
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that the settings and the tokenizer give every tensor."""
+        model, parallel = self.settings.model, self.settings.parallel
+        vocab_size = self.tokenizer.vocab_size
+        return ModelShape(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            ffn_hidden_size=model.swiglu_width,
+            vocab_size=vocab_size,
+            padded_vocab_size=model.padded_vocab_size(
+                vocab_size, tensor_parallel=parallel.tensor_model_parallel_size
+            ),
+        )
+
+    def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
+        """The same function in plain PyTorch and fp32, its weights rounded to `dtype` first.
+
+        Raises:
+            ConversionError: The weights are not those of the settings.
+        """
+        shape, model = self.shape, self.settings.model
+        config = ReferenceConfig(
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            ffn_hidden_size=shape.ffn_hidden_size,
+            vocab_size=shape.vocab_size,
+            rotary_base=model.rotary_base,
+            norm_epsilon=model.norm_epsilon,
+        )
+        with torch.device("meta"):  # no time spent on weights that are replaced at once
+            reference = ReferenceNeoBERT(config)
+        rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
+        reference.load_state_dict(to_published(rounded, shape, "neobert"), assign=True)
+        return reference.eval()
+
+
+def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
+    """The newest checkpoint of a save folder, or that of one iteration.
+
+    Raises:
+        MissingInputError: There is none.
+        CheckpointError: It is damaged, incomplete, or wants to run code.
+    """
+    folder = latest_checkpoint(save, iteration=iteration)
+    verify_files(folder)
+    return MegatronCheckpoint(
+        folder=folder,
+        settings=read_record(folder / "settings.yaml"),
+        tokenizer=load_tokenizer(folder / "tokenizer"),
+        tensors=unstack_layers(_read_tensors(folder)),
+    )
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the model at its full size, under the names of the checkpoint."""
+    reader = SafeReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith(_OPTIMIZER_PREFIX)
+    }
+    if not tensors:
+        raise CheckpointError(f"{folder} holds no weights; use another checkpoint.")
+    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

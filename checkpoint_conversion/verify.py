@@ -1,0 +1,97 @@
+"""Command: do two models compute the same logits?
+
+Each side is a folder that training saved to, or a Hugging Face folder of a masked language model. Both run in fp32 on
+the same fixed prompts, one of them padded. Exit code 0: equal within the tolerance; 1: not.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_neobert.errors import ConversionError, MissingInputError, run_command
+
+if TYPE_CHECKING:  # --help answers without importing torch
+    from torch import Tensor
+
+
+class Side(NamedTuple):
+    """One of the two models."""
+
+    description: str
+    vocab_size: int
+    max_tokens: int
+    logits: "Callable[[Tensor, Tensor], Tensor]"
+
+
+def main() -> int:
+    """Compares, prints a table, and returns 0 or 1."""
+    parser = argparse.ArgumentParser(prog="verify.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("first", type=Path, metavar="A", help="folder of checkpoints, or Hugging Face folder")
+    parser.add_argument("second", type=Path, metavar="B", help="the same")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference over largest logit that still counts as equal (default 1e-4, as after a conversion; "
+        "weights that were rounded to bfloat16 on one side need about 0.05)",
+    )
+    arguments = parser.parse_args()
+
+    from checkpoint_conversion.comparison import FP32_TOLERANCE, build_prompts, compare_functions
+
+    first, second = load_side(arguments.first), load_side(arguments.second)
+    if first.vocab_size != second.vocab_size:
+        raise ConversionError(
+            f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; only "
+            "models of one vocabulary can be compared."
+        )
+    prompts = build_prompts(first.vocab_size, longest=min(first.max_tokens, second.max_tokens))
+    comparison = compare_functions(first.logits, second.logits, prompts)
+    tolerance = FP32_TOLERANCE if arguments.tolerance is None else arguments.tolerance
+    equal = comparison.within(tolerance)
+    print(f"A  {first.description}\nB  {second.description}\n\n{comparison.to_table()}\n")
+    print(f"{'equal' if equal else 'NOT equal'} within {tolerance:g} of the largest logit")
+    return 0 if equal else 1
+
+
+def load_side(folder: Path) -> Side:
+    """The model of a folder, whichever kind it is.
+
+    Raises:
+        MissingInputError: No such folder, or one that holds no model.
+        CheckpointError, ConversionError: The model cannot be used.
+    """
+    if not folder.is_dir():
+        raise MissingInputError(f"{folder}: no such folder.")
+    return _load_huggingface(folder) if (folder / "config.json").is_file() else _load_megatron(folder)
+
+
+def _load_huggingface(folder: Path) -> Side:
+    from checkpoint_conversion.eurobert import load_masked_lm
+
+    model = load_masked_lm(folder)
+    return Side(
+        description=f"{folder} ({model.config.architectures[0]})",
+        vocab_size=model.config.vocab_size,
+        max_tokens=model.config.max_position_embeddings,
+        logits=lambda *inputs: model(*inputs).logits,
+    )
+
+
+def _load_megatron(folder: Path) -> Side:
+    import torch
+
+    from checkpoint_conversion.megatron_reader import read_checkpoint
+
+    checkpoint = read_checkpoint(folder)
+    return Side(
+        description=f"{checkpoint.folder} (Megatron)",
+        vocab_size=checkpoint.shape.vocab_size,
+        max_tokens=checkpoint.settings.model.max_position_embeddings,
+        logits=checkpoint.build_reference(torch.float32),
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

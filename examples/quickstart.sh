@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# From nothing to a trained NeoBERT that answers fill-mask, on this machine, with one command:
+#
+#   bash examples/quickstart.sh [FOLDER]        FOLDER: where everything goes, by default ./quickstart_run
+#
+# The model is tiny and its corpus is the documentation of the installed Python packages: this shows the whole path, it
+# does not give a useful encoder. Finished stages are skipped when it is started again, and an interrupted training goes
+# on where it was; delete FOLDER to start anew.
+set -euo pipefail
+
+case "${1-}" in
+-h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+-*) printf 'quickstart: unknown argument %s; the only one is a folder\n' "$1" >&2; exit 2 ;;
+esac
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+mkdir -p "${1:-quickstart_run}"
+folder=$(cd "${1:-quickstart_run}" && pwd -P)
+
+stage() { printf '\n== %s\n   %s\n' "$1" "$2"; }
+run() { # a finished stage is recognised by what it leaves: run FILE COMMAND...
+    if [[ -e $1 ]]; then echo "   already there: $1"; else "${@:2}"; fi
+}
+
+stage "1/7 Environment" "Python packages at the tested versions; a minute or two the first time"
+python=$(bash "$repository/tools/prepare_environment.sh")
+export PYTHON=$python # for examples/pretrain_neobert.sh
+echo "   $python"
+started=$SECONDS
+
+stage "2/7 Corpus" "documentation texts of the installed packages, as RefinedWeb-shaped parquet shards"
+run "$folder/shards" "$python" "$repository/tools/make_sample_corpus.py" --output "$folder/shards"
+
+stage "3/7 Tokenizer" "a WordPiece vocabulary learned from the corpus"
+run "$folder/tokenizer/tokenizer.json" "$python" "$repository/tools/train_tokenizer.py" \
+    --input "$folder/shards/*.parquet" --output "$folder/tokenizer" --vocab-size 8192
+
+stage "4/7 Preprocessing" "tokens in Megatron's .bin and .idx, whole documents"
+run "$folder/corpus_content_document.json" "$python" "$repository/tools/preprocess_data.py" \
+    --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" --workers 2
+
+if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    ranks=1 device="one GPU"
+else
+    ranks=2 device="two CPU ranks"
+fi
+pretrain() {
+    NPROC_PER_NODE=$ranks bash "$repository/examples/pretrain_neobert.sh" \
+        --config "$repository/examples/configs/quickstart.yaml" --data-path "$folder/corpus_content_document" \
+        --tokenizer-model "$folder/tokenizer" --save "$folder/checkpoints" --load "$folder/checkpoints" "$@"
+}
+stage "5/7 Pretraining" "a NeoBERT of 4 layers on $device; it stops on request, then the same command resumes it"
+status=0
+pretrain || status=$?
+if [[ $status == 75 ]]; then
+    echo "   exit code 75: stopped early, resumable. The same command again:"
+    status=0
+    pretrain || status=$?
+fi
+[[ $status == 0 ]] || exit "$status"
+
+stage "6/7 Conversion" "the last checkpoint as a Hugging Face folder that needs no remote code"
+run "$folder/model" "$python" "$repository/checkpoint_conversion/convert.py" megatron-to-hf \
+    --load "$folder/checkpoints" --output "$folder/model" --tokenizer-model "$folder/tokenizer"
+
+stage "7/7 Fill-mask" 'transformers.pipeline("fill-mask"), the three likeliest words'
+HF_HUB_OFFLINE=1 "$python" - "$folder" <<'END'
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+from transformers import logging, pipeline
+
+logging.set_verbosity_error()
+folder = Path(sys.argv[1])
+fill_mask = pipeline("fill-mask", model=str(folder / "model"), device="cpu")
+for sentence in (
+    "Returns the number of [MASK] in the list.",
+    "If the argument is not given, the [MASK] value is used.",
+    "The first dimension of the input [MASK] is the batch size.",
+):
+    answers = ", ".join(f"{answer['token_str']} {answer['score']:.2f}" for answer in fill_mask(sentence, top_k=3))
+    print(f"   {sentence}  ->  {answers}")
+
+lines = [json.loads(line) for line in (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
+losses = [line["loss"] for line in lines if "loss" in line]
+validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+pieces = len(fill_mask.tokenizer)
+print(f"\n== Summary\n   loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per masked token, {validation[-1]:.2f} on held-out")
+print(f"   documents; guessing among {pieces:,} pieces would be ln V = {math.log(pieces):.2f}")
+END
+cat <<END
+   corpus       $folder/corpus_content_document.bin, .idx, .json
+   tokenizer    $folder/tokenizer
+   checkpoints  $folder/checkpoints
+   curves       $python -m tensorboard.main --logdir "$folder/checkpoints/tensorboard"
+   model        $folder/model
+   took         $((SECONDS - started)) s after the environment was ready
+END

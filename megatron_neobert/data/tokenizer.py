@@ -1,0 +1,258 @@
+"""Tokenizers behind one batch call: a WordPiece `vocab.txt`, a `tokenizer.json`, or a Hugging Face folder with either.
+
+Corpora are encoded without special tokens, and the text "[MASK]" stays text: it never becomes the mask id. The saved
+folder, for inference, is the opposite on both counts. Nothing is downloaded and no code of a tokenizer is run.
+Costs: 4 MB of text per second and core; memory is bounded by splitting long documents where that cannot change ids.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import models, processors, trainers
+
+from megatron_neobert.data.tokenizer_files import STANDARD_NAMES, build_bert_backend, read_tokenizer_files
+from megatron_neobert.errors import OutputError
+from megatron_neobert.files import replace_file
+
+# The backend holds about 130 bytes of memory per character that it is given at once (12 MB: 1.6 GB).
+_ENCODE_CHARACTERS = 1 << 18
+
+
+class EncodedBatch(NamedTuple):
+    """Token ids of several texts end to end (int32), and how many belong to each text (int32)."""
+
+    ids: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer whose special tokens are known. Made by `load_tokenizer` and `train_wordpiece`."""
+
+    backend: tokenizers.Tokenizer
+    special_names: dict[str, str]  # "cls", "sep", "pad", "mask", "unk" -> literal
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the five roles "cls", "sep", "pad", "mask" and "unk"."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        return {role: vocabulary[name] for role, name in self.special_names.items()}
+
+    @property
+    def cls_id(self) -> int:
+        return self.special_tokens["cls"]
+
+    @property
+    def sep_id(self) -> int:
+        return self.special_tokens["sep"]
+
+    @property
+    def pad_id(self) -> int:
+        return self.special_tokens["pad"]
+
+    @property
+    def mask_id(self) -> int:
+        return self.special_tokens["mask"]
+
+    @property
+    def unk_id(self) -> int:
+        return self.special_tokens["unk"]
+
+    @cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """All special ids in ascending order: the five roles and whatever else the tokenizer declares special."""
+        declared = (id_ for id_, token in self.backend.get_added_tokens_decoder().items() if token.special)
+        return tuple(sorted({*self.special_tokens.values(), *declared}))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included; ids are 0 to vocab_size - 1 without gaps."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over everything that decides the ids of a text, and over the special tokens.
+
+        Not over the post-processor and decoder, so a vocab.txt, the folder saved from it, and Hugging Face's
+        tokenizer.json of the same vocabulary have one fingerprint. Null and false entries are left out: they are
+        the defaults of settings that later versions of the backend add.
+        """
+        state = json.loads(self.backend.to_str())
+        content = {key: _without_defaults(state[key]) for key in ("normalizer", "pre_tokenizer", "model")}
+        content["added_tokens"] = _without_defaults([token for token in state["added_tokens"] if not token["special"]])
+        content["special_tokens"] = self.special_tokens
+        content["special_ids"] = self.special_ids
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def is_bert_wordpiece(self) -> bool:
+        """True where vocab.txt and three settings say everything, and white space always separates pieces."""
+        state = json.loads(self.backend.to_str())
+        types = [(state[key] or {}).get("type") for key in ("normalizer", "pre_tokenizer", "model")]
+        plain = all(token["special"] for token in state["added_tokens"])
+        return types == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and plain
+
+    def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
+        """Ids of texts without special tokens; special-token literals in a text are encoded as text.
+
+        A model that knows such a literal as an ordinary piece (Unigram does) gets the unknown token there: no
+        special id other than the unknown token's is ever returned.
+        """
+        self.backend.encode_special_tokens = True  # here: a pickled or copied backend has lost the setting
+        ids, lengths = [], np.zeros(len(texts), dtype=np.int32)
+        for owners, pieces in self._bounded_calls(texts):
+            encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+            counts = [len(encoding) for encoding in encodings]
+            np.add.at(lengths, owners, counts)
+            flat = chain.from_iterable(encoding.ids for encoding in encodings)
+            ids.append(np.fromiter(flat, dtype=np.int32, count=sum(counts)))
+        joined = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
+        joined[self._never_stored[joined]] = self.unk_id
+        return EncodedBatch(joined, lengths)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Readable text of ids, special tokens shown."""
+        return self.backend.decode([int(id_) for id_ in ids], skip_special_tokens=False)
+
+    def save_tokenizer_files(self, folder: Path, *, model_max_length: int) -> None:
+        """Writes what Hugging Face's `AutoTokenizer` loads without remote code: one text becomes [CLS] text [SEP].
+
+        Args:
+            folder: Created if missing; files of the same names are replaced.
+            model_max_length: Longest input in tokens, [CLS] and [SEP] included.
+
+        Raises:
+            OutputError: The folder cannot be created.
+        """
+        names = {f"{role}_token": name for role, name in self.special_names.items()}
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": model_max_length,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "clean_up_tokenization_spaces": False,
+            **names,
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{folder}: the folder cannot be created ({error.strerror}); choose another") from error
+        if self.is_bert_wordpiece:  # vocab.txt alone, with these settings beside it, is then the same tokenizer
+            normalizer = json.loads(self.backend.to_str())["normalizer"]
+            config["do_lower_case"] = normalizer["lowercase"]
+            config["strip_accents"] = normalizer["strip_accents"]
+            config["tokenize_chinese_chars"] = normalizer["handle_chinese_chars"]
+            vocabulary = self.backend.get_vocab(with_added_tokens=True)
+            pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+            replace_file(folder / "vocab.txt", "".join(f"{piece}\n" for piece in pieces))
+        replace_file(folder / "tokenizer.json", self._inference_backend().to_str())
+        replace_file(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        replace_file(folder / "special_tokens_map.json", json.dumps(names, indent=2, ensure_ascii=False) + "\n")
+
+    def _inference_backend(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        cls, sep = self.special_names["cls"], self.special_names["sep"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, self.cls_id), (sep, self.sep_id)],
+        )
+        return backend
+
+    @cached_property
+    def _never_stored(self) -> NDArray[np.bool_]:
+        table = np.zeros(self.vocab_size, dtype=np.bool_)
+        table[list(self.special_ids)] = True
+        table[self.unk_id] = False
+        return table
+
+    def _bounded_calls(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+        """Pieces of texts for one call of the backend each, and the number of the text that each comes from."""
+        owners: list[int] = []
+        pieces: list[str] = []
+        characters = 0
+        for owner, text in enumerate(texts):
+            for piece in _split_at_spaces(text) if self.is_bert_wordpiece else (text,):
+                if characters and characters + len(piece) > _ENCODE_CHARACTERS:
+                    yield owners, pieces
+                    owners, pieces, characters = [], [], 0
+                owners.append(owner)
+                pieces.append(piece)
+                characters += len(piece)
+        if pieces:
+            yield owners, pieces
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads a tokenizer from `vocab.txt`, `tokenizer.json`, or a folder with one of them (tokenizer.json is preferred).
+
+    A tokenizer_config.json beside the file names special tokens of other spelling and, for vocab.txt, decides about
+    lower case; without it a vocabulary is uncased when no ordinary piece has an upper-case letter.
+
+    Raises:
+        MissingInputError: There is no such file or folder, or the folder holds neither file.
+        DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
+    """
+    backend, names = read_tokenizer_files(Path(path))
+    return _with_special_tokens(backend, names)
+
+
+def train_wordpiece(texts: Iterator[str], *, vocab_size: int, lowercase: bool, min_frequency: int) -> Tokenizer:
+    """A WordPiece tokenizer in BERT's layout, learned from texts; equal texts in equal order give an equal vocabulary.
+
+    Args:
+        texts: Read once; memory grows with the number of distinct words, not with the text.
+        vocab_size: Upper bound of the number of ids; small texts give fewer.
+        lowercase: Lower-case and strip accents before anything else, in training and in use.
+        min_frequency: A pair of pieces seen less often is not merged.
+    """
+    names = {role: standard for role, (standard, _) in STANDARD_NAMES.items()}
+    backend = build_bert_backend(models.WordPiece(unk_token=names["unk"]), lowercase=lowercase)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[names[role] for role in ("pad", "unk", "cls", "sep", "mask")],
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _with_special_tokens(backend, names)
+
+
+def _with_special_tokens(backend: tokenizers.Tokenizer, names: dict[str, str]) -> Tokenizer:
+    declared = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    # Not those already declared special: declaring again would drop their lstrip and rstrip, which inference needs.
+    backend.add_special_tokens([name for name in names.values() if name not in declared])
+    return Tokenizer(backend, names)
+
+
+def _split_at_spaces(text: str) -> Iterator[str]:
+    """Pieces of at most _ENCODE_CHARACTERS, cut before a space or line feed; a longer word stays whole."""
+    start = 0
+    while len(text) - start > _ENCODE_CHARACTERS:
+        end = start + _ENCODE_CHARACTERS
+        cut = max(text.rfind(" ", start + 1, end), text.rfind("\n", start + 1, end))
+        if cut < 0:
+            later = [found for found in (text.find(" ", end), text.find("\n", end)) if found >= 0]
+            cut = min(later, default=len(text))
+        yield text[start:cut]
+        start = cut
+    if start < len(text) or not text:
+        yield text[start:]
+
+
+def _without_defaults(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _without_defaults(inner) for key, inner in value.items() if inner is not None and inner is not False
+        }
+    if isinstance(value, list):
+        return [_without_defaults(inner) for inner in value]
+    return value

@@ -1,0 +1,110 @@
+"""Processes that work through a list of tasks, and that neither hang nor survive their parent.
+
+Each worker has its own pipe, and nobody else holds the other end: a worker that is killed is noticed at once, and a
+worker whose parent is killed finds its pipe closed at its next report and ends.
+"""
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Generic, TypeVar
+
+from megatron_neobert.errors import NeoBERTError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Report = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class _Finished(Generic[Result]):
+    result: Result
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: Exception
+
+
+def run_in_workers(
+    function: Callable[[Task, Report], Result], tasks: Sequence[Task], *, workers: int, on_report: Report
+) -> Generator[Result, None, None]:
+    """Results of function(task, report) in the order in which they finish; closing the iterator ends all workers.
+
+    Args:
+        function: Importable by its name, since workers are fresh interpreters.
+        tasks: Handed out in order.
+        workers: Number of processes; not more than tasks are started.
+        on_report: Called here with whatever a function reports. A function that reports often ends soon when its
+            parent is killed.
+
+    Raises:
+        ChildProcessError: A worker died, most often for want of memory.
+        NeoBERTError, OSError: As raised by a function; anything else becomes a RuntimeError with the worker's trace.
+    """
+    context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads in any state
+    waiting = iter(tasks)
+    processes: dict[Connection, SpawnProcess] = {}
+    running: dict[Connection, Task] = {}
+    try:
+        for _, task in zip(range(workers), waiting, strict=False):
+            connection, far_end = context.Pipe()
+            processes[connection] = context.Process(target=_work, args=(function, far_end), daemon=True)
+            processes[connection].start()
+            far_end.close()
+            running[connection] = task
+            _exchange(processes[connection], task, connection.send, task)
+        while running:
+            for connection in [end for end in wait(list(running)) if isinstance(end, Connection)]:
+                message = _exchange(processes[connection], running[connection], connection.recv)
+                if isinstance(message, _Failed):
+                    raise message.error
+                if not isinstance(message, _Finished):
+                    on_report(message)
+                    continue
+                del running[connection]
+                for task in waiting:
+                    running[connection] = task
+                    _exchange(processes[connection], task, connection.send, task)
+                    break
+                yield message.result
+    finally:
+        for process in processes.values():
+            process.kill()
+        for process in processes.values():
+            process.join()
+
+
+def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arguments: Any) -> Any:
+    """Sends to or receives from a worker."""
+    try:
+        return action(*arguments)
+    except (EOFError, ConnectionError) as error:
+        process.join()
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise ChildProcessError(
+            f"worker process {process.pid} {how} at {task}; if memory ran out, use fewer --workers, and start again"
+        ) from error
+
+
+def _work(function: Callable[[Task, Report], Result], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    try:
+        while True:
+            task = connection.recv()
+            try:
+                message: Any = _Finished(function(task, connection.send))
+            except ConnectionError:
+                raise
+            except (NeoBERTError, OSError) as error:
+                message = _Failed(error)
+            except Exception:  # our own bug: it may not be picklable, its trace is
+                message = _Failed(RuntimeError(f"in a worker process:\n{traceback.format_exc()}"))
+            connection.send(message)
+    except (EOFError, ConnectionError):  # no parent any more
+        return

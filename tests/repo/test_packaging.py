@@ -1,0 +1,132 @@
+"""setup.py and constraints.txt agree with each other, with the code, and with the versions of Python they promise."""
+
+import ast
+import importlib.metadata
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+import megatron_neobert
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYTHONS = ("3.10", "3.11", "3.12")
+# Used when importable and absent from every list: NVIDIA's Apex is not on the registry, FlashAttention is a choice
+# of the GPU machine, the launcher is torch's own.
+NEVER_REQUIRED = {"apex", "flash_attn"}
+
+
+@pytest.fixture(scope="module")
+def metadata() -> dict:
+    """The keyword arguments that setup.py gives to setup()."""
+    captured = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **keywords: captured.update(keywords))
+        runpy.run_path(str(REPOSITORY / "setup.py"))
+    return captured
+
+
+def constraint_lines() -> list[Requirement]:
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def pinned_version(name: str, python: str) -> str | None:
+    """The version that constraints.txt gives a package on one Python; None if there is no line, or more than one."""
+    versions = [
+        str(requirement.specifier).removeprefix("==")
+        for requirement in constraint_lines()
+        if canonicalize_name(requirement.name) == canonicalize_name(name)
+        and (requirement.marker is None or requirement.marker.evaluate({"python_version": python}))
+    ]
+    return versions[0] if len(versions) == 1 else None
+
+
+def requirements(metadata: dict, *extras: str) -> list[Requirement]:
+    return [
+        Requirement(line)
+        for line in [
+            *metadata["install_requires"],
+            *(line for extra in extras for line in metadata["extras_require"][extra]),
+        ]
+    ]
+
+
+def third_party_imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add((node.module or "").split(".")[0])
+    own = {"megatron_neobert", "checkpoint_conversion", "tools"}
+    return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
+
+
+def test_version_is_the_one_of_the_package(metadata):
+    assert metadata["version"] == megatron_neobert.__version__
+
+
+def test_changelog_has_an_entry_for_the_version(metadata):
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[{re.escape(metadata['version'])}\]", changelog, flags=re.MULTILINE)
+
+
+def test_python_range_is_3_10_to_3_12(metadata):
+    supported = SpecifierSet(metadata["python_requires"])
+    assert [python for python in ("3.9", *PYTHONS, "3.13") if supported.contains(f"{python}.1")] == list(PYTHONS)
+
+
+def test_extras_are_the_promised_ones(metadata):
+    promised = {"gpu", "fast", "sentencepiece", "dali", "ray", "wandb", "eval", "dev"}
+    assert set(metadata["extras_require"]) == promised
+
+
+def test_package_called_apex_is_never_a_dependency(metadata):
+    names = {requirement.name.lower() for requirement in requirements(metadata, *metadata["extras_require"])}
+    assert "apex" not in names | {requirement.name.lower() for requirement in constraint_lines()}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_core_and_dev_requirements_have_one_pinned_version_in_range(metadata, python):
+    for requirement in requirements(metadata, "dev"):
+        version = pinned_version(requirement.name, python)
+        assert version is not None, f"constraints.txt has no single version of {requirement.name} for Python {python}"
+        assert requirement.specifier.contains(version), f"{requirement.name} {version} is not {requirement.specifier}"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_package_has_at_most_one_version_per_python(python):
+    for requirement in constraint_lines():
+        applies = requirement.marker is None or requirement.marker.evaluate({"python_version": python})
+        assert not applies or pinned_version(requirement.name, python) is not None, requirement.name
+
+
+def test_constraints_are_exact_and_without_local_build():
+    for requirement in constraint_lines():
+        assert re.fullmatch(r"==[^+*,]+", str(requirement.specifier)), str(requirement)
+
+
+def test_every_imported_package_is_declared(metadata):
+    distributions = importlib.metadata.packages_distributions()
+    declared = {canonicalize_name(line.name) for line in requirements(metadata, *metadata["extras_require"])}
+    missing = {}
+    for top in ("megatron_neobert", "checkpoint_conversion", "tools"):
+        for path in (REPOSITORY / top).rglob("*.py"):
+            for name in third_party_imports(path):
+                providers = {canonicalize_name(provider) for provider in distributions.get(name, [name])}
+                if not providers & declared:
+                    missing.setdefault(name, []).append(str(path.relative_to(REPOSITORY)))
+    assert missing == {}
+
+
+def test_packages_hold_the_code_and_not_the_tests(metadata):
+    packages = set(metadata["packages"])
+    assert {"megatron_neobert", "megatron_neobert.data", "megatron_neobert.model", "checkpoint_conversion"} <= packages
+    assert not any(package.startswith(("tests", "tools", "examples")) for package in packages)

@@ -1,0 +1,120 @@
+"""The repository stands alone: no path of a machine, no registry's host, no promise instead of code, no huge file."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MAXIMUM_LINES = 400
+MAXIMUM_BYTES = 1_000_000
+
+# Written so that this file does not match itself.
+MACHINE_PATH = re.compile(r"(?<![\w.\-/$}])/(?:root|home|work|tmp|Users|mnt|scratch)/\w|\.\./shared\b")
+REGISTRY_HOST = re.compile(
+    r"\b(?:pypi(?:\.nvidia)?|pythonhosted|download\.pytorch|anaconda|npmjs|debian|golang|crates)\.(?:org|com|io|net)\b"
+)
+PROMISE = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+
+
+def list_files() -> list[Path]:
+    """Files that git tracks or would track."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        pytest.skip("not a git checkout", allow_module_level=True)
+    return [path for name in result.stdout.split("\0") if name and (path := REPOSITORY / name).is_file()]
+
+
+FILES = list_files()
+CODE = [path for path in FILES if path.suffix in (".py", ".sh")]
+
+
+def matching_lines(pattern: re.Pattern[str], text: str) -> list[str]:
+    return [f"{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if pattern.search(line)]
+
+
+def findings(pattern: re.Pattern[str], paths: list[Path]) -> dict[str, list[str]]:
+    found = {}
+    for path in paths:
+        if lines := matching_lines(pattern, path.read_text(encoding="utf-8", errors="replace")):
+            found[str(path.relative_to(REPOSITORY))] = lines
+    return found
+
+
+def stubs(source: str) -> list[str]:
+    """Raised NotImplementedError, and functions that consist of an ellipsis outside a Protocol."""
+    tree = ast.parse(source)
+    protocols = {
+        member
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+        for member in node.body
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None and "NotImplementedError" in ast.unparse(node.exc):
+            found.append(f"{node.lineno}: raises NotImplementedError")
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node not in protocols:
+            last = node.body[-1]
+            if isinstance(last, ast.Expr) and isinstance(last.value, ast.Constant) and last.value.value is Ellipsis:
+                found.append(f"{node.lineno}: {node.name} has no body")
+    return found
+
+
+def test_no_file_names_a_path_of_somebodys_machine():
+    assert findings(MACHINE_PATH, FILES) == {}
+
+
+def test_no_file_names_the_host_of_a_package_registry():
+    assert findings(REGISTRY_HOST, FILES) == {}
+
+
+def test_no_code_holds_a_promise():
+    assert findings(PROMISE, CODE) == {}
+
+
+def test_no_code_is_a_stub():
+    found = {path.name: stubs(path.read_text(encoding="utf-8")) for path in CODE if path.suffix == ".py"}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_no_source_file_exceeds_400_lines():
+    lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text(encoding="utf-8").splitlines()) for path in CODE}
+    assert {name: length for name, length in lengths.items() if length > MAXIMUM_LINES} == {}
+
+
+def test_no_file_exceeds_a_megabyte():
+    sizes = {str(path.relative_to(REPOSITORY)): path.stat().st_size for path in FILES}
+    assert {name: size for name, size in sizes.items() if size > MAXIMUM_BYTES} == {}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line"),
+    [
+        (MACHINE_PATH, 'open("' + "/ho" + 'me/ann/corpus")'),
+        (MACHINE_PATH, "cd " + "/wo" + "rk/main"),
+        (MACHINE_PATH, "see .." + "/shared/notes.md"),
+        (REGISTRY_HOST, "--index-url https://" + "download.py" + "torch.org/whl/cpu"),
+        (REGISTRY_HOST, "https://" + "pypi" + ".org/simple"),
+        (PROMISE, "# TO" + "DO: later"),
+    ],
+)
+def test_planted_line_is_found(pattern, line):
+    assert matching_lines(pattern, f"first\n{line}\n") == [f"2: {line}"]
+
+
+@pytest.mark.parametrize(
+    "line", ["/usr/bin/env bash", "runs/tmp/x", "$HOME/work/x", "torch.org", "https://arxiv.org/abs/1"]
+)
+def test_innocent_line_is_not_found(line):
+    assert not MACHINE_PATH.search(line)
+    assert not REGISTRY_HOST.search(line)
+
+
+def test_planted_stub_is_found_and_a_protocol_is_not():
+    assert stubs("def f():\n    raise Not" + "ImplementedError") == ["2: raises Not" + "ImplementedError"]
+    assert stubs("def f():\n    '''Later.'''\n    ...") == ["1: f has no body"]
+    assert stubs("class P(Protocol):\n    def f(self) -> int: ...") == []

@@ -1,0 +1,103 @@
+import re
+
+import numpy as np
+import pytest
+
+from megatron_neobert.data.order import permute, split_ranges
+from megatron_neobert.errors import ConfigError
+
+
+def whole(size: int, *, seed: int = 1, epoch: int = 0) -> np.ndarray:
+    return permute(np.arange(size), size=size, seed=seed, epoch=epoch)
+
+
+@pytest.mark.parametrize("sizes", [range(1, 400), range(400, 5001, 83), [2**16 - 1, 2**16, 2**16 + 1, 300_007]])
+def test_every_document_occurs_exactly_once_for_any_number_of_documents(sizes):
+    for size in sizes:
+        assert np.array_equal(np.sort(whole(size, seed=size)), np.arange(size)), size
+
+
+@pytest.mark.parametrize("size", [10**9, 2**32 - 1, 2**32 + 1, 3 * 2**40 + 5])
+def test_documents_of_a_huge_corpus_do_not_collide_and_stay_inside(size):
+    """Of 400,000 draws with replacement from 10^9, 80 would collide: 400,000^2 / (2 * 10^9)."""
+    first = np.arange(200_000)
+    documents = permute(np.concatenate([first, first + (size - len(first))]), size=size, seed=4, epoch=2)
+    assert len(np.unique(documents)) == len(documents)
+    assert documents.min() >= 0
+    assert documents.max() < size
+
+
+def test_a_window_gives_the_same_documents_as_the_whole_epoch():
+    assert np.array_equal(
+        permute(np.arange(4096, 8192), size=10_000, seed=1, epoch=0), whole(10_000, seed=1)[4096:8192]
+    )
+
+
+@pytest.mark.parametrize("size", [10_000, 10**9])
+def test_neighbours_in_the_order_are_far_apart_in_the_corpus(size):
+    """Two independent uniform places are size / 3 apart on average, with standard deviation size / sqrt(18).
+
+    The gate of 0.02 is 5 standard deviations of a mean of 4,000 such distances (neighbouring distances share a place).
+    """
+    documents = permute(np.arange(4000), size=size, seed=9, epoch=0)
+    assert abs(np.abs(np.diff(documents)).mean() / size - 1 / 3) < 0.02
+
+
+def test_places_of_documents_are_uniform():
+    """Chi-squared of the first thousand documents over 100 classes of a million: mean 99, deviation sqrt(2 * 99)."""
+    counts = np.bincount(permute(np.arange(10_000), size=10**6, seed=3, epoch=0) // 10_000, minlength=100)
+    assert abs(((counts - 100) ** 2 / 100).sum() - 99) < 4 * np.sqrt(2 * 99)
+
+
+def test_all_orders_of_four_documents_are_equally_likely():
+    """Chi-squared of 2,400 seeds over 4! = 24 orders: mean 23, standard deviation sqrt(2 * 23)."""
+    orders = [tuple(whole(4, seed=seed)) for seed in range(2400)]
+    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    assert len(counts) == 24
+    assert abs(((counts - 100) ** 2 / 100).sum() - 23) < 4 * np.sqrt(2 * 23)
+
+
+@pytest.mark.parametrize("other", [{"seed": 2}, {"epoch": 1}, {"seed": 1 + 2**32}])
+def test_orders_of_other_seeds_and_epochs_are_unrelated(other):
+    """Two unrelated orders agree in one place on average, in more than 8 with probability 1e-6."""
+    assert (whole(5000) == whole(5000, **{"seed": 1, "epoch": 0, **other})).sum() <= 8
+
+
+def test_the_order_is_the_one_that_earlier_runs_resumed_with():
+    """Pinned: a change here would make every checkpoint continue with other documents."""
+    assert whole(10, seed=1234).tolist() == [4, 2, 5, 1, 8, 7, 0, 6, 3, 9]
+
+
+@pytest.mark.parametrize(
+    ("split", "bounds"),
+    [
+        ("100", [(0, 1000)]),
+        ("99,1", [(0, 990), (990, 1000)]),
+        ("969,30,1", [(0, 969), (969, 999), (999, 1000)]),
+        ("1,0,1", [(0, 500), (500, 500), (500, 1000)]),
+        ("0.95, 0.05", [(0, 950), (950, 1000)]),
+    ],
+)
+def test_documents_are_split_in_contiguous_ranges_by_weight(split, bounds):
+    assert split_ranges(1000, split) == [range(start, stop) for start, stop in bounds]
+
+
+def test_ranges_are_those_of_megatron():
+    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    for split in ("99,1", "969,30,1", "1,1,1", "0.7,0.2,0.1", "98,1,1"):
+        matrix = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+        for documents in (1000, 1997, 12_345, 968_000_015):
+            expected = [range(*(round(end * documents) for end in ends)) for ends in matrix if ends is not None]
+            assert split_ranges(documents, split) == expected
+
+
+def test_a_part_that_would_be_empty_is_refused_with_numbers():
+    message = re.escape("--split 99,1 of 50 documents leaves part 2 (weight 1) empty")  # 50 * 0.99 rounds to 50
+    with pytest.raises(ConfigError, match=message):
+        split_ranges(50, "99,1")
+
+
+@pytest.mark.parametrize("split", ["", "99;1", "1,-1", "0,0", "1,1,1,1", "nan,1", "inf"])
+def test_malformed_weights_are_refused(split):
+    with pytest.raises(ConfigError, match=re.escape(f"--split {split} is not one to three")):
+        split_ranges(100, split)
