@@ -29,6 +29,7 @@ REQUIREMENTS = [
     "tensorboard>=2.16",
     "rich>=13",
     "packaging>=24.2",  # megatron.core imports it
+    "psutil>=5.9",  # megatron.core's checkpoint writers hang without it
 ]
 
 EXTRAS = {

@@ -8,6 +8,7 @@ writes corpus/web_content_document.bin, .idx and .json, byte for byte the same f
 import argparse
 import sys
 import time
+from itertools import groupby
 
 from megatron_neobert.data.corpus_format import token_dtype
 from megatron_neobert.data.part_tasks import Counts
@@ -79,10 +80,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def print_plan(plan: Plan) -> None:
-    for shard in plan.shards:
-        parts = [part for part in plan.parts if part.path == shard]
-        in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
-        print(f"{shard} | {parts[0].format} | {shard.stat().st_size / 1e6:,.1f} MB{in_parts}")
+    for shard, parts in groupby(plan.parts, key=lambda part: part.path):
+        formats = [part.format for part in parts]
+        in_parts = f" in {len(formats)} parts" if len(formats) > 1 else ""
+        print(f"{shard} | {formats[0]} | {shard.stat().st_size / 1e6:,.1f} MB{in_parts}")
     tokenizer = plan.tokenizer
     size = sum(shard.stat().st_size for shard in plan.shards)
     print(f"{len(plan.shards):,} shards, {size / 1e6:,.1f} MB; text in '{plan.settings.text_key}'")

@@ -180,13 +180,12 @@ def _check_equal(
 
 
 def _check_manifest(corpus: Corpus) -> None:
-    sizes = (corpus.files.bin.stat().st_size, corpus.files.idx.stat().st_size)
-    found = {"documents": len(corpus), "tokens": sizes[0] // corpus.dtype.itemsize, "dtype": corpus.dtype.name}
-    for name, value in found.items():
-        expected = getattr(corpus.manifest, name)
-        if value != expected:
+    tokens = int(corpus.lengths.sum(dtype=np.int64))
+    for name, value in {"documents": len(corpus), "tokens": tokens, "dtype": corpus.dtype.name}.items():
+        found = getattr(corpus.manifest, name)
+        if found != value:
             raise DataError(
-                f"{corpus.files.manifest}: expected {name} {value} as in the index, found {expected}; {DAMAGED}"
+                f"{corpus.files.manifest}: expected {name} {value} as in the index, found {found}; {DAMAGED}"
             )
 
 

@@ -76,6 +76,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
+    """Raises DataError where the file is not a manifest of this version."""
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
@@ -89,9 +90,18 @@ def read_manifest(path: Path) -> Manifest:
             raise DataError(
                 f"{path}: expected '{field.name}' to be {kind.__name__}, found {content.get(field.name)!r}; {DAMAGED}"
             )
-    records = {name: FileRecord(**content[name]) for name in ("bin", "idx")}
-    inputs = {path: FileRecord(**record) for path, record in content["inputs"].items()}
-    return Manifest(**{**content, **records, "inputs": inputs})
+    try:
+        records = {name: FileRecord(**content[name]) for name in ("bin", "idx")}
+        inputs = {name: FileRecord(**record) for name, record in content["inputs"].items()}
+        manifest = Manifest(**{**content, **records, "inputs": inputs})
+    except TypeError as error:
+        raise DataError(f"{path}: not a manifest ({error}); {DAMAGED}") from error
+    special = {*manifest.special_ids, *manifest.special_tokens.values()}
+    if "unk" not in manifest.special_tokens or not special <= set(range(manifest.vocab_size)):
+        raise DataError(
+            f"{path}: special ids {sorted(special)} are not all below vocab_size {manifest.vocab_size}; {DAMAGED}"
+        )
+    return manifest
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
