@@ -7,6 +7,7 @@ torch waits until the arguments are read, so that --help answers at once.
 import argparse
 from pathlib import Path
 
+from checkpoint_conversion.output_folder import refuse_existing
 from megatron_neobert.errors import ConversionError, run_command
 
 
@@ -22,7 +23,9 @@ def _parse() -> argparse.Namespace:
     export = commands.add_parser(
         "megatron-to-hf", help="write a Hugging Face folder and compare it with the reference", allow_abbrev=False
     )
-    export.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save")
+    export.add_argument(
+        "--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save"
+    )
     export.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to create")
     export.add_argument(
         "--format", choices=["eurobert"], default="eurobert", help="layout to write (default: eurobert, no remote code)"
@@ -38,22 +41,22 @@ def _parse() -> argparse.Namespace:
 
 
 def _convert_to_huggingface(arguments: argparse.Namespace) -> None:
+    refuse_existing(arguments.output)  # before minutes of reading
     import torch
 
-    from checkpoint_conversion.export import export_eurobert, refuse_existing
+    from checkpoint_conversion.export import export_eurobert
     from checkpoint_conversion.megatron_reader import read_checkpoint
     from megatron_neobert.data.tokenizer import load_tokenizer
 
-    refuse_existing(arguments.output)  # before minutes of reading
     checkpoint = read_checkpoint(arguments.load, iteration=arguments.iteration)
     tokenizer = checkpoint.tokenizer
     if arguments.tokenizer_model is not None:
         tokenizer = load_tokenizer(arguments.tokenizer_model)
         if tokenizer.fingerprint != checkpoint.tokenizer.fingerprint:
             raise ConversionError(
-                f"--tokenizer-model {arguments.tokenizer_model} ({tokenizer.vocab_size} tokens) encodes differently from "
-                f"the tokenizer of {checkpoint.folder} ({checkpoint.tokenizer.vocab_size} tokens); the weights belong to "
-                "the latter. Leave the flag out."
+                f"--tokenizer-model {arguments.tokenizer_model} ({tokenizer.vocab_size} tokens) encodes differently "
+                f"from the tokenizer of {checkpoint.folder} ({checkpoint.tokenizer.vocab_size} tokens); the weights "
+                "belong to the latter. Leave the flag out."
             )
     print(f"converting {checkpoint.folder}")
     dtype = getattr(torch, arguments.dtype)

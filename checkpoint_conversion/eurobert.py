@@ -81,7 +81,9 @@ def load_masked_lm(folder: Path) -> Any:
         )
     except (ValueError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise ConversionError(f"{folder}: transformers cannot load it as a masked language model ({reason}).") from error
+        raise ConversionError(
+            f"{folder}: transformers cannot load it as a masked language model ({reason})."
+        ) from error
     problems = {kind: names for kind, names in info.items() if names}
     if problems:
         raise ConversionError(f"{folder}: weights and architecture do not fit: {problems}.")

@@ -1,12 +1,10 @@
 """From a Megatron checkpoint to a Hugging Face folder that has been compared with the reference.
 
-The folder appears at once and complete, or not at all: it is written under a temporary name beside its place, loaded
-with transformers, compared with `model/reference.py` holding the same weights, and then renamed.
+What is written is loaded again with transformers and compared with `model/reference.py` holding the same weights,
+before the folder gets its name.
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import safetensors
@@ -16,23 +14,14 @@ import transformers
 import megatron_neobert
 from checkpoint_conversion.comparison import FP32_TOLERANCE, Comparison, build_prompts, compare_functions
 from checkpoint_conversion.eurobert import build_config, load_masked_lm, write_folder
-from checkpoint_conversion.mapping import to_published
+from checkpoint_conversion.mapping import EUROBERT, to_published
 from checkpoint_conversion.megatron_reader import MegatronCheckpoint
+from checkpoint_conversion.output_folder import build_folder
 from megatron_neobert.data.tokenizer import Tokenizer
-from megatron_neobert.errors import ConversionError, OutputError
-from megatron_neobert.files import sha256_of, sync_to_disk
+from megatron_neobert.errors import ConversionError
+from megatron_neobert.files import sha256_of
 
 REPORT = "conversion_report.json"
-
-
-def refuse_existing(output: Path) -> None:
-    """Refuses a target that holds something.
-
-    Raises:
-        OutputError: It is a file, or a folder that is not empty.
-    """
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise OutputError(f"--output {output} exists already and is not empty; name a new folder or remove this one.")
 
 
 def export_eurobert(
@@ -51,22 +40,10 @@ def export_eurobert(
         OutputError: The folder exists, or cannot be created.
         ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
     """
-    refuse_existing(output)
-    temporary = output.with_name(f"{output.name}.tmp.{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise OutputError(f"--output {output}: {temporary} cannot be created ({error.strerror}).") from error
-    try:
-        _write_weights(checkpoint, temporary, tokenizer, dtype)
+    with build_folder(output) as temporary:
+        write_weights(checkpoint, temporary, tokenizer, dtype)
         comparison = verify_export(checkpoint, temporary, dtype)
         _write_report(checkpoint, temporary, comparison, dtype)
-        for path in (*temporary.iterdir(), temporary):
-            sync_to_disk(path)
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
-    sync_to_disk(output.parent)
     return comparison
 
 
@@ -81,16 +58,18 @@ def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dty
     comparison = compare_functions(reference, lambda *inputs: exported(*inputs).logits, prompts)
     if not comparison.within(FP32_TOLERANCE):
         raise ConversionError(
-            f"the exported model's logits differ from the reference's by {comparison.relative:.3g} of the largest, more "
-            f"than {FP32_TOLERANCE:g}; nothing was written. Is this transformers {transformers.__version__} supported?"
+            f"the exported model's logits differ from the reference's by {comparison.relative:.3g} of the largest, "
+            f"more than {FP32_TOLERANCE:g}; nothing was written. transformers is {transformers.__version__}: try the "
+            "version in constraints.txt."
         )
     return comparison
 
 
-def _write_weights(checkpoint: MegatronCheckpoint, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+def write_weights(checkpoint: MegatronCheckpoint, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+    """Fills an empty folder with everything that transformers needs; nothing is compared yet."""
     rounded = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
     config = build_config(checkpoint.settings.model, checkpoint.shape, tokenizer, dtype=dtype)
-    write_folder(folder, config, to_published(rounded, checkpoint.shape, "eurobert"), tokenizer)
+    write_folder(folder, config, to_published(rounded, checkpoint.shape, EUROBERT), tokenizer)
 
 
 def _write_report(checkpoint: MegatronCheckpoint, folder: Path, comparison: Comparison, dtype: torch.dtype) -> None:

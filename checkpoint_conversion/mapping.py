@@ -111,8 +111,8 @@ _NEOBERT_LAYER = "model.transformer_encoder.{i}."
 _EUROBERT_LAYER = "model.layers.{i}."
 _EUROBERT_HEADS = tuple(f"{_EUROBERT_LAYER}self_attn.{letter}_proj.weight" for letter in "qkv")
 _EUROBERT_FC1 = tuple(f"{_EUROBERT_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up"))
-_EUROBERT_FC1_BIASES = tuple(f"{_EUROBERT_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up"))
-_EUROBERT_FC2_BIAS = (f"{_EUROBERT_LAYER}mlp.down_proj.bias",)
+_EUROBERT_BIASES = tuple(f"{_EUROBERT_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up"))
+_EUROBERT_BIAS = (f"{_EUROBERT_LAYER}mlp.down_proj.bias",)
 
 # fmt: off
 NEOBERT = (
@@ -135,25 +135,25 @@ EUROBERT = (
     Row(f"{_ATTENTION}linear_qkv.weight", "3h h", SPLIT_HEADS, _EUROBERT_HEADS, "h h"),
     Row(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{_EUROBERT_LAYER}self_attn.o_proj.weight",), "h h"),
     Row(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{_EUROBERT_LAYER}post_attention_layernorm.weight",), "h"),
-    Row(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, _EUROBERT_FC1, "f h", _EUROBERT_FC1_BIASES),
-    Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{_EUROBERT_LAYER}mlp.down_proj.weight",), "h f", _EUROBERT_FC2_BIAS),
+    Row(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, _EUROBERT_FC1, "f h", _EUROBERT_BIASES),
+    Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{_EUROBERT_LAYER}mlp.down_proj.weight",), "h f", _EUROBERT_BIAS),
     Row("decoder.final_layernorm.weight", "h", COPY, ("model.norm.weight",), "h"),
     Row("output_layer.weight", "V h", STRIP_PADDING, ("lm_head.weight",), "v h"),
     Row("output_layer.bias", "V", STRIP_PADDING, ("lm_head.bias",), "v"),
 )
 # fmt: on
 
-LAYOUTS = {"neobert": NEOBERT, "eurobert": EUROBERT}
+Table = tuple[Row, ...]
 
 
-def to_published(internal: Mapping[str, Tensor], shape: ModelShape, layout: str) -> dict[str, Tensor]:
+def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
     """The weights of a Megatron model under the names of a published layout, dtypes kept.
 
     Raises:
         ConversionError: A tensor is missing, unknown, of another shape or not finite, or the rows that pad the
             vocabulary are not zero.
     """
-    rows = expand_table(LAYOUTS[layout], shape.num_layers)
+    rows = expand_table(table, shape.num_layers)
     _check_tensors(internal, {row.internal: shape.resolve(row.internal_shape) for row in rows})
     published: dict[str, Tensor] = {}
     for row in rows:
@@ -167,13 +167,13 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, layout: str)
     return published
 
 
-def to_internal(published: Mapping[str, Tensor], shape: ModelShape, layout: str) -> dict[str, Tensor]:
+def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
     """The way back of `to_published`; rows that pad the vocabulary are zeros.
 
     Raises:
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
     """
-    rows = expand_table(LAYOUTS[layout], shape.num_layers)
+    rows = expand_table(table, shape.num_layers)
     _check_tensors(published, _published_shapes(rows, shape))
     internal: dict[str, Tensor] = {}
     for row in rows:
@@ -184,7 +184,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, layout: str)
     return internal
 
 
-def expand_table(table: tuple[Row, ...], num_layers: int) -> list[Row]:
+def expand_table(table: Table, num_layers: int) -> list[Row]:
     """The rows of every layer, and those that belong to none."""
     expanded: list[Row] = []
     for row in table:
@@ -239,10 +239,12 @@ def _check_padding(name: str, tensor: Tensor, shape: ModelShape) -> None:
 def _check_no_bias(name: str, bias: Tensor) -> None:
     if bias.any():
         raise ConversionError(
-            f"{name} has {int(bias.count_nonzero())} values other than zero; NeoBERT has no such bias and cannot hold it."
+            f"{name} has {int(bias.count_nonzero())} values other than zero; NeoBERT has no such bias to hold them."
         )
 
 
 def _count(names: list[str]) -> str:
-    listed = ", ".join(names[:_LISTED_NAMES]) + (f" and {len(names) - _LISTED_NAMES} more" * (len(names) > _LISTED_NAMES))
+    listed = ", ".join(names[:_LISTED_NAMES]) + (
+        f" and {len(names) - _LISTED_NAMES} more" * (len(names) > _LISTED_NAMES)
+    )
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

@@ -12,14 +12,14 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoint_conversion.mapping import ModelShape, to_published, unstack_layers
-from megatron_neobert.training.checkpoint_metadata import SafeReader
+from checkpoint_conversion.mapping import NEOBERT, ModelShape, to_published, unstack_layers
 from megatron_neobert.config import Settings
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.training.checkpoint import latest_checkpoint, verify_files
+from megatron_neobert.training.checkpoint_metadata import SafeReader
 
 _OPTIMIZER_PREFIX = "optimizer."
 
@@ -39,19 +39,7 @@ class MegatronCheckpoint:
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that the settings and the tokenizer give every tensor."""
-        model, parallel = self.settings.model, self.settings.parallel
-        vocab_size = self.tokenizer.vocab_size
-        return ModelShape(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            ffn_hidden_size=model.swiglu_width,
-            vocab_size=vocab_size,
-            padded_vocab_size=model.padded_vocab_size(
-                vocab_size, tensor_parallel=parallel.tensor_model_parallel_size
-            ),
-        )
+        return model_shape(self.settings, vocab_size=self.tokenizer.vocab_size)
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
         """The same function in plain PyTorch and fp32, its weights rounded to `dtype` first.
@@ -59,21 +47,39 @@ class MegatronCheckpoint:
         Raises:
             ConversionError: The weights are not those of the settings.
         """
-        shape, model = self.shape, self.settings.model
-        config = ReferenceConfig(
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            ffn_hidden_size=shape.ffn_hidden_size,
-            vocab_size=shape.vocab_size,
-            rotary_base=model.rotary_base,
-            norm_epsilon=model.norm_epsilon,
-        )
         with torch.device("meta"):  # no time spent on weights that are replaced at once
-            reference = ReferenceNeoBERT(config)
+            reference = ReferenceNeoBERT(reference_config(self.settings, vocab_size=self.tokenizer.vocab_size))
         rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
-        reference.load_state_dict(to_published(rounded, shape, "neobert"), assign=True)
+        reference.load_state_dict(to_published(rounded, self.shape, NEOBERT), assign=True)
         return reference.eval()
+
+
+def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
+    """The sizes that the settings give every tensor of a run with a tokenizer of `vocab_size` tokens."""
+    model, parallel = settings.model, settings.parallel
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        ffn_hidden_size=model.swiglu_width,
+        vocab_size=vocab_size,
+        padded_vocab_size=model.padded_vocab_size(vocab_size, tensor_parallel=parallel.tensor_model_parallel_size),
+    )
+
+
+def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
+    """The reference model of a run."""
+    model = settings.model
+    return ReferenceConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        ffn_hidden_size=model.swiglu_width,
+        vocab_size=vocab_size,
+        rotary_base=model.rotary_base,
+        norm_epsilon=model.norm_epsilon,
+        init_method_range=model.init_method_range,
+    )
 
 
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:

@@ -43,8 +43,8 @@ def main() -> int:
     first, second = load_side(arguments.first), load_side(arguments.second)
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
-            f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; only "
-            "models of one vocabulary can be compared."
+            f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
+            "only models of one vocabulary can be compared."
         )
     prompts = build_prompts(first.vocab_size, longest=min(first.max_tokens, second.max_tokens))
     comparison = compare_functions(first.logits, second.logits, prompts)

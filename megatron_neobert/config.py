@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
-def setting(
-    default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None
-) -> Any:
+def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:
     """A field with its help text and, where one value alone can be judged, its legal values."""
     return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
 
@@ -113,7 +111,7 @@ class TrainingConfig:
     bf16: bool = setting(False, "compute in bfloat16 with float32 main weights")
     loss_normalization: str = setting(
         "global",
-        "mean over the masked tokens of the whole batch, or the mean of the means of the micro-batches (as the paper's code)",
+        "mean over all masked tokens of the batch, or mean of the micro-batches' means (as the paper's code)",
         choices=("global", "micro_batch"),
     )
     eval_interval: int = setting(1000, "iterations between validations", minimum=1)
@@ -255,7 +253,8 @@ def _layout_problems(settings: Settings, world_size: int) -> list[str]:
             )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         problems.append(
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them or leave it out."
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them, or leave it "
+            "out."
         )
     return problems
 
@@ -286,8 +285,8 @@ def _schedule_problems(settings: Settings) -> list[str]:
         beta = getattr(optimizer, name)
         if not beta < 1.0:
             problems.append(f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
+    if training.seed >= 2**63:
+        problems.append(f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
     if training.exit_interval and settings.checkpoint.save is None:
-        problems.append(
-            f"--exit-interval {training.exit_interval} stops a run that could not go on: add --save DIR, or leave it out."
-        )
+        problems.append(f"--exit-interval {training.exit_interval} stops a run that could not go on; add --save DIR.")
     return problems

@@ -6,6 +6,7 @@ still shows. What runs afterwards is the code of a GPU run: the same data parall
 schedules and checkpoints.
 """
 
+import importlib
 import sys
 import types
 from collections.abc import Callable
@@ -32,7 +33,7 @@ def install() -> None:
     _name_tensor_types_as_cuda()
     namespace = _torch_without_cuda()
     for name in _MODULES_THAT_NAME_CUDA:
-        module = __import__(name, fromlist=["torch"])
+        module: Any = importlib.import_module(name)
         assert module.torch is torch, f"{name} no longer imports torch by that name; look what its megatron.core does"
         module.torch = namespace
 

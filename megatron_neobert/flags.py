@@ -6,7 +6,6 @@ follow from the dataclass. Order of precedence: default < file < flag. Every pro
 
 import argparse
 import difflib
-import os
 import types
 import typing
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -86,7 +85,9 @@ def read_record(path: Path) -> Settings:
     try:
         return read_settings(path)
     except (ConfigError, MissingInputError) as error:
-        raise CheckpointError(f"{path}: not the settings of a run ({error}); was it written by another version?") from error
+        raise CheckpointError(
+            f"{path}: not the settings of a run ({error}); was it written by another version?"
+        ) from error
 
 
 # --- flags ---
@@ -147,7 +148,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -155,7 +158,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     """Adds the content of a YAML file to `values`; returns its problems, each with the file's name in front."""
     if not path.is_file():
-        raise MissingInputError(f"--config {path}: no such file (looked from {os.getcwd()}).")
+        raise MissingInputError(f"--config {path}: no such file (looked from {Path.cwd()}).")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:

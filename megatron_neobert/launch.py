@@ -30,16 +30,6 @@ def main() -> int:
     return _run_torchrun(script, arguments, nnodes=nnodes, nproc=nproc)
 
 
-def world_size_from_environment() -> int:
-    """Number of ranks that the launcher announced; 1 without a launcher. Needs no process group."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_rank_zero() -> bool:
-    """True on the rank that speaks for all, before and after the process group is formed."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def _default_processes(arguments: list[str]) -> int:
     if "--help" in arguments or "--dry-run" in arguments or "-h" in arguments:
         return 1  # not worth importing torch for

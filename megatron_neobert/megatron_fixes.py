@@ -49,7 +49,7 @@ def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def _offsets_without_padding(buffer: Any) -> Iterator[None]:
-    """Counts a parameter's place without the padding at the end of the buckets before it, as the gathered state does."""
+    """Counts a parameter's place without the padding that ends the buckets before it, as the gathered state does."""
     removed, padding_before = 0, []
     for bucket in buffer.buckets:
         padding_before.append(removed)

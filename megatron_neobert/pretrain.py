@@ -3,6 +3,7 @@
 import sys
 import warnings
 
+from megatron_neobert.environment import world_size
 from megatron_neobert.errors import run_command
 from megatron_neobert.training import stopping
 
@@ -11,17 +12,15 @@ def main() -> int:
     """Parses the flags, then builds and trains, or says what would be trained."""
     stopping.install_signal_handlers()  # before torch is imported: a signal during the imports must not be lost
     from megatron_neobert.flags import parse_command_line
-    from megatron_neobert.launch import world_size_from_environment
 
-    command = parse_command_line(sys.argv[1:], world_size=world_size_from_environment())
+    command = parse_command_line(sys.argv[1:], world_size=world_size())
     if command.dry_run:
         from megatron_neobert.training.plan import print_plan
 
-        return print_plan(command.settings, world_size=world_size_from_environment())
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")  # "Apex is not installed" x 6
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|megatron\.core")  # names that megatron.core calls
+        return print_plan(command.settings, world_size=world_size())
+    for category in (UserWarning, FutureWarning):  # "Apex is not installed" six times, names deprecated in torch
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core|torch\.distributed")
     from megatron_neobert.training.loop import run_training
-
 
     return run_training(command.settings)
 

@@ -1,13 +1,24 @@
 """Fixtures that several test folders share."""
 
+import json
 import os
+import random
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class TinyCorpus(NamedTuple):
+    """A corpus of made-up words and the tokenizer it was written with."""
+
+    prefix: str
+    tokenizer: str
+    vocab_size: int
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +28,27 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder shared/data beside the repository")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
+    """600 documents of 1 to 160 words, Zipf-like, written by the real tools."""
+    from megatron_neobert.data.preprocess import PreprocessSettings, plan_preprocessing, preprocess
+    from megatron_neobert.data.tokenizer import train_wordpiece
+
+    folder = tmp_path_factory.mktemp("tiny_corpus")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(400)]
+    weights = [1 / (rank + 1) for rank in range(len(words))]
+    texts = [
+        " ".join(rng.choices(words, weights, k=min(160, int(rng.lognormvariate(3.2, 0.8)) + 1))) for _ in range(600)
+    ]
+    shard = folder / "shard.jsonl"
+    shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
+    tokenizer = train_wordpiece(iter(texts), vocab_size=300, lowercase=True, min_frequency=2)
+    tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
+    settings = PreprocessSettings(
+        inputs=(str(shard),), output_prefix=str(folder / "tiny"), tokenizer_model=str(folder / "tokenizer")
+    )
+    preprocess(plan_preprocessing(settings), on_progress=lambda counts: None)
+    return TinyCorpus(str(folder / "tiny_content_document"), str(folder / "tokenizer"), tokenizer.vocab_size)

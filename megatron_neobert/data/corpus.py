@@ -125,13 +125,13 @@ def _check_presence(files: CorpusFiles) -> None:
         )
 
 
-def _read_index(path: Path, bin_path: Path) -> "tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]":
-    """Item type, lengths in tokens and pointers in bytes, checked against each other and both files' sizes."""
+def _read_header(path: Path) -> "tuple[np.dtype[Any], int]":
+    """Item type and number of documents, where the file's size agrees with them."""
     size = path.stat().st_size
     if size < HEADER.size:
         raise _bad(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
-    index = _map(path)
-    magic, version, code, sequences, boundaries = HEADER.unpack(index[: HEADER.size])
+    with path.open("rb") as stream:
+        magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
     if magic != MAGIC:
         raise _bad(path, 0, f"magic {MAGIC!r}", f"{magic!r}")
     if version != 1:
@@ -143,40 +143,48 @@ def _read_index(path: Path, bin_path: Path) -> "tuple[np.dtype[Any], NDArray[np.
     if boundaries != sequences + 1:
         found = f"{sequences} sequences and {boundaries} boundaries"
         raise _bad(path, 18, "one boundary more than sequences, for a document is one sequence", found)
-    if size != HEADER.size + 12 * sequences + 8 * boundaries:
-        expected = f"{HEADER.size + 12 * sequences + 8 * boundaries} bytes for {sequences} documents"
-        raise _bad(path, 18, expected, f"a file of {size} bytes")
-    dtype = DTYPES[code]
-    at_pointers, at_boundaries = HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
-    lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
-    pointers = np.frombuffer(index, "<i8", sequences, at_pointers)
-    numbers = np.frombuffer(index, "<i8", boundaries, at_boundaries)
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    if size != expected:
+        raise _bad(path, 18, f"{expected} bytes for {sequences} documents", f"a file of {size} bytes")
+    return DTYPES[code], sequences
+
+
+def _read_index(path: Path, bin_path: Path) -> "tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]":
+    """Item type, lengths in tokens and pointers in bytes, checked against each other and against both files' sizes."""
+    dtype, count = _read_header(path)
+    index = _map(path)
+    at_pointers, at_boundaries = HEADER.size + 4 * count, HEADER.size + 12 * count
+    lengths = np.frombuffer(index, "<i4", count, HEADER.size)
+    pointers = np.frombuffer(index, "<i8", count, at_pointers)
+    boundaries = np.frombuffer(index, "<i8", count + 1, at_boundaries)
     end = 0
-    for first in range(0, sequences, _CHUNK):
+    for first in range(0, count, _CHUNK):
         some = lengths[first : first + _CHUNK]
         if some.min() < 1:
-            at = first + int(np.argmax(some < 1))
-            raise _bad(path, HEADER.size + 4 * at, f"a length above 0 of document {at}", lengths[at])
+            at = int(np.argmax(some < 1))
+            raise _bad(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
         ends = end + np.cumsum(some, dtype=np.int64) * dtype.itemsize
-        starts = ends - some.astype(np.int64) * dtype.itemsize
-        _check_equal(path, at_pointers, first, pointers[first : first + _CHUNK], starts, "pointer of document")
+        starts = np.concatenate([[end], ends[:-1]])
+        wanted = f"pointer of document {{}} to be {{}} bytes, the {dtype} tokens before it"
+        _check_equal(path, at_pointers, first, pointers[first : first + _CHUNK], starts, wanted)
         end = int(ends[-1])
     bin_size = bin_path.stat().st_size
     if bin_size != end:
-        asked = f"{end} bytes for {end // dtype.itemsize} tokens of {dtype.name}, as {path.name} says"
-        raise _bad(bin_path, min(end, bin_size), asked, f"a file of {bin_size} bytes")
-    for first in range(0, boundaries, _CHUNK):
-        some = numbers[first : first + _CHUNK]
-        _check_equal(path, at_boundaries, first, some, np.arange(first, first + some.size), "boundary")
+        expected = f"{end} bytes for {end // dtype.itemsize} tokens of {dtype}, as {path.name} says"
+        raise _bad(bin_path, min(end, bin_size), expected, f"a file of {bin_size} bytes")
+    for first in range(0, count + 1, _CHUNK):
+        found = boundaries[first : first + _CHUNK]
+        numbers = np.arange(first, first + found.size)
+        _check_equal(path, at_boundaries, first, found, numbers, "boundary {} to be {}")
     return dtype, lengths, pointers
 
 
 def _check_equal(
-    path: Path, offset: int, first: int, found: NDArray[np.int64], expected: NDArray[np.int64], name: str
+    path: Path, offset: int, first: int, found: NDArray[np.int64], expected: NDArray[np.int64], wanted: str
 ) -> None:
     if not np.array_equal(found, expected):
         at = int(np.argmax(found != expected))
-        raise _bad(path, offset + 8 * (first + at), f"{name} {first + at} to be {expected[at]}", found[at])
+        raise _bad(path, offset + 8 * (first + at), wanted.format(first + at, expected[at]), found[at])
 
 
 def _check_manifest(corpus: Corpus) -> None:

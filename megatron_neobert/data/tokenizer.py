@@ -7,10 +7,11 @@ Costs: 4 MB of text per second and core; memory is bounded by splitting long doc
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +21,14 @@ from numpy.typing import NDArray
 from tokenizers import models, processors, trainers
 
 from megatron_neobert.data.tokenizer_files import STANDARD_NAMES, build_bert_backend, read_tokenizer_files
-from megatron_neobert.errors import OutputError
+from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.files import replace_file
 
 # The backend holds about 130 bytes of memory per character that it is given at once (12 MB: 1.6 GB), and is fastest so.
 _ENCODE_CHARACTERS = 1 << 16
+# Of a training text; a word with one of the rarer characters is unknown. SentencePiece's default is 0.9995, but its
+# words survive an unknown character.
+_CHARACTER_COVERAGE = 0.9999
 
 
 class EncodedBatch(NamedTuple):
@@ -205,25 +209,58 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return _with_special_tokens(backend, names)
 
 
-def train_wordpiece(texts: Iterator[str], *, vocab_size: int, lowercase: bool, min_frequency: int) -> Tokenizer:
-    """A WordPiece tokenizer in BERT's layout, learned from texts; equal texts in equal order give an equal vocabulary.
+def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, min_frequency: int) -> Tokenizer:
+    """A WordPiece tokenizer in BERT's layout, learned from texts; the same texts always give the same vocabulary.
 
     Args:
-        texts: Read once; memory grows with the number of distinct words, not with the text.
+        texts: Read twice, for the characters and for the words. Memory grows with the number of distinct words.
         vocab_size: Upper bound of the number of ids; small texts give fewer.
         lowercase: Lower-case and strip accents before anything else, in training and in use.
         min_frequency: A pair of pieces seen less often is not merged.
+
+    Raises:
+        ConfigError: The characters alone need more ids than vocab_size.
     """
+    assert not isinstance(texts, Iterator), "texts are read twice: an iterator would be empty the second time"
     names = {role: standard for role, (standard, _) in STANDARD_NAMES.items()}
     backend = build_bert_backend(models.WordPiece(unk_token=names["unk"]), lowercase=lowercase)
+    alphabet = _frequent_characters(texts, backend)
+    # The trainer numbers the "##" characters in the order of a hash table, and breaks ties between equally frequent
+    # pairs by those numbers: handing it all of them as if they were special tokens fixes the order.
+    fixed = [names[role] for role in ("pad", "unk", "cls", "sep", "mask")]
+    fixed += [f"##{character}" for character in alphabet if _continues_a_word(character, backend)]
+    if len(fixed) + len(alphabet) > vocab_size:
+        raise ConfigError(
+            f"--vocab-size {vocab_size:,} is below the {len(fixed) + len(alphabet):,} ids that the special tokens and "
+            f"the {len(alphabet):,} frequent characters of the texts need; use more, or fewer kinds of text"
+        )
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
-        special_tokens=[names[role] for role in ("pad", "unk", "cls", "sep", "mask")],
+        special_tokens=fixed,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return _with_special_tokens(backend, names)
+    model = models.WordPiece(backend.get_vocab(), unk_token=names["unk"])
+    return _with_special_tokens(build_bert_backend(model, lowercase=lowercase), names)
+
+
+def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
+    """The most frequent characters that cover _CHARACTER_COVERAGE of the normalised texts, in code point order."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(backend.normalizer.normalize_str(text))
+    ranked = sorted((item for item in counts.items() if not item[0].isspace()), key=lambda item: (-item[1], item[0]))
+    needed = _CHARACTER_COVERAGE * sum(count for _, count in ranked)
+    covered_before = accumulate((count for _, count in ranked), initial=0)
+    return sorted(character for (character, _), before in zip(ranked, covered_before, strict=False) if before < needed)
+
+
+def _continues_a_word(character: str, backend: tokenizers.Tokenizer) -> bool:
+    """False for punctuation and for scripts that BERT splits into single characters."""
+    return len(backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(f"a{character}"))) == 1
 
 
 def _with_special_tokens(backend: tokenizers.Tokenizer, names: dict[str, str]) -> Tokenizer:

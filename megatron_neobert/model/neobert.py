@@ -43,11 +43,9 @@ class NeoBERTModel(GPTModel):
         )
         self._add_decoder_bias()
         self.padded_columns = self._padded_columns_of_this_rank(vocab_size)
-        initialize_weights(
-            self, seed=settings.training.seed, init_range=model.init_method_range, vocab_size=vocab_size
-        )
+        initialize_weights(self, seed=settings.training.seed, init_range=model.init_method_range, vocab_size=vocab_size)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         tokens_t: Tensor,
         cu_seqlens_n: Tensor,
@@ -81,7 +79,7 @@ class NeoBERTModel(GPTModel):
             logits_mv[:, -self.padded_columns :] = torch.finfo(logits_mv.dtype).min
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m)
 
-    def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:  # type: ignore[override]
+    def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
         """Hands the hidden states through: the head in `forward` wants only some of them."""
         return hidden_states
 

@@ -4,9 +4,11 @@ Documentation, test subject and oracle: the Megatron model and every export are 
 the published checkpoint in names, shapes and conventions (rotary pairs are adjacent channels) and in nothing else.
 It computes the logits of every token and knows no parallelism; training never runs it.
 
-Shapes: `b` rows, `s` tokens of a row, `t` tokens of a packed row, `h` hidden, `n` heads, `d` head width, `v` vocabulary.
+Shapes: `b` rows, `s` tokens of a row, `t` tokens of a packed row, `h` hidden, `n` heads, `d` head width,
+`v` vocabulary.
 
-Source: arXiv 2502.19587 section 3; chandar-lab/NeoBERT@ed75b68 model/model.py, model/rotary.py, conf/model/neobert.yaml.
+Source: arXiv 2502.19587 section 3; chandar-lab/NeoBERT@ed75b68 model/model.py, model/rotary.py,
+    conf/model/neobert.yaml.
 """
 
 from dataclasses import dataclass

@@ -39,13 +39,11 @@ def build_run(settings: Settings) -> Run:
     Collective: all ranks.
     """
     tokenizer = load_tokenizer(Path(settings.data.tokenizer_model or ""))
-    training_stream, validation_stream = _build_streams(settings, tokenizer)
+    corpus = Corpus(Path(settings.data.data_path or ""))
+    corpus.check_tokenizer(tokenizer)
+    training_stream, validation_stream = _build_streams(settings, corpus, tokenizer)
 
     device = distributed.initialize(settings.parallel)  # collective: all ranks
-    share = {
-        "data_parallel_rank": distributed.data_parallel_rank(),
-        "data_parallel_size": distributed.data_parallel_size(),
-    }
     model = _build_model(settings, device, vocab_size=tokenizer.vocab_size)
     optimizer = _build_optimizer(settings, model)
     return Run(
@@ -55,16 +53,14 @@ def build_run(settings: Settings) -> Run:
         model=model,
         optimizer=optimizer,
         scheduler=_build_scheduler(settings, optimizer),
-        training_stream=replace(training_stream, **share),
-        validation_stream=validation_stream and replace(validation_stream, **share),
-        progress=Progress(),
+        training_stream=_share_of_this_rank(training_stream),
+        validation_stream=validation_stream and _share_of_this_rank(validation_stream),
+        progress=Progress(corpus_sha256=corpus.manifest.bin.sha256),
     )
 
 
-def _build_streams(settings: Settings, tokenizer: Tokenizer) -> tuple[BatchStream, BatchStream | None]:
+def _build_streams(settings: Settings, corpus: Corpus, tokenizer: Tokenizer) -> tuple[BatchStream, BatchStream | None]:
     """The batches for training and, if wanted, for validation, both from their start."""
-    corpus = Corpus(Path(settings.data.data_path or ""))
-    corpus.check_tokenizer(tokenizer)
     training_documents, *rest = split_ranges(len(corpus.lengths), settings.data.split)
     batch_settings = BatchSettings(
         seq_length=settings.data.seq_length,
@@ -83,9 +79,17 @@ def _build_streams(settings: Settings, tokenizer: Tokenizer) -> tuple[BatchStrea
         seed=settings.training.seed,
     )
     training = BatchStream(corpus, training_documents, batch_settings)
-    if not (settings.training.eval_iters and rest):
+    if not (settings.training.eval_iters and rest and rest[0]):
         return training, None
     return training, BatchStream(corpus, rest[0], batch_settings)
+
+
+def _share_of_this_rank(stream: BatchStream) -> BatchStream:
+    return replace(
+        stream,
+        data_parallel_rank=distributed.data_parallel_rank(),
+        data_parallel_size=distributed.data_parallel_size(),
+    )
 
 
 def _masking_scheme(data: DataConfig) -> MaskingScheme:

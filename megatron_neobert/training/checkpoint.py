@@ -21,10 +21,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_neobert.config import Settings, flag_of
 from megatron_neobert.data.batches import Cursor
+from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
 from megatron_neobert.files import replace_file, sha256_of, sync_to_disk
 from megatron_neobert.flags import read_record, write_record
-from megatron_neobert.launch import is_rank_zero
 from megatron_neobert.training.run import Progress, Run
 
 _POINTER = "latest_checkpointed_iteration.txt"
@@ -101,10 +101,16 @@ def load_checkpoint(run: Run) -> Path | None:
     folder = Path(choice[0])
     _refuse_other_run(run, read_record(folder / "settings.yaml"), folder)
     state = dist_checkpointing.load(_sharded_state(run, loading=True), str(folder))  # collective: all ranks
+    progress = dict(state["progress"])
+    if progress["corpus_sha256"] != run.progress.corpus_sha256:
+        raise CheckpointError(
+            f"{folder} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path "
+            f"{run.settings.data.data_path} has {run.progress.corpus_sha256[:12]}; its place in the data means nothing "
+            "there. Name the corpus it was trained on."
+        )
     run.unwrapped_model.load_state_dict(state["model"])
     with torch.no_grad():
         run.optimizer.load_state_dict(state["optimizer"])
-    progress = dict(state["progress"])
     run.progress = Progress(**{**progress, "cursor": Cursor(**progress["cursor"])})
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     return folder
@@ -153,13 +159,17 @@ def verify_files(checkpoint: Path) -> None:
     try:
         listed = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint / _MANIFEST}: not readable ({error}); the checkpoint is incomplete.") from error
+        raise CheckpointError(
+            f"{checkpoint / _MANIFEST}: not readable ({error}); the checkpoint is incomplete."
+        ) from error
     for name, expected in listed.items():
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing, although the manifest lists it; use another checkpoint.")
         if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, expected {expected['bytes']}; use another one.")
+            raise CheckpointError(
+                f"{path}: {path.stat().st_size} bytes, expected {expected['bytes']}; use another one."
+            )
         if sha256_of(path) != expected["sha256"]:
             raise CheckpointError(f"{path}: sha256 differs from the manifest's; the file is damaged, use another one.")
 
@@ -204,7 +214,8 @@ def _refuse_other_run(run: Run, saved: Settings, folder: Path) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"{folder} belongs to another run: {'; '.join(differences)}. Start with the saved values ({folder}/settings.yaml)."
+            f"{folder} belongs to another run: {'; '.join(differences)}. Start with the values in "
+            f"{folder / 'settings.yaml'}."
         )
 
 

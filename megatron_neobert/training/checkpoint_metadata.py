@@ -40,6 +40,7 @@ _ALLOWED = {
     *(("torch", name) for name in ("float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),  # the folder that the checkpoint was written to
     ("builtins", "set"),
 }
 
@@ -60,9 +61,13 @@ class SafeReader(FileSystemReader):
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
         except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: not the table of contents of a checkpoint ({error}); use another one.") from error
+            raise CheckpointError(
+                f"{path}: not the table of contents of a checkpoint ({error}); use another one."
+            ) from error
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not a table of contents; use another one.")
+            raise CheckpointError(
+                f"{path}: holds a {type(metadata).__name__}, not a table of contents; use another one."
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -47,7 +47,7 @@ def train(run: Run, monitor: Monitor) -> int:
 
     Collective: all ranks.
     """
-    training = run.settings.training
+    training, checkpoint = run.settings.training, run.settings.checkpoint
     if run.progress.iteration >= training.train_iters:
         monitor.say(f"nothing to do: iteration {run.progress.iteration} of {training.train_iters} is saved already")
         return 0
@@ -59,7 +59,7 @@ def train(run: Run, monitor: Monitor) -> int:
         iteration = run.progress.iteration
         reason = _agree_to_stop(run)
         last = iteration == training.train_iters or reason is not None
-        saves = run.settings.checkpoint.save is not None and (last or _due(iteration, run.settings.checkpoint.save_interval))
+        saves = checkpoint.save is not None and (last or _due(iteration, checkpoint.save_interval))
         validates = run.validation_stream is not None and (last or _due(iteration, training.eval_interval))
         if last or saves or validates or _due(iteration, run.settings.logging.log_interval):
             run.progress = monitor.close_interval(run.progress, lr=learning_rate, grad_norm=report.grad_norm)

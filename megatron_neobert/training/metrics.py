@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as ProgressBar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 
 from megatron_neobert import distributed
 from megatron_neobert.config import Settings
-from megatron_neobert.launch import is_rank_zero
+from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.training.run import Progress
 from megatron_neobert.training.step import StepReport
 
@@ -114,9 +115,10 @@ class Monitor:
 
     def report_validation(self, progress: Progress, averages: Averages) -> None:
         """Says a validation; no collective."""
+        total = self.settings.training.train_iters
         self.say(
-            f"iteration {progress.iteration}/{self.settings.training.train_iters} | validation loss {averages.loss:.4f} "
-            f"nats | masked accuracy {100 * averages.accuracy:.2f} % | {averages.tokens:,} tokens"
+            f"iteration {progress.iteration}/{total} | validation loss {averages.loss:.4f} nats | masked accuracy "
+            f"{100 * averages.accuracy:.2f} % | {averages.tokens:,} tokens"
         )
         self._record(progress, {"validation_loss": averages.loss, "validation_accuracy": averages.accuracy})
 

@@ -21,6 +21,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     tokens = settings.tokens_per_iteration
     flops = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=settings.data.seq_length)
     dp = settings.data_parallel_size(world_size)
+    state = state_bytes_per_rank(settings, vocab_size=vocab_size, world_size=world_size)
     lines = [
         ("parameters", f"{count.total:,} ({count.blocks:,} in {settings.model.num_layers} layers)"),
         ("vocabulary", f"{vocab_size:,} tokens, padded to {padded:,}"),
@@ -34,8 +35,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         ("compute", f"at most {flops:.3e} FLOPs per token, {flops * tokens * training.train_iters:.3e} in all"),
         (
             "memory",
-            f"{state_bytes_per_rank(settings, vocab_size=vocab_size, world_size=world_size) / 2**30:.2f} GiB per rank for "
-            "weights, gradients and optimizer, activations not counted",
+            f"{state / 2**30:.2f} GiB per rank for weights, gradients and optimizer, activations not counted",
         ),
         ("checkpoint", f"{checkpoint_bytes(settings, vocab_size=vocab_size) / 2**30:.2f} GiB"),
     ]

@@ -1,6 +1,6 @@
 """What the training loop carries from one iteration to the next."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from megatron_neobert.model.neobert import NeoBERTModel
 class Progress:
     """How far a run has come: with weights and optimizer state, all that resuming needs."""
 
+    corpus_sha256: str  # of the .bin that `cursor` points into
     iteration: int = 0
-    cursor: Cursor = Cursor()  # the next unread row
+    cursor: Cursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
     consumed_tokens: int = 0  # tokens of documents; unused slots are not counted
 

@@ -15,7 +15,7 @@ from megatron_neobert.errors import EXIT_INTERRUPTED
 _NOTHING, _TIME_LIMIT, _SIGNAL = range(3)
 _REASONS = {_TIME_LIMIT: "--exit-duration-in-mins is over", _SIGNAL: "a signal asked for it"}
 
-_signals_received = 0
+_signals_received: list[int] = []
 _started_seconds = time.monotonic()
 
 
@@ -26,9 +26,8 @@ def install_signal_handlers() -> None:
 
 
 def _remember(number: int, frame: FrameType | None) -> None:
-    global _signals_received
-    _signals_received += 1
-    if number == signal.SIGINT and _signals_received > 1:
+    _signals_received.append(number)
+    if number == signal.SIGINT and len(_signals_received) > 1:
         os._exit(EXIT_INTERRUPTED)
 
 

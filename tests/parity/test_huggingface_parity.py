@@ -4,14 +4,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from tolerances import EUROBERT_LOGITS
 from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
-from checkpoint_conversion import mapping
 from checkpoint_conversion.comparison import Comparison, build_prompts, compare_functions, make_loud
-from checkpoint_conversion.mapping import COPY, ModelShape, to_internal, to_published
+from checkpoint_conversion.mapping import (
+    COPY,
+    EUROBERT,
+    NEOBERT,
+    PAIR_ADJACENT,
+    ModelShape,
+    Table,
+    to_internal,
+    to_published,
+)
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 CONFIG = ReferenceConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=203)
@@ -49,9 +56,9 @@ def compare(reference: ReferenceNeoBERT, eurobert: EuroBertForMaskedLM) -> Compa
     return compare_functions(reference, lambda *inputs: eurobert(*inputs).logits, prompts)
 
 
-def to_eurobert(reference: ReferenceNeoBERT) -> dict[str, Tensor]:
+def to_eurobert(reference: ReferenceNeoBERT, table: Table = NEOBERT) -> dict[str, Tensor]:
     """The published weights through the internal layout to EuroBERT's."""
-    return to_published(to_internal(reference.state_dict(), SHAPE, "neobert"), SHAPE, "eurobert")
+    return to_published(to_internal(reference.state_dict(), SHAPE, table), SHAPE, EUROBERT)
 
 
 def test_eurobert_computes_the_logits_of_the_reference(reference: ReferenceNeoBERT):
@@ -61,12 +68,10 @@ def test_eurobert_computes_the_logits_of_the_reference(reference: ReferenceNeoBE
     assert comparison.argmax_agreement == 1.0
 
 
-def test_eurobert_without_the_rotary_permutation_computes_something_else(
-    reference: ReferenceNeoBERT, monkeypatch: pytest.MonkeyPatch
-):
-    unpermuted = tuple(replace(row, rule=COPY) if row.rule is mapping.PAIR_ADJACENT else row for row in mapping.NEOBERT)
-    monkeypatch.setitem(mapping.LAYOUTS, "neobert", unpermuted)
-    assert compare(reference, build_eurobert(to_eurobert(reference))).relative > 1000 * EUROBERT_LOGITS.gate
+def test_eurobert_without_the_rotary_permutation_computes_something_else(reference: ReferenceNeoBERT):
+    unpermuted = tuple(replace(row, rule=COPY) if row.rule is PAIR_ADJACENT else row for row in NEOBERT)
+    eurobert = build_eurobert(to_eurobert(reference, unpermuted))
+    assert compare(reference, eurobert).relative > 1000 * EUROBERT_LOGITS.gate
 
 
 @pytest.mark.parametrize(

@@ -32,3 +32,8 @@ PADDED_LOGITS = Tolerance(
 PACKED_LOGITS = Tolerance(
     4.6e-7, "reference, a packed row vs each document alone, 3 layers x 32, logits up to 5.2", "2026-11", 8
 )
+
+# Six iterations of a 2 x 64 model; another seed shows 1.4e-2.
+LAYOUT_LOSS = Tolerance(1.2e-7, "loss curve of two ranks (data or tensor parallel) vs one, fp32", "2026-11", 4)
+LAYOUT_GRAD_NORM = Tolerance(4.1e-7, "gradient norms of two ranks vs one, fp32", "2026-11", 4)
+BF16_LAYOUT_LOSS = Tolerance(1.5e-5, "loss curve of two ranks vs one, bf16", "2026-11", 4)

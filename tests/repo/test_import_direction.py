@@ -24,6 +24,7 @@ PURE = Place(2, "pure")
 PLACES = {
     "megatron_neobert": Place(0, "version"),
     "megatron_neobert.errors": Place(0, "errors"),
+    "megatron_neobert.environment": Place(0, "environment"),
     "megatron_neobert.files": Place(1, "files"),
     "megatron_neobert.config": Place(1, "config"),
     "megatron_neobert.flags": Place(2, "flags"),

@@ -5,21 +5,283 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from saved_model import WORDS, SavedModel, stack_layers
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from checkpoint_conversion import export
-from checkpoint_conversion.eurobert import load_masked_lm
+from checkpoint_conversion.comparison import compare_logits
 from checkpoint_conversion.export import export_eurobert
-from checkpoint_conversion.megatron_reader import MegatronCheckpoint, read_checkpoint
-from megatron_neobert.errors import CheckpointError, ConversionError, OutputError
+from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.errors import CheckpointError, ConversionError, MissingInputError, OutputError
 from megatron_neobert.files import sha256_of
 
-from .conftest import WORDS, SavedModel, stack_layers
-
 REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def convert(saved: SavedModel, output: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    checkpoint = read_checkpoint(saved.save)
+    return export_eurobert(checkpoint, output, tokenizer=checkpoint.tokenizer, dtype=dtype)
+
+
+def run_convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, REPOSITORY / "checkpoint_conversion" / "convert.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+# --- what is written ---
+
+
+@torch.no_grad()
+def test_exported_model_computes_the_logits_of_the_saved_weights(saved: SavedModel, tmp_path: Path):
+    convert(saved, tmp_path / "model")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "model", trust_remote_code=False).eval()
+    tokens_bs = torch.arange(len(WORDS)).roll(3)[None]
+    comparison = compare_logits(saved.reference(tokens_bs), model(tokens_bs).logits, torch.ones_like(tokens_bs))
+    assert comparison.relative < 1e-5  # measured 5.8e-7 on logits up to 3.4
+
+
+def test_exported_config_says_everything_that_differs_from_a_default(saved: SavedModel, tmp_path: Path):
+    convert(saved, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    expected = {
+        "architectures": ["EuroBertForMaskedLM"],
+        "model_type": "eurobert",
+        "vocab_size": len(WORDS),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "mlp_bias": True,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "classifier_pooling": "bos",
+        "pad_token_id": WORDS.index("[PAD]"),
+        "bos_token_id": WORDS.index("[CLS]"),
+        "eos_token_id": WORDS.index("[SEP]"),
+        "mask_token_id": WORDS.index("[MASK]"),
+        "dtype": "float32",
+    }
+    assert {name: config.get(name) for name in expected} == expected
+    assert not {"auto_map", "max_length", "use_cache", "trust_remote_code"} & config.keys()
+
+
+def test_exported_tokenizer_frames_a_text_and_knows_the_longest_input(saved: SavedModel, tmp_path: Path):
+    convert(saved, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=False)
+    encoded = tokenizer("The cats [MASK].")
+    assert tokenizer.convert_ids_to_tokens(encoded["input_ids"]) == [
+        "[CLS]",
+        "the",
+        "cat",
+        "##s",
+        "[MASK]",
+        ".",
+        "[SEP]",
+    ]
+    assert set(encoded) == {"input_ids", "attention_mask"}
+    assert tokenizer.model_max_length == 64
+
+
+def test_exported_folder_answers_a_fill_mask_pipeline(saved: SavedModel, tmp_path: Path):
+    convert(saved, tmp_path / "model")
+    answers = pipeline("fill-mask", model=str(tmp_path / "model"), device="cpu")("the [MASK] sat", top_k=3)
+    assert len(answers) == 3
+    assert all(answer["token_str"] in WORDS for answer in answers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(saved: SavedModel, tmp_path: Path, dtype: str):
+    comparison = convert(saved, tmp_path / "model", dtype=getattr(torch, dtype))
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
+    assert comparison.relative < 1e-5, "compared after rounding, so as exact as fp32"
+
+
+def test_report_names_the_source_the_files_and_the_difference(saved: SavedModel, tmp_path: Path):
+    comparison = convert(saved, tmp_path / "model")
+    report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
+    assert report["source"]["iteration"] == 30
+    assert report["source"]["manifest_sha256"] == sha256_of(saved.iteration_folder / "MANIFEST.json")
+    assert report["verification"]["max_abs"] == comparison.max_abs > 0
+    written = {path.name for path in (tmp_path / "model").iterdir()} - {"conversion_report.json"}
+    assert report["files"] == {name: sha256_of(tmp_path / "model" / name) for name in written}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= written
+
+
+# --- what is refused, and leaves nothing behind ---
+
+
+def assert_nothing_written(folder: Path) -> None:
+    assert [path.name for path in folder.iterdir() if path.name.startswith("model")] == []
+
+
+def test_wrong_mapping_is_refused_and_leaves_nothing(
+    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    right = export.to_published
+
+    def exchange_queries_and_keys(*arguments: Any) -> dict[str, Tensor]:
+        tensors = right(*arguments)
+        query, key = (f"model.layers.0.self_attn.{letter}_proj.weight" for letter in "qk")
+        return tensors | {query: tensors[key], key: tensors[query] * 2}
+
+    monkeypatch.setattr(export, "to_published", exchange_queries_and_keys)
+    with pytest.raises(
+        ConversionError, match=r"logits differ from the reference's by [\d.]+ of the largest, more than 0\.0001"
+    ):
+        convert(saved, tmp_path / "model")
+    assert_nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lm_head.bias", "model.layers.1.mlp.up_proj.bias"])
+def test_weight_that_transformers_would_invent_is_refused(
+    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    right = export.to_published
+    monkeypatch.setattr(export, "to_published", lambda *a: {k: v for k, v in right(*a).items() if k != name})
+    with pytest.raises(ConversionError, match=rf"missing_keys.*{name}"):
+        convert(saved, tmp_path / "model")
+    assert_nothing_written(tmp_path)
+
+
+def test_value_that_is_not_finite_is_refused_and_leaves_nothing(
+    saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path
+):
+    internal["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = float("nan")
+    saved.write(stack_layers(internal))
+    with pytest.raises(ConversionError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight has 1 of 1536 values"):
+        convert(saved, tmp_path / "model")
+    assert_nothing_written(tmp_path)
+
+
+def test_tensor_that_no_neobert_has_is_refused(saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path):
+    saved.write(stack_layers(internal) | {"embedding.position_embeddings.weight": torch.ones(64, 32)})
+    with pytest.raises(ConversionError, match=r"^embedding\.position_embeddings\.weight is not part of a NeoBERT"):
+        convert(saved, tmp_path / "model")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder with a file"])
+def test_existing_output_is_refused_and_kept(saved: SavedModel, tmp_path: Path, kind: str):
+    output = tmp_path / "model"
+    mine = output if kind == "file" else output / "notes.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    with pytest.raises(OutputError, match=r"model exists already and is not empty"):
+        convert(saved, output)
+    assert mine.read_text() == "mine"
+
+
+def test_empty_output_folder_is_filled(saved: SavedModel, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    convert(saved, tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+# --- what is read ---
+
+
+def test_iteration_that_was_not_saved_is_a_missing_input(saved: SavedModel):
+    with pytest.raises(MissingInputError, match="no checkpoint of iteration 20"):
+        read_checkpoint(saved.save, iteration=20)
+
+
+def test_flipped_bit_is_a_damaged_checkpoint(saved: SavedModel):
+    shard = next(saved.iteration_folder.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: sha256 differs"):
+        read_checkpoint(saved.save)
+
+
+class Canary:
+    """Runs code when it is unpickled by somebody who trusts it."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.target,))
+
+
+def test_table_of_contents_that_runs_code_is_refused_before_it_runs(saved: SavedModel, tmp_path: Path):
+    contents = saved.iteration_folder / ".metadata"
+    contents.write_bytes(pickle.dumps(Canary(tmp_path / "ran")))
+    saved.seal()
+    with pytest.raises(CheckpointError, match=r"\.metadata: .*asks for .*Path.*which no table of contents needs"):
+        read_checkpoint(saved.save)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(contents.read_bytes())  # the negative control: this file does run code where it is trusted
+    assert (tmp_path / "ran").exists()
+
+
+def test_stored_object_that_runs_code_is_never_opened(saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path):
+    saved.write({**stack_layers(internal), "extra_state": Canary(tmp_path / "ran")})  # type: ignore[dict-item]
+    assert len(read_checkpoint(saved.save).tensors) == 4 + 6 * 2
+    assert not (tmp_path / "ran").exists()
+
+
+# --- the command ---
+
+
+def test_command_converts_and_prints_the_comparison(saved: SavedModel, tmp_path: Path):
+    result = run_convert("megatron-to-hf", "--load", saved.save, "--output", tmp_path / "model")
+    assert result.returncode == 0, result.stderr
+    assert "iter_0000030" in result.stdout
+    assert "largest difference" in result.stdout
+    assert (tmp_path / "model" / "conversion_report.json").is_file()
+
+
+def test_command_answers_help_without_importing_torch():
+    started = time.monotonic()
+    result = run_convert("megatron-to-hf", "--help")
+    assert result.returncode == 0
+    assert "--tokenizer-model" in result.stdout
+    assert time.monotonic() - started < 5, "torch alone takes longer on a busy machine"
+
+
+@pytest.mark.parametrize("problem", ["no folder", "no checkpoint", "shard missing", "output exists", "other tokenizer"])
+def test_command_ends_with_one_sentence_and_the_exit_code_of_the_problem(
+    saved: SavedModel, tmp_path: Path, problem: str
+):
+    arguments: list[str | Path] = ["megatron-to-hf", "--load", saved.save, "--output", tmp_path / "model"]
+    if problem == "no folder":
+        arguments[2], expected = tmp_path / "nowhere", (66, "nowhere holds no checkpoint")
+    elif problem == "no checkpoint":
+        (saved.iteration_folder / "MANIFEST.json").unlink()
+        expected = (66, "checkpoints holds no checkpoint")
+    elif problem == "shard missing":
+        shard = next(saved.iteration_folder.glob("*.distcp"))
+        shard.unlink()
+        expected = (78, f"{shard.name}: missing")
+    elif problem == "output exists":
+        (tmp_path / "model").write_text("mine")
+        expected = (73, "model exists already")
+    else:
+        (tmp_path / "other.txt").write_text("\n".join([*WORDS, "dog"]))
+        arguments += ["--tokenizer-model", tmp_path / "other.txt"]
+        expected = (78, "other.txt (14 tokens) encodes differently from the tokenizer of")
+    result = run_convert(*arguments)
+    code, sentence = expected
+    assert result.returncode == code, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert sentence in errors[0]
+    assert "Traceback" not in result.stderr

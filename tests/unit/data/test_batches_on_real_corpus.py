@@ -27,7 +27,7 @@ def stream(tmp_path_factory) -> BatchStream:
     texts = [" ".join(generator.choice(words, length)) for length in generator.integers(1, 401, 300)]
     shard = folder / "texts.jsonl"
     shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
-    tokenizer = train_wordpiece(iter(texts), vocab_size=600, lowercase=True, min_frequency=1)
+    tokenizer = train_wordpiece(texts, vocab_size=600, lowercase=True, min_frequency=1)
     tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=SEQ_LENGTH)
     plan = plan_preprocessing(
         PreprocessSettings(

@@ -1,0 +1,33 @@
+"""The tiny model that tests train: 2 layers x 64, rows of 128 tokens, 8 rows per iteration."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_neobert.config import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Settings,
+    TrainingConfig,
+)
+
+ITERATIONS = 6
+
+
+def tiny_settings(corpus: Any, *, save: Path | None = None, **sections: dict[str, Any]) -> Settings:
+    """Settings of a run of six iterations; keyword arguments are `section={field: value}`."""
+    settings = Settings(
+        model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=128),
+        data=DataConfig(data_path=corpus.prefix, tokenizer_model=corpus.tokenizer, seq_length=128, num_workers=0),
+        optimizer=OptimizerConfig(lr=2e-3, min_lr=2e-4, lr_warmup_iters=1),
+        training=TrainingConfig(
+            micro_batch_size=2, global_batch_size=8, train_iters=ITERATIONS, eval_iters=1, eval_interval=ITERATIONS
+        ),
+        checkpoint=CheckpointConfig(save=str(save) if save else None, save_interval=1000),
+        logging=LoggingConfig(log_interval=1),
+    )
+    for name, changes in sections.items():
+        settings = settings.with_section(name, **changes)
+    return settings

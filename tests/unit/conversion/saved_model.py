@@ -1,0 +1,92 @@
+"""A small checkpoint in the format of training, written without Megatron, and the model that it holds."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor
+
+from checkpoint_conversion.comparison import make_loud
+from checkpoint_conversion.mapping import ModelShape
+from megatron_neobert.config import ModelConfig, Settings
+from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.files import sha256_of
+from megatron_neobert.flags import write_record
+from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=48,
+    max_position_embeddings=64,
+    rotary_base=5000,
+)
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=48,
+    vocab_size=len(WORDS),
+    padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1),
+)
+
+
+@dataclass
+class SavedModel:
+    """A save folder with one checkpoint, and the model whose weights it holds."""
+
+    save: Path
+    reference: ReferenceNeoBERT
+    vocabulary: Path
+
+    @property
+    def iteration_folder(self) -> Path:
+        return self.save / "iter_0000030"
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        """Replaces the weights by stacked tensors under the names of a Megatron checkpoint, and renews the manifest."""
+        optimizer = {"optimizer.state.exp_avg.output_layer.bias": torch.ones(3)}
+        folder = self.iteration_folder
+        torch_checkpoint.save(tensors | optimizer, checkpoint_id=folder, no_dist=True)
+        write_record(Settings(model=MODEL), folder / "settings.yaml")
+        load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)
+        self.seal()
+
+    def seal(self) -> None:
+        """Writes the manifest of whatever files are there."""
+        manifest = self.iteration_folder / "MANIFEST.json"
+        manifest.unlink(missing_ok=True)
+        files = [path for path in self.iteration_folder.rglob("*") if path.is_file()]
+        listed = {
+            str(path.relative_to(self.iteration_folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in files
+        }
+        manifest.write_text(json.dumps({"format": 1, "files": listed}))
+
+
+def stack_layers(internal: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Per-layer tensors as a checkpoint stores them: one tensor per kind, layer first."""
+    stacked: dict[str, list[Tensor]] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in internal.items():
+        if name.startswith("decoder.layers."):
+            stacked.setdefault("decoder.layers." + name.split(".", maxsplit=3)[3], []).append(tensor)
+        else:
+            plain[name] = tensor
+    return plain | {name: torch.stack(layers) for name, layers in stacked.items()}
+
+
+def build_reference() -> ReferenceNeoBERT:
+    config = ReferenceConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        vocab_size=len(WORDS),
+        rotary_base=5000.0,
+    )
+    return make_loud(ReferenceNeoBERT(config))

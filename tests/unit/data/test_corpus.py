@@ -1,0 +1,300 @@
+"""The corpus on disk: Megatron's format to the byte, and damage that is named instead of trained on."""
+
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from small_corpus import FIRST_ORDINARY, numbered_tokenizer, write_corpus
+
+from megatron_neobert.data.corpus import Corpus, check_content
+from megatron_neobert.data.corpus_format import corpus_files, token_dtype
+from megatron_neobert.data.corpus_writer import CorpusWriter
+from megatron_neobert.errors import DataError, MissingInputError, OutputError
+
+LENGTHS = [3, 1, 4, 2]
+HEADER_BYTES = 34
+AT_LENGTHS = HEADER_BYTES
+AT_POINTERS = AT_LENGTHS + 4 * len(LENGTHS)
+AT_BOUNDARIES = AT_POINTERS + 8 * len(LENGTHS)
+IDX_BYTES = AT_BOUNDARIES + 8 * (len(LENGTHS) + 1)
+BIN_BYTES = 2 * sum(LENGTHS)
+
+
+def random_documents(lengths, vocab_size, seed=0):
+    generator = np.random.default_rng(seed)
+    return [generator.integers(FIRST_ORDINARY, vocab_size, length) for length in lengths]
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """Four documents of 3, 1, 4 and 2 tokens as uint16."""
+    write_corpus(tmp_path / "small", random_documents(LENGTHS, 100), numbered_tokenizer(100))
+    return tmp_path / "small"
+
+
+@pytest.mark.parametrize("vocab_size", [100, 70_000])
+def test_files_equal_those_of_megatrons_own_builder_byte_for_byte(tmp_path, vocab_size):
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    documents = random_documents([5, 1, 300, 17], vocab_size)
+    manifest = write_corpus(tmp_path / "ours", documents, numbered_tokenizer(vocab_size))
+    dtype = indexed_dataset.DType.optimal_dtype(vocab_size)
+    assert manifest.dtype == np.dtype(dtype).name == {100: "uint16", 70_000: "int32"}[vocab_size]
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for document in documents:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
+
+
+@pytest.mark.parametrize("vocab_size", [100, 70_000])
+def test_megatron_reads_the_documents_that_were_written(tmp_path, vocab_size):
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    documents = random_documents([5, 1, 300, 17], vocab_size)
+    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(vocab_size))
+    dataset, corpus = indexed_dataset.IndexedDataset(str(tmp_path / "corpus")), Corpus(tmp_path / "corpus")
+    assert len(dataset) == len(corpus) == len(documents)
+    for number, document in enumerate(documents):
+        assert dataset[number].tolist() == corpus.document(number).tolist() == document.tolist()
+
+
+def test_item_type_follows_megatrons_rule_at_its_threshold():
+    assert (token_dtype(65_499), token_dtype(65_500)) == (np.uint16, np.int32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gather_gives_the_segments_end_to_end(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    documents = random_documents(generator.integers(1, 200, 50), 1000, seed)
+    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(1000))
+    corpus = Corpus(tmp_path / "corpus")
+    chosen = generator.integers(0, 50, 300)
+    starts = generator.integers(0, corpus.lengths[chosen])
+    lengths = generator.integers(0, corpus.lengths[chosen] - starts + 1)
+    expected = [documents[d][s : s + n] for d, s, n in zip(chosen, starts, lengths, strict=True)]
+    found = corpus.gather(chosen, starts, lengths)
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, np.concatenate(expected))
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 4), (2, 2), (-1, 1)])
+def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length):
+    with pytest.raises(AssertionError, match="segment 1 does not lie inside its document"):
+        Corpus(prefix).gather(np.array([2, 0]), np.array([0, start]), np.array([4, length]))
+
+
+def test_document_outside_the_corpus_is_an_index_error(prefix):
+    for number in (-1, 4):
+        with pytest.raises(IndexError, match=f"document {number} of 4"):
+            Corpus(prefix).document(number)
+
+
+def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
+    write_corpus(tmp_path / "corpus", random_documents([100_000], 100), numbered_tokenizer(100))
+    pickled = pickle.dumps(Corpus(tmp_path / "corpus"))
+    assert len(pickled) < 1000
+    assert np.array_equal(pickle.loads(pickled).tokens, Corpus(tmp_path / "corpus").tokens)
+
+
+def put(form, offset, *values):
+    def change(content):
+        struct.pack_into(form, content, offset, *values)
+
+    return change
+
+
+def cut(length):
+    def change(content):
+        del content[length:]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "message"),
+    [
+        pytest.param("idx", put("<9s", 0, b"NOTANIDX1"), r"byte 0: expected magic b'MMIDIDX.*NOTANIDX1", id="magic"),
+        pytest.param("idx", put("<Q", 9, 7), "byte 9: expected version 1, found 7;", id="version"),
+        pytest.param(
+            "idx", put("<B", 17, 9), r"byte 17: expected dtype code 8 \(uint16\) or 4 .*, found 9;", id="dtype"
+        ),
+        pytest.param(
+            "idx",
+            put("<B", 17, 4),
+            f"byte {AT_POINTERS + 8}: .* 1 to be 12 bytes, the int32 tokens .* found 6;",
+            id="dtype lies",
+        ),
+        pytest.param("idx", cut(0), "at least 34 bytes of header, found a file of 0 bytes", id="empty index"),
+        pytest.param("idx", cut(20), "byte 20: expected at least 34 bytes of header, found a file of 20", id="header"),
+        pytest.param("idx", cut(-1), f"expected {IDX_BYTES} bytes for 4 .* found a file of {IDX_BYTES - 1}", id="cut"),
+        pytest.param("idx", bytearray.append, f"expected {IDX_BYTES} bytes .* of {IDX_BYTES + 1}", id="garbage"),
+        pytest.param("idx", put("<Q", 18, 3), "byte 18: .* found 3 sequences and 5 boundaries", id="count too small"),
+        pytest.param("idx", put("<Q", 18, 0), "byte 18: expected at least one document, found 0", id="count 0"),
+        pytest.param(
+            "idx", put("<QQ", 18, 1 << 40, (1 << 40) + 1), f"found a file of {IDX_BYTES} bytes", id="count 2^40"
+        ),
+        pytest.param("idx", put("<Q", 26, 4), "byte 18: .* found 4 sequences and 4 boundaries", id="boundary count"),
+        pytest.param(
+            "idx", put("<i", AT_LENGTHS + 4, -1), f"byte {AT_LENGTHS + 4}: .* document 1, found -1", id="negative"
+        ),
+        pytest.param("idx", put("<i", AT_LENGTHS + 8, 0), f"byte {AT_LENGTHS + 8}: .* document 2, found 0", id="zero"),
+        pytest.param(
+            "idx", put("<i", AT_LENGTHS, 4), f"byte {AT_POINTERS + 8}: .* 1 to be 8 bytes, .* found 6", id="length"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_POINTERS + 16, 9), f"byte {AT_POINTERS + 16}: .* be 8 .*, found 9", id="unaligned"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_POINTERS + 8, -6), f"byte {AT_POINTERS + 8}: .* be 6 .*, found -6", id="below 0"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_POINTERS + 24, 99), f"byte {AT_POINTERS + 24}: .* be 16 .*, found 99", id="past end"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_BOUNDARIES + 8, 2), f"byte {AT_BOUNDARIES + 8}: .* 1 .* 1, found 2", id="boundary"
+        ),
+        pytest.param("bin", cut(0), f"expected {BIN_BYTES} bytes for 10 tokens of uint16.* of 0 bytes", id="empty bin"),
+        pytest.param("bin", cut(-2), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 2} bytes", id="bin cut"),
+        pytest.param("bin", cut(-1), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 1} bytes", id="bin odd"),
+        pytest.param("bin", bytearray.append, f"expected {BIN_BYTES} bytes .* of {BIN_BYTES + 1} bytes", id="bin long"),
+        pytest.param("json", cut(-20), "not a manifest", id="manifest cut"),
+        pytest.param(
+            "json", lambda c: c.replace(b'"documents": 4', b'"documents": 5'), "documents 4 .* found 5", id="other"
+        ),
+    ],
+)
+def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change, message):
+    path = prefix.with_suffix(f".{end}")
+    content = bytearray(path.read_bytes())
+    if change is bytearray.append:
+        content.append(0)
+    else:
+        content = change(content) or content
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        Corpus(prefix)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["bin", "idx", "json"])
+def test_one_missing_file_is_an_incomplete_corpus(prefix, end):
+    prefix.with_suffix(f".{end}").unlink()
+    with pytest.raises(DataError, match=rf"small\.{end} missing beside the rest"):
+        Corpus(prefix)
+
+
+def test_no_file_at_all_is_a_missing_input(tmp_path):
+    with pytest.raises(MissingInputError, match=r"no corpus .*none: expected none\.bin, none\.idx, none\.json"):
+        Corpus(tmp_path / "none")
+
+
+def test_manifest_of_a_later_version_is_refused(prefix):
+    path = prefix.with_suffix(".json")
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(DataError, match="expected format_version 1, found 2"):
+        Corpus(prefix)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "id_", "message"),
+    [
+        (100, 100, "expected an id below 100, found 100"),
+        (100, 65_535, "expected an id below 100, found 65535"),
+        (70_000, -1, "expected an id below 70000, found -1"),
+        (100, 4, "expected no special token, found 4"),
+    ],
+)
+def test_id_that_no_corpus_may_hold_is_found_by_the_full_check(tmp_path, vocab_size, id_, message):
+    documents = random_documents(LENGTHS, vocab_size)
+    documents[2][1] = id_  # token 3 + 1 + 1 of the corpus
+    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(vocab_size))
+    corpus = Corpus(tmp_path / "corpus")  # opening reads no tokens
+    offset = 5 * corpus.dtype.itemsize
+    with pytest.raises(DataError, match=rf"byte {offset}: {message} \(token 1 of document 2\)"):
+        check_content(corpus)
+
+
+def test_unknown_token_is_a_legitimate_id(tmp_path):
+    write_corpus(tmp_path / "corpus", [[1, 5]], numbered_tokenizer(100))
+    check_content(Corpus(tmp_path / "corpus"))
+
+
+@pytest.mark.parametrize("end", ["bin", "idx"])
+def test_one_flipped_bit_is_found_by_the_full_check_alone(prefix, end):
+    content = bytearray(prefix.with_suffix(f".{end}").read_bytes())
+    if end == "bin":
+        content[7] ^= 1  # token 3: the upper byte of an id below 100 becomes 1, an id above 255
+        message = "byte 6: expected an id below 100"
+        prefix.with_suffix(".bin").write_bytes(content)
+        corpus = Corpus(prefix)
+    else:
+        corpus = Corpus(prefix)
+        message = r"small\.idx, byte 0: expected sha256 [0-9a-f]{64} as in small\.json, found [0-9a-f]{64}"
+        replacement = prefix.with_suffix(".new")
+        content[-1] ^= 1
+        replacement.write_bytes(content)
+        replacement.replace(prefix.with_suffix(".idx"))
+    with pytest.raises(DataError, match=message):
+        check_content(corpus)
+
+
+def test_another_bin_of_the_same_size_is_found_by_the_full_check(prefix, tmp_path):
+    check_content(Corpus(prefix))  # control
+    write_corpus(tmp_path / "other", random_documents(LENGTHS, 100, seed=1), numbered_tokenizer(100))
+    (tmp_path / "other.bin").replace(prefix.with_suffix(".bin"))
+    with pytest.raises(DataError, match=r"small\.bin, byte 0: expected sha256"):
+        check_content(Corpus(prefix))
+
+
+def test_other_tokenizer_than_the_corpus_was_written_with_is_refused(prefix):
+    corpus = Corpus(prefix)
+    corpus.check_tokenizer(numbered_tokenizer(100))  # control
+    with pytest.raises(DataError, match=r"written with tokenizer [0-9a-f]{12} \(100 ids\).* \(101 ids\)"):
+        corpus.check_tokenizer(numbered_tokenizer(101))
+
+
+def test_existing_corpus_is_replaced_only_when_asked(prefix):
+    tokenizer = numbered_tokenizer(100)
+    with pytest.raises(OutputError, match=r"small\.bin and .*small\.idx and .*small\.json exist already.*--overwrite"):
+        write_corpus(prefix, [[7]], tokenizer)
+    assert len(Corpus(prefix)) == 4
+    write_corpus(prefix, [[7]], tokenizer, overwrite=True)
+    assert Corpus(prefix).document(0).tolist() == [7]
+
+
+def test_overwriting_that_breaks_off_between_the_renames_leaves_no_corpus(prefix, monkeypatch):
+    monkeypatch.setattr(
+        "megatron_neobert.data.corpus_writer.write_manifest", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+    )
+    with pytest.raises(OSError, match="full"):
+        write_corpus(prefix, random_documents(LENGTHS, 100, seed=1), numbered_tokenizer(100), overwrite=True)
+    with pytest.raises(DataError, match=r"small\.json missing"):
+        Corpus(prefix)
+
+
+def test_run_that_fails_leaves_nothing_and_a_killed_runs_leftovers_are_cleared(tmp_path):
+    files, tokenizer = corpus_files(tmp_path / "corpus"), numbered_tokenizer(100)
+    files.partial.mkdir()
+    (files.partial / "000000.ids").write_bytes(b"left by a run that was killed")
+    with pytest.raises(RuntimeError), CorpusWriter(files, tokenizer, overwrite=False) as writer:
+        assert {file.name for file in writer.folder.iterdir()} == {"lock", "ids", "lengths", "rejects"}
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_second_run_with_the_same_prefix_is_refused_while_the_first_goes_on(tmp_path):
+    files, tokenizer = corpus_files(tmp_path / "corpus"), numbered_tokenizer(100)
+    with CorpusWriter(files, tokenizer, overwrite=False):
+        second = CorpusWriter(files, tokenizer, overwrite=False)
+        with pytest.raises(OutputError, match=r"corpus\.partial belongs to a run that is still going"):
+            second.__enter__()
+
+
+def test_folder_that_cannot_be_created_is_an_output_error(tmp_path):
+    (tmp_path / "file").touch()
+    writer = CorpusWriter(corpus_files(tmp_path / "file" / "corpus"), numbered_tokenizer(100), overwrite=False)
+    with pytest.raises(OutputError, match=r"corpus\.partial: cannot be created \(Not a directory\)"):
+        writer.__enter__()
