@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, EuroBertConfig
@@ -56,10 +57,12 @@ def build_config(model: ModelConfig, shape: ModelShape, tokenizer: Tokenizer, *,
 
 def write_folder(folder: Path, config: EuroBertConfig, weights: dict[str, Tensor], tokenizer: Tokenizer) -> None:
     """Fills an empty folder with config.json, model.safetensors and the tokenizer's files."""
-    fields = json.loads(config.to_json_string(use_diff=False))
+    fields = json.loads(config.to_json_string())
     kept = {name: value for name, value in fields.items() if name not in _MEANINGLESS_KEYS}
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors lets nobody but the owner read its files; these are as public as the others.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     tokenizer.save_tokenizer_files(folder, model_max_length=config.max_position_embeddings)
 
 
@@ -79,7 +82,7 @@ def load_masked_lm(folder: Path) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ConversionError(
             f"{folder}: transformers cannot load it as a masked language model ({reason})."

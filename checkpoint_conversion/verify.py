@@ -34,7 +34,7 @@ def main() -> int:
         type=float,
         metavar="X",
         help="largest difference over largest logit that still counts as equal (default 1e-4, as after a conversion; "
-        "weights that were rounded to bfloat16 on one side need about 0.05)",
+        "weights rounded to bfloat16 on one side differ by 0.015)",
     )
     arguments = parser.parse_args()
 

@@ -9,8 +9,10 @@ Environment: NPROC_PER_NODE (default: the number of GPUs, or 1), NNODES (1), NOD
 
 import logging
 import os
+import shutil
 import sys
 
+from megatron_neobert.data.inputs import open_inputs
 from megatron_neobert.errors import ConfigError, run_command
 from megatron_neobert.flags import parse_command_line
 
@@ -19,8 +21,9 @@ def main() -> int:
     """Checks, then starts; `--help` and `--dry-run` are answered here and start nothing."""
     script, *arguments = sys.argv[1:]
     nnodes = _whole_number("NNODES", "1")
-    nproc = _whole_number("NPROC_PER_NODE", str(_default_processes(arguments)))
+    nproc = _whole_number("NPROC_PER_NODE", str(_default_processes()))
     command = parse_command_line(arguments, world_size=nnodes * nproc)
+    open_inputs(command.settings.data)  # here once, instead of on every rank
     if command.dry_run:
         from megatron_neobert.training.plan import print_plan
 
@@ -30,9 +33,9 @@ def main() -> int:
     return _run_torchrun(script, arguments, nnodes=nnodes, nproc=nproc)
 
 
-def _default_processes(arguments: list[str]) -> int:
-    if "--help" in arguments or "--dry-run" in arguments or "-h" in arguments:
-        return 1  # not worth importing torch for
+def _default_processes() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 1  # without asking torch, whose import takes longer than everything else here
     import torch
 
     return max(1, torch.cuda.device_count())

@@ -1,7 +1,6 @@
 """Entry point of a run: `python -m megatron_neobert.pretrain`, or under torchrun on every rank. No logic of its own."""
 
 import sys
-import warnings
 
 from megatron_neobert.environment import world_size
 from megatron_neobert.errors import run_command
@@ -18,8 +17,6 @@ def main() -> int:
         from megatron_neobert.training.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size())
-    for category in (UserWarning, FutureWarning):  # "Apex is not installed" six times, names deprecated in torch
-        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core|torch\.distributed")
     from megatron_neobert.training.loop import run_training
 
     return run_training(command.settings)

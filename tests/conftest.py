@@ -45,7 +45,7 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     ]
     shard = folder / "shard.jsonl"
     shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
-    tokenizer = train_wordpiece(iter(texts), vocab_size=300, lowercase=True, min_frequency=2)
+    tokenizer = train_wordpiece(texts, vocab_size=300, lowercase=True, min_frequency=2)
     tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
     settings = PreprocessSettings(
         inputs=(str(shard),), output_prefix=str(folder / "tiny"), tokenizer_model=str(folder / "tokenizer")

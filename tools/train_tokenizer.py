@@ -24,32 +24,44 @@ def main() -> None:
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
-    shards = find_shards(arguments.input)
-    counts: Counter[str] = Counter()
+    texts = ShardTexts(find_shards(arguments.input), text_key=arguments.text_key)
     tokenizer = train_wordpiece(
-        texts(shards, text_key=arguments.text_key, counts=counts),
+        texts,
         vocab_size=arguments.vocab_size,
         lowercase=arguments.lowercase,
         min_frequency=arguments.min_frequency,
     )
-    documents = counts.pop("documents", 0)
-    rejected = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common()) or "none"
-    if not documents:
-        raise DataError(f"no document in {len(shards)} shards (rejected: {rejected}); check --input and --text-key")
     tokenizer.save_tokenizer_files(folder, model_max_length=MODEL_MAX_LENGTH)
-    print(f"{documents:,} documents | {tokenizer.vocab_size:,} ids | rejected: {rejected} | wrote {folder}")
+    print(f"{texts.documents:,} documents | {tokenizer.vocab_size:,} ids | rejected: {texts.rejected} | wrote {folder}")
 
 
-def texts(shards: list[Path], *, text_key: str, counts: Counter[str]) -> Iterator[str]:
-    """The texts of all shards; `counts` gets "documents", and the rejected records by reason."""
-    for shard in shards:
-        for part in split_into_parts(shard):
-            for record in read_part(part, text_key=text_key):
-                if isinstance(record, Document):
-                    counts["documents"] += 1
-                    yield record.text
-                else:
-                    counts[record.reason] += 1
+class ShardTexts:
+    """The texts of all shards, as often as they are iterated over; counts those of the latest time."""
+
+    def __init__(self, shards: list[Path], *, text_key: str) -> None:
+        self.documents = 0
+        self._shards, self._text_key = shards, text_key
+        self._reasons: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[str]:
+        self.documents = 0
+        self._reasons.clear()
+        for shard in self._shards:
+            for part in split_into_parts(shard):
+                for record in read_part(part, text_key=self._text_key):
+                    if isinstance(record, Document):
+                        self.documents += 1
+                        yield record.text
+                    else:
+                        self._reasons[record.reason] += 1
+        if not self.documents:
+            raise DataError(
+                f"no document in {len(self._shards)} shards (rejected: {self.rejected}); check --input and --text-key"
+            )
+
+    @property
+    def rejected(self) -> str:
+        return ", ".join(f"{count:,} {reason}" for reason, count in self._reasons.most_common()) or "none"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -149,7 +149,7 @@ class _HashedFile:
     """A new file whose size and sha256 are known when it is finished."""
 
     def __init__(self, path: Path) -> None:
-        self.stream = path.open("wb", buffering=_CHUNK)
+        self.stream = path.open("wb", buffering=1 << 20)
         self._digest = hashlib.sha256()
         self._bytes = 0
 

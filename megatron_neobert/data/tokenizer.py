@@ -248,14 +248,17 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
 
 
 def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
-    """The most frequent characters that cover _CHARACTER_COVERAGE of the normalised texts, in code point order."""
+    """Those that cover _CHARACTER_COVERAGE of the normalised texts, and all of ASCII, in code point order."""
+    normalize = backend.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(backend.normalizer.normalize_str(text))
+        counts.update(normalize(text))
     ranked = sorted((item for item in counts.items() if not item[0].isspace()), key=lambda item: (-item[1], item[0]))
     needed = _CHARACTER_COVERAGE * sum(count for _, count in ranked)
     covered_before = accumulate((count for _, count in ranked), initial=0)
-    return sorted(character for (character, _), before in zip(ranked, covered_before, strict=False) if before < needed)
+    frequent = {character for (character, _), before in zip(ranked, covered_before, strict=False) if before < needed}
+    ascii_characters = {chr(code) for code in range(33, 127) if normalize(chr(code)) == chr(code)}
+    return sorted(frequent | ascii_characters)
 
 
 def _continues_a_word(character: str, backend: tokenizers.Tokenizer) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 class PackedAttention(MegatronModule):
     """Bidirectional attention within each document of a packed row; no parameters.
 
-    Shape letters: `t` tokens of the row, `n` heads of this rank, `d` head width.
+    Shape letters: `t` tokens of the row, `s` tokens of a document, `n` heads of this rank, `d` head width.
     """
 
     def __init__(
@@ -52,13 +52,11 @@ class PackedAttention(MegatronModule):
         """Returns the context, [t, n * d], in the dtype of the query."""
         assert packed_seq_params is not None, "rows are always packed; a padded batch is one document per sequence"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        documents = zip(query_tnd.split(lengths), key_tnd.split(lengths), value_tnd.split(lengths), strict=True)
-        context_tnd = torch.cat(
-            [
-                scaled_dot_product_attention(
-                    query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale=self.softmax_scale
-                ).transpose(0, 1)
-                for query, key, value in documents
-            ]
-        )
-        return context_tnd.flatten(1)
+        documents = zip(*(tensor_tnd.split(lengths) for tensor_tnd in (query_tnd, key_tnd, value_tnd)), strict=True)
+        return torch.cat([self._attend(*document) for document in documents])
+
+    def _attend(self, query_snd: Tensor, key_snd: Tensor, value_snd: Tensor) -> Tensor:
+        """One document: [s, n * d]. The leading axis of one is for torch, whose fused kernels want four."""
+        query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query_snd, key_snd, value_snd))
+        context_1nsd = scaled_dot_product_attention(query, key, value, scale=self.softmax_scale)
+        return context_1nsd.squeeze(0).transpose(0, 1).flatten(1)

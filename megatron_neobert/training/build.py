@@ -1,7 +1,6 @@
 """Settings to objects: everything a run is made of, built in the order in which problems are cheapest to find."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from torch import nn
 from megatron_neobert import distributed
 from megatron_neobert.config import DataConfig, Settings
 from megatron_neobert.data.batches import BatchSettings, BatchStream
-from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.data.inputs import Inputs, open_inputs
 from megatron_neobert.data.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.order import split_ranges
-from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.training.run import Progress, Run
 
@@ -38,30 +35,27 @@ def build_run(settings: Settings) -> Run:
 
     Collective: all ranks.
     """
-    tokenizer = load_tokenizer(Path(settings.data.tokenizer_model or ""))
-    corpus = Corpus(Path(settings.data.data_path or ""))
-    corpus.check_tokenizer(tokenizer)
-    training_stream, validation_stream = _build_streams(settings, corpus, tokenizer)
-
+    inputs = open_inputs(settings.data)
     device = distributed.initialize(settings.parallel)  # collective: all ranks
-    model = _build_model(settings, device, vocab_size=tokenizer.vocab_size)
+    training_stream, validation_stream = _build_streams(settings, inputs)
+    model = _build_model(settings, device, vocab_size=inputs.tokenizer.vocab_size)
     optimizer = _build_optimizer(settings, model)
     return Run(
         settings=settings,
         device=device,
-        tokenizer=tokenizer,
+        tokenizer=inputs.tokenizer,
         model=model,
         optimizer=optimizer,
         scheduler=_build_scheduler(settings, optimizer),
-        training_stream=_share_of_this_rank(training_stream),
-        validation_stream=validation_stream and _share_of_this_rank(validation_stream),
-        progress=Progress(corpus_sha256=corpus.manifest.bin.sha256),
+        training_stream=training_stream,
+        validation_stream=validation_stream,
+        progress=Progress(corpus_sha256=inputs.corpus.manifest.bin.sha256),
     )
 
 
-def _build_streams(settings: Settings, corpus: Corpus, tokenizer: Tokenizer) -> tuple[BatchStream, BatchStream | None]:
-    """The batches for training and, if wanted, for validation, both from their start."""
-    training_documents, *rest = split_ranges(len(corpus.lengths), settings.data.split)
+def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, BatchStream | None]:
+    """This rank's batches for training and, if wanted, for validation, both from their start."""
+    tokenizer = inputs.tokenizer
     batch_settings = BatchSettings(
         seq_length=settings.data.seq_length,
         micro_batch_size=settings.training.micro_batch_size,
@@ -78,18 +72,16 @@ def _build_streams(settings: Settings, corpus: Corpus, tokenizer: Tokenizer) -> 
         ),
         seed=settings.training.seed,
     )
-    training = BatchStream(corpus, training_documents, batch_settings)
-    if not (settings.training.eval_iters and rest and rest[0]):
-        return training, None
-    return training, BatchStream(corpus, rest[0], batch_settings)
-
-
-def _share_of_this_rank(stream: BatchStream) -> BatchStream:
-    return replace(
-        stream,
+    training = BatchStream(
+        inputs.corpus,
+        inputs.training_documents,
+        batch_settings,
         data_parallel_rank=distributed.data_parallel_rank(),
         data_parallel_size=distributed.data_parallel_size(),
     )
+    if inputs.validation_documents is None or not settings.training.eval_iters:
+        return training, None
+    return training, replace(training, documents=inputs.validation_documents)
 
 
 def _masking_scheme(data: DataConfig) -> MaskingScheme:

@@ -60,7 +60,9 @@ class SafeReader(FileSystemReader):
                 metadata = _RecordsUnpickler(stream).load()
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a damaged byte makes pickle raise almost anything
             raise CheckpointError(
                 f"{path}: not the table of contents of a checkpoint ({error}); use another one."
             ) from error

@@ -1,9 +1,7 @@
 """What a run would be, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch."""
 
-from pathlib import Path
-
 from megatron_neobert.config import Settings
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.inputs import open_inputs
 from megatron_neobert.training.flops import (
     checkpoint_bytes,
     count_parameters,
@@ -14,7 +12,8 @@ from megatron_neobert.training.flops import (
 
 def print_plan(settings: Settings, *, world_size: int) -> int:
     """Prints the plan of a legal run and returns 0."""
-    vocab_size = load_tokenizer(Path(settings.data.tokenizer_model or "")).vocab_size
+    inputs = open_inputs(settings.data)
+    vocab_size = inputs.tokenizer.vocab_size
     training, tp = settings.training, settings.parallel.tensor_model_parallel_size
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=tp)
     count = count_parameters(settings.model, vocab_size=vocab_size)
@@ -31,6 +30,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
             f"{training.global_batch_size:,} rows x {settings.data.seq_length:,} tokens = {tokens:,} tokens, in "
             f"{training.global_batch_size // (training.micro_batch_size * dp)} micro-batches per rank",
         ),
+        ("corpus", f"{len(inputs.corpus):,} documents, {inputs.corpus.manifest.tokens:,} tokens"),
         ("run", f"{training.train_iters:,} iterations = {training.train_iters * tokens:.3e} tokens"),
         ("compute", f"at most {flops:.3e} FLOPs per token, {flops * tokens * training.train_iters:.3e} in all"),
         (

@@ -67,10 +67,10 @@ def missing_script(command: str) -> str | None:
 
 
 @cache
-def help_of(script: str) -> str:
-    command = [sys.executable] if script.endswith(".py") else ["bash"]
-    result = subprocess.run([*command, script, "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    return result.stdout
+def help_of(*words: str) -> str:
+    """The --help of a script, or of one of its subcommands."""
+    command = [sys.executable if words[0].endswith(".py") else "bash", *words, "--help"]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
 
 
 def unknown_flags(command: str) -> list[str]:
@@ -79,7 +79,8 @@ def unknown_flags(command: str) -> list[str]:
     if not separator:
         return []
     script = script.split()[-1] + separator.strip()
-    help_text = help_of(script)
+    subcommand = re.match(r"[a-z][a-z-]+(?= |$)", rest)
+    help_text = help_of(script, subcommand.group()) if subcommand else help_of(script)
     return [flag for flag in re.findall(r"--[a-z][\w-]*", rest) if not re.search(rf"{flag}(?![\w-])", help_text)]
 
 

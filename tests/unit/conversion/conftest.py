@@ -20,7 +20,6 @@ def saved(tmp_path: Path, internal: dict[str, Tensor]) -> SavedModel:
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
     model = SavedModel(save=tmp_path / "checkpoints", reference=build_reference(), vocabulary=vocabulary)
-    model.iteration_folder.mkdir(parents=True)
     model.write(stack_layers(internal))
     (model.save / "latest_checkpointed_iteration.txt").write_text("30")
     return model

@@ -1,6 +1,7 @@
 """A small checkpoint in the format of training, written without Megatron, and the model that it holds."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class SavedModel:
         """Replaces the weights by stacked tensors under the names of a Megatron checkpoint, and renews the manifest."""
         optimizer = {"optimizer.state.exp_avg.output_layer.bias": torch.ones(3)}
         folder = self.iteration_folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         torch_checkpoint.save(tensors | optimizer, checkpoint_id=folder, no_dist=True)
         write_record(Settings(model=MODEL), folder / "settings.yaml")
         load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)

@@ -18,9 +18,10 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from checkpoint_conversion import export
 from checkpoint_conversion.comparison import compare_logits
+from checkpoint_conversion.convert import main
 from checkpoint_conversion.export import export_eurobert
 from checkpoint_conversion.megatron_reader import read_checkpoint
-from megatron_neobert.errors import CheckpointError, ConversionError, MissingInputError, OutputError
+from megatron_neobert.errors import CheckpointError, ConversionError, MissingInputError, OutputError, run_command
 from megatron_neobert.files import sha256_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -77,7 +78,7 @@ def test_exported_config_says_everything_that_differs_from_a_default(saved: Save
         "dtype": "float32",
     }
     assert {name: config.get(name) for name in expected} == expected
-    assert not {"auto_map", "max_length", "use_cache", "trust_remote_code"} & config.keys()
+    assert not {"auto_map", "max_length", "use_cache", "trust_remote_code", "_name_or_path"} & config.keys()
 
 
 def test_exported_tokenizer_frames_a_text_and_knows_the_longest_input(saved: SavedModel, tmp_path: Path):
@@ -112,6 +113,13 @@ def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(saved: Save
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
     assert comparison.relative < 1e-5, "compared after rounding, so as exact as fp32"
+
+
+def test_exported_files_can_be_read_by_the_same_people(saved: SavedModel, tmp_path: Path):
+    convert(saved, tmp_path / "model")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    (tmp_path / "plain").touch()
+    assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode & 0o777}, modes
 
 
 def test_report_names_the_source_the_files_and_the_difference(saved: SavedModel, tmp_path: Path):
@@ -225,7 +233,7 @@ def test_table_of_contents_that_runs_code_is_refused_before_it_runs(saved: Saved
     contents = saved.iteration_folder / ".metadata"
     contents.write_bytes(pickle.dumps(Canary(tmp_path / "ran")))
     saved.seal()
-    with pytest.raises(CheckpointError, match=r"\.metadata: .*asks for .*Path.*which no table of contents needs"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: .*asks for [\w.]+, which no table of contents needs"):
         read_checkpoint(saved.save)
     assert not (tmp_path / "ran").exists()
     pickle.loads(contents.read_bytes())  # the negative control: this file does run code where it is trusted
@@ -257,14 +265,21 @@ def test_command_answers_help_without_importing_torch():
     assert time.monotonic() - started < 5, "torch alone takes longer on a busy machine"
 
 
-@pytest.mark.parametrize("problem", ["no folder", "no checkpoint", "shard missing", "output exists", "other tokenizer"])
-def test_command_ends_with_one_sentence_and_the_exit_code_of_the_problem(
-    saved: SavedModel, tmp_path: Path, problem: str
+def test_command_without_a_checkpoint_ends_with_one_sentence_and_exit_code_66(tmp_path: Path):
+    result = run_convert("megatron-to-hf", "--load", tmp_path / "nowhere", "--output", tmp_path / "model")
+    assert result.returncode == 66
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "nowhere holds no checkpoint" in errors[0]
+
+
+@pytest.mark.parametrize("problem", ["manifest missing", "shard missing", "output exists", "other tokenizer"])
+def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
+    saved: SavedModel, tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    arguments: list[str | Path] = ["megatron-to-hf", "--load", saved.save, "--output", tmp_path / "model"]
-    if problem == "no folder":
-        arguments[2], expected = tmp_path / "nowhere", (66, "nowhere holds no checkpoint")
-    elif problem == "no checkpoint":
+    arguments = ["convert.py", "megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model")]
+    if problem == "manifest missing":
         (saved.iteration_folder / "MANIFEST.json").unlink()
         expected = (66, "checkpoints holds no checkpoint")
     elif problem == "shard missing":
@@ -276,12 +291,11 @@ def test_command_ends_with_one_sentence_and_the_exit_code_of_the_problem(
         expected = (73, "model exists already")
     else:
         (tmp_path / "other.txt").write_text("\n".join([*WORDS, "dog"]))
-        arguments += ["--tokenizer-model", tmp_path / "other.txt"]
+        arguments += ["--tokenizer-model", str(tmp_path / "other.txt")]
         expected = (78, "other.txt (14 tokens) encodes differently from the tokenizer of")
-    result = run_convert(*arguments)
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
     code, sentence = expected
-    assert result.returncode == code, result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert sentence in errors[0]
-    assert "Traceback" not in result.stderr
+    assert ended.value.code == code
+    assert sentence in capsys.readouterr().err

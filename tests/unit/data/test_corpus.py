@@ -179,6 +179,22 @@ def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change,
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix, tmp_path, monkeypatch, chunk):
+    for module in ("corpus", "corpus_writer"):
+        monkeypatch.setattr(f"megatron_neobert.data.{module}._CHUNK", chunk)
+    write_corpus(tmp_path / "chunked", random_documents(LENGTHS, 100), numbered_tokenizer(100))
+    for end in ("bin", "idx", "json"):
+        assert (tmp_path / f"chunked.{end}").read_bytes() == prefix.with_suffix(f".{end}").read_bytes()
+    check_content(Corpus(prefix))
+    index = prefix.with_suffix(".idx")
+    content = bytearray(index.read_bytes())
+    put("<q", AT_POINTERS + 24, 99)(content)
+    index.write_bytes(content)
+    with pytest.raises(DataError, match=f"byte {AT_POINTERS + 24}: .* document 3 to be 16 .* found 99"):
+        Corpus(prefix)
+
+
 @pytest.mark.parametrize("end", ["bin", "idx", "json"])
 def test_one_missing_file_is_an_incomplete_corpus(prefix, end):
     prefix.with_suffix(f".{end}").unlink()

@@ -1,0 +1,83 @@
+"""A checkpoint that training wrote, on any number of ranks, is read as the model that was trained."""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tolerances import MEGATRON_LOGITS
+from torch import multiprocessing
+
+from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.config import Settings
+from megatron_neobert.training.build import build_run
+from megatron_neobert.training.checkpoint import save_checkpoint
+
+torch.set_num_threads(1)  # a forked child must not wait for the threads of its parent
+
+LENGTHS = (9, 1, 30, 4)
+STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+TOKENS = torch.randint(280, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+
+def save_loud_weights(settings: Settings, *, world_size: int, logits: Path | None = None) -> None:
+    """Saves iteration 7 of a run whose fresh weights were made larger, and what the model computes with them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = (settings, world_size, port, logits)
+    multiprocessing.start_processes(_save_on_rank, args=arguments, nprocs=world_size, start_method="fork")
+
+
+def _save_on_rank(rank: int, settings: Settings, world_size: int, port: int, logits: Path | None) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    run = build_run(settings)
+    model = run.unwrapped_model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5 if parameter.dim() == 1 else 12)
+        model.output_layer.bias.copy_(model.output_layer.weight.sum(1))  # zero in the rows that pad the vocabulary
+        if logits is not None:
+            computed = model(TOKENS, STARTS, max(LENGTHS), torch.arange(len(TOKENS)))
+            torch.save(computed[:, : run.tokenizer.vocab_size].clone(), logits)
+    run.model.zero_grad_buffer()
+    run.optimizer.step()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
+    run.progress = replace(run.progress, iteration=7)
+    save_checkpoint(run)
+
+
+def test_saved_weights_read_into_the_reference_give_megatrons_logits(settings, tmp_path):
+    run = settings("run")
+    save_loud_weights(run, world_size=1, logits=tmp_path / "logits.pt")
+    reference = read_checkpoint(Path(run.checkpoint.save)).build_reference(torch.float32)
+    with torch.no_grad():
+        found = reference.forward_packed(TOKENS, STARTS)
+    expected = torch.load(tmp_path / "logits.pt", weights_only=True)
+    assert expected.abs().max() > 3, "logits too small to show an error"
+    assert (found - expected).abs().max() / expected.abs().max() <= MEGATRON_LOGITS.gate
+
+
+def test_weights_read_are_the_same_whatever_layout_saved_them(settings):
+    layouts = {"alone": (1, {}), "data": (2, {}), "tensor": (2, {"tensor_model_parallel_size": 2})}
+    checkpoints = {}
+    for name, (world_size, parallel) in layouts.items():
+        run = settings(name, parallel=parallel)
+        save_loud_weights(run, world_size=world_size)
+        checkpoints[name] = read_checkpoint(Path(run.checkpoint.save))
+    published = {
+        name: checkpoint.build_reference(torch.float32).state_dict() for name, checkpoint in checkpoints.items()
+    }
+    padded = {name: checkpoint.shape.padded_vocab_size for name, checkpoint in checkpoints.items()}
+    assert padded["tensor"] > padded["alone"], "the layouts must pad the vocabulary differently"
+    for name in ("data", "tensor"):
+        assert published[name].keys() == published["alone"].keys()
+        for tensor in published["alone"]:
+            assert torch.equal(published[name][tensor], published["alone"][tensor]), (name, tensor)
+
+
+def test_bfloat16_run_is_read_in_the_precision_it_computed_with(settings):
+    run = settings("run", training={"bf16": True})
+    save_loud_weights(run, world_size=1)
+    tensors = read_checkpoint(Path(run.checkpoint.save)).tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}

@@ -1,0 +1,136 @@
+"""The two spellings of the launch, its exit codes and its signals, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = str(REPOSITORY / "examples" / "pretrain_neobert.sh")
+BASH = ["bash", SCRIPT]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64"
+SHORT = "--micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --num-workers 0"
+
+
+def flags(corpus, save: Path | None = None, **changes: object) -> list[str]:
+    words = ["--data-path", corpus.prefix, "--tokenizer-model", corpus.tokenizer, *TINY.split(), *SHORT.split()]
+    words += ["--save", str(save), "--load", str(save)] if save else []
+    for name, value in changes.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def environment(ranks: int) -> dict[str, str]:
+    without = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**without, "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "NPROC_PER_NODE": str(ranks)}
+
+
+def run(command: list[str], *, ranks: int = 1, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment(ranks), capture_output=True, text=True, check=False, timeout=240, **options
+    )
+
+
+def test_bash_and_torchrun_start_the_same_run_on_two_ranks(tiny_corpus, tmp_path):
+    losses = {}
+    for name, command in (("bash", BASH), ("torchrun", TORCHRUN)):
+        save = tmp_path / f"{name} with a space"
+        finished = run([*command, *flags(tiny_corpus, save, train_iters=3)], ranks=2)
+        assert finished.returncode == 0, finished.stderr
+        assert "on 2 x cpu" in finished.stdout
+        losses[name] = read_metrics(save)
+    assert losses["bash"] == losses["torchrun"]
+    assert sorted(losses["bash"]) == [1, 2, 3]
+
+
+def test_one_rank_needs_no_launcher(tiny_corpus, tmp_path):
+    finished = run([*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=2)])
+    assert finished.returncode == 0, finished.stderr
+    assert "on 1 x cpu" in finished.stdout
+
+
+def test_a_run_stopped_by_its_interval_ends_with_75_on_two_ranks(tiny_corpus, tmp_path):
+    finished = run([*BASH, *flags(tiny_corpus, tmp_path, train_iters=4, exit_interval=2)], ranks=2)
+    assert finished.returncode == 75, finished.stderr
+    assert "stopped after iteration 2 of 4: --exit-interval 2" in finished.stdout
+
+
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tiny_corpus, tmp_path):
+    command = [*TORCHRUN, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
+    with subprocess.Popen(
+        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("iteration 3/"))
+        (rank_1,) = [pid for pid in children_of(process.pid) if environment_of(pid).get("RANK") == "1"]
+        os.kill(rank_1, signal.SIGTERM)
+        output = process.stdout.read()
+        process.wait(timeout=120)
+    stopped = next(line for line in output.splitlines() if line.startswith("stopped"))
+    assert stopped.endswith("a signal asked for it")
+    iteration = int(stopped.split()[3])
+    assert (tmp_path / f"iter_{iteration:07d}" / "MANIFEST.json").is_file()
+    assert max(read_metrics(tmp_path)) == iteration
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"data_path": "nowhere"}, 66, "no corpus nowhere"),
+        ({"tokenizer_model": "nowhere"}, 66, "nowhere"),
+        ({"hidden_size": 33}, 2, "--hidden-size 33 is not a multiple of --num-attention-heads 2"),
+        ({"global_batch_size": 3}, 2, "--global-batch-size 3 is not a multiple of --micro-batch-size 2"),
+        ({"load": "nowhere"}, 66, "--load nowhere holds no checkpoint"),
+        ({"split": "0,1"}, 65, "none"),
+        ({"save": "/dev/null/run"}, 74, "/dev/null/run"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_start_ends_in_one_sentence_and_its_exit_code(tiny_corpus, tmp_path, change, code, message):
+    finished = run([*BASH, *flags(tiny_corpus, train_iters=2, **change)], cwd=tmp_path)
+    assert finished.returncode == code, finished.stderr
+    assert message in finished.stderr
+    assert finished.stderr.startswith("error: ")
+    assert "Traceback" not in finished.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is half written"
+
+
+def test_a_tokenizer_that_did_not_write_the_corpus_is_refused_on_every_rank(tiny_corpus, tmp_path):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n", encoding="utf-8")
+    finished = run([*BASH, *flags(tiny_corpus, train_iters=2, tokenizer_model=vocabulary)], ranks=2)
+    assert finished.returncode == 65, finished.stderr
+    assert "was written with tokenizer" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_fresh_start_into_the_folder_of_another_run_is_refused(tiny_corpus, tmp_path):
+    assert run([*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=1, lr_warmup_iters=0)]).returncode == 0
+    again = run([*BASH, *flags(tiny_corpus, train_iters=1, lr_warmup_iters=0), "--save", str(tmp_path / "run")])
+    assert again.returncode == 73
+    assert "already holds checkpoints" in again.stderr
+
+
+def test_nothing_is_left_to_do_after_the_last_iteration(tiny_corpus, tmp_path):
+    command = [*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=1, lr_warmup_iters=0)]
+    assert run(command).returncode == 0
+    started = time.monotonic()
+    again = run(command)
+    assert again.returncode == 0, f"{again.stderr} after {time.monotonic() - started:.0f} s"
+    assert "nothing to do: iteration 1 of 1" in again.stdout

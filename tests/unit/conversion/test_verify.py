@@ -1,0 +1,99 @@
+"""The verify command: a checkpoint and its export are equal, and two models are not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from saved_model import SavedModel, stack_layers
+from torch import Tensor
+
+from checkpoint_conversion import verify
+from checkpoint_conversion.export import export_eurobert
+from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.errors import ConversionError, MissingInputError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def exported(saved: SavedModel, tmp_path: Path) -> Path:
+    checkpoint = read_checkpoint(saved.save)
+    export_eurobert(checkpoint, tmp_path / "model", tokenizer=checkpoint.tokenizer, dtype=torch.float32)
+    return tmp_path / "model"
+
+
+def run_verify(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["verify.py", *map(str, arguments)])
+    return verify.main()
+
+
+def test_checkpoint_and_its_export_are_equal(
+    saved: SavedModel, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert run_verify(monkeypatch, saved.save, exported) == 0
+    shown = capsys.readouterr().out
+    assert "iter_0000030 (Megatron)" in shown
+    assert "model (EuroBertForMaskedLM)" in shown
+    assert "equal within 0.0001" in shown
+
+
+def test_changed_weight_is_not_equal(
+    saved: SavedModel,
+    exported: Path,
+    internal: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    internal["decoder.layers.1.self_attention.linear_qkv.weight"][:4] *= 1.1
+    saved.write(stack_layers(internal))
+    assert run_verify(monkeypatch, saved.save, exported) == 1
+    assert "NOT equal within 0.0001" in capsys.readouterr().out
+    assert run_verify(monkeypatch, saved.save, exported, "--tolerance", "2") == 0
+
+
+def test_models_of_other_vocabularies_are_refused_with_both_sizes(exported: Path, monkeypatch: pytest.MonkeyPatch):
+    def load_smaller(folder: Path) -> verify.Side:
+        side = verify._load_huggingface(folder)
+        return side._replace(vocab_size=12) if folder.name == "smaller" else side
+
+    (exported.parent / "smaller").symlink_to(exported)
+    monkeypatch.setattr(verify, "load_side", load_smaller)
+    with pytest.raises(ConversionError, match=r"predicts 13 tokens and .* 12; only models of one vocabulary"):
+        run_verify(monkeypatch, exported, exported.parent / "smaller")
+
+
+def test_folder_without_a_model_is_a_missing_input(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "nowhere"):
+        with pytest.raises(MissingInputError, match=folder):
+            run_verify(monkeypatch, exported, tmp_path / folder)
+
+
+@pytest.mark.parametrize("damage", ["a weight left out", "a truncated file", "another kind of model"])
+def test_damaged_export_is_refused(exported: Path, damage: str, monkeypatch: pytest.MonkeyPatch):
+    weights = exported / "model.safetensors"
+    if damage == "a weight left out":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(weights)
+        del tensors["lm_head.bias"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    elif damage == "a truncated file":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        (exported / "config.json").write_text('{"model_type": "neobert"}')
+    with pytest.raises(ConversionError, match=r"lm_head\.bias|transformers cannot load it"):
+        run_verify(monkeypatch, exported, exported)
+
+
+def test_command_ends_with_exit_code_1_for_two_models(saved: SavedModel, exported: Path, internal: dict[str, Tensor]):
+    internal["output_layer.bias"][0] += 1.0
+    saved.write(stack_layers(internal))
+    command = [sys.executable, REPOSITORY / "checkpoint_conversion" / "verify.py", saved.save, exported]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 1, result.stderr
+    assert "NOT equal" in result.stdout

@@ -1,0 +1,92 @@
+"""Worker processes that can neither hang their parent nor outlive it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from child_processes import has_ended, needs_proc, wait_for
+
+from megatron_neobert.data.workers import run_in_workers
+from megatron_neobert.errors import DataError
+
+
+def square(task, report):
+    report(("seen", task))
+    return task * task
+
+
+def die_at_three(task, report):
+    if task == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task
+
+
+def leave_at_three(task, report):
+    if task == 3:
+        os._exit(7)
+    return task
+
+
+def fail(task, report):
+    raise {"data": DataError("shard 3 is damaged"), "disk": OSError(28, "No space left on device")}.get(
+        task
+    ) or KeyError(task)
+
+
+def report_for_ever(task, report):
+    Path(task).write_text(str(os.getpid()))
+    while True:
+        report("alive")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 9])
+def test_every_task_is_done_once_and_every_report_arrives(workers):
+    reports = []
+    results = list(run_in_workers(square, range(5), workers=workers, on_report=reports.append))
+    assert sorted(results) == [0, 1, 4, 9, 16]
+    assert sorted(reports) == [("seen", task) for task in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("function", "how"), [(die_at_three, "was killed by SIGKILL"), (leave_at_three, "ended with exit code 7")]
+)
+def test_worker_that_dies_ends_the_run_with_its_task(function, how):
+    with pytest.raises(ChildProcessError, match=rf"worker process \d+ {how} at 3; .*fewer --workers"):
+        list(run_in_workers(function, range(6), workers=2, on_report=print))
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "message"),
+    [
+        ("data", DataError, "shard 3 is damaged"),
+        ("disk", OSError, "No space left"),
+        ("bug", RuntimeError, r"in a worker process:\n.*raise .*KeyError: 'bug'"),
+    ],
+)
+def test_error_of_a_task_arrives_as_what_it_was(task, kind, message):
+    with pytest.raises(kind, match=f"(?s){message}") as caught:
+        list(run_in_workers(fail, [task], workers=1, on_report=print))
+    assert getattr(caught.value, "errno", None) == (28 if task == "disk" else None)
+
+
+@needs_proc
+def test_worker_ends_when_its_parent_is_killed(tmp_path):
+    script = (
+        "import test_workers, megatron_neobert.data.workers as w\n"
+        f"list(w.run_in_workers(test_workers.report_for_ever, [{str(tmp_path / 'pid')!r}], workers=1, on_report=id))"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])
+    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
+    try:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        worker = int((tmp_path / "pid").read_text())
+        assert not has_ended(worker)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: has_ended(worker))

@@ -1,0 +1,142 @@
+"""What the Megatron model promises: its size, its padding, its packing, its head."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tolerances import PACKED_LOSS
+
+from megatron_neobert import distributed
+from megatron_neobert.config import ModelConfig, ParallelConfig, Settings
+from megatron_neobert.model.initialization import initialize_weights
+from megatron_neobert.model.loss import masked_token_losses
+from megatron_neobert.model.neobert import NeoBERTModel
+
+VOCAB = 203  # padded to 256
+LENGTHS = (5, 1, 17, 41)
+TOKENS = sum(LENGTHS)
+
+
+def small_settings(**training: object) -> Settings:
+    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
+    return Settings(model=model).with_section("training", **training)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    distributed.initialize(ParallelConfig())
+    yield
+    distributed.shut_down()
+
+
+@pytest.fixture
+def build() -> Callable[..., NeoBERTModel]:
+    return lambda **training: NeoBERTModel(small_settings(**training), vocab_size=VOCAB).eval()
+
+
+def make_row() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_t = torch.randint(5, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0))
+    return tokens_t, torch.tensor([0, *LENGTHS]).cumsum(0).int()
+
+
+def test_the_default_model_has_245_136_954_parameters_without_vocabulary_padding():
+    """Built on the meta device: no weight is allocated, Megatron's modules are the real ones."""
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_neobert.model.neobert.initialize_weights", lambda *args, **kwargs: None)
+        model = NeoBERTModel(Settings(), vocab_size=30_522)
+    padding = (30_592 - 30_522) * (2 * 768 + 1)
+    assert sum(parameter.numel() for parameter in model.parameters()) - padding == 245_136_954
+
+
+def test_padded_vocabulary_never_takes_part_in_the_softmax(build):
+    model = build()
+    tokens_t, cu_seqlens_n = make_row()
+    with torch.no_grad():
+        model.output_layer.bias[VOCAB:] = 1e4  # would win every softmax
+    logits_mv = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS))
+    assert logits_mv.argmax(1).max() < VOCAB
+    losses_m, _ = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS), tokens_t)
+    expected_m = torch.nn.functional.cross_entropy(logits_mv[:, :VOCAB], tokens_t, reduction="none")
+    torch.testing.assert_close(losses_m, expected_m)
+    losses_m.sum().backward()
+    assert not model.output_layer.weight.grad[VOCAB:].any()
+    assert not model.output_layer.bias.grad[VOCAB:].any()
+
+
+def test_a_fresh_model_is_as_uncertain_as_the_vocabulary_is_large(build):
+    tokens_t, cu_seqlens_n = make_row()
+    losses_m, _ = build()(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS), tokens_t)
+    assert losses_m.mean().item() == pytest.approx(math.log(VOCAB), abs=0.05)
+
+
+def test_a_document_has_the_same_loss_alone_and_packed(build):
+    model = build()
+    tokens_t, cu_seqlens_n = make_row()
+    packed_m, _ = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS), tokens_t)
+    for start, end in zip(cu_seqlens_n[:-1].tolist(), cu_seqlens_n[1:].tolist(), strict=True):
+        bounds = torch.tensor([0, end - start], dtype=torch.int32)
+        document = tokens_t[start:end]
+        alone_m, _ = model(document, bounds, 64, torch.arange(end - start), document)
+        torch.testing.assert_close(packed_m[start:end], alone_m, rtol=PACKED_LOSS.gate, atol=0)
+    merged_m, _ = model(tokens_t, torch.tensor([0, TOKENS], dtype=torch.int32), 64, torch.arange(TOKENS), tokens_t)
+    gap = ((merged_m - packed_m) / packed_m).abs().max()
+    assert gap > 100 * PACKED_LOSS.gate, "attention across documents must show"
+
+
+def test_a_row_as_long_as_its_longest_document_restarts_positions_too(build):
+    """megatron.core takes a rotary table as long as the row for absolute positions; the model must not let it."""
+    model = build()
+    tokens_t, cu_seqlens_n = make_row()
+    everywhere = torch.arange(TOKENS)
+    torch.testing.assert_close(
+        model(tokens_t, cu_seqlens_n, TOKENS, everywhere), model(tokens_t, cu_seqlens_n, 50, everywhere), rtol=0, atol=0
+    )
+
+
+def test_the_head_at_some_positions_gives_what_the_head_everywhere_gives_there(build):
+    model = build()
+    tokens_t, cu_seqlens_n = make_row()
+    positions_m = torch.tensor([0, 7, 33])
+    everywhere, _ = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS), tokens_t)
+    some, _ = model(tokens_t, cu_seqlens_n, 64, positions_m, tokens_t[positions_m])
+    torch.testing.assert_close(some, everywhere[positions_m], rtol=PACKED_LOSS.gate, atol=0)
+
+
+def test_a_micro_batch_without_a_masked_token_has_no_loss_and_no_gradient(build):
+    model = build()
+    tokens_t, cu_seqlens_n = make_row()
+    nothing = torch.empty(0, dtype=torch.int64)
+    losses_m, correct_m = model(tokens_t, cu_seqlens_n, 64, nothing, nothing)
+    assert losses_m.shape == correct_m.shape == (0,)
+    losses_m.sum().backward()
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_a_prediction_counts_as_correct_only_if_no_logit_is_larger():
+    logits_mv = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [1.0, 5.0, 5.0]])
+    _, correct_m = masked_token_losses(logits_mv, torch.tensor([1, 2, 2]))
+    assert correct_m.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_weights_are_uniform_within_the_range_norms_one_and_bias_and_padding_zero(build):
+    parameters = dict(build().named_parameters())
+    embedding = parameters["embedding.word_embeddings.weight"]
+    assert not embedding[VOCAB:].any()
+    assert embedding[:VOCAB].abs().max() <= 0.02
+    assert embedding[:VOCAB].std().item() == pytest.approx(0.02 / math.sqrt(3), rel=0.05)  # 203 x 32 draws
+    assert not parameters["output_layer.bias"].any()
+    assert (parameters["decoder.final_layernorm.weight"] == 1).all()
+
+
+def test_the_seed_decides_the_weights(build):
+    first, again, other = (build(seed=seed).output_layer.weight for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_parameter_without_a_rule_is_not_initialised_silently():
+    with pytest.raises(AssertionError, match="pooler: no rule"):
+        module = torch.nn.Module()
+        module.pooler = torch.nn.Parameter(torch.zeros(2))
+        initialize_weights(module, seed=0, init_range=0.02, vocab_size=2)

@@ -1,0 +1,98 @@
+"""Cross-checks of the settings: each message carries the numbers, the rule and the remedy."""
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_neobert.config import DataConfig, ModelConfig, Settings, find_problems
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LEGAL = Settings(data=DataConfig(data_path="corpus", tokenizer_model="tokenizer"))
+
+
+def problems_of(*, world_size: int = 1, **sections: dict) -> list[str]:
+    settings = LEGAL
+    for name, changes in sections.items():
+        settings = settings.with_section(name, **changes)
+    return find_problems(settings, world_size=world_size)
+
+
+def test_the_defaults_need_only_data_and_a_tokenizer():
+    assert problems_of() == []
+    without = find_problems(Settings(), world_size=1)
+    assert [problem.split()[0] for problem in without] == ["--data-path", "--tokenizer-model"]
+
+
+@pytest.mark.parametrize(("hidden_size", "width"), [(768, 2048), (384, 1024), (1008, 2688), (256, 688)])
+def test_swiglu_is_two_thirds_of_four_times_the_width_rounded_up_to_eight(hidden_size, width):
+    model = ModelConfig(hidden_size=hidden_size)
+    assert model.swiglu_width == width
+    assert width % 8 == 0
+    assert width - 8 < 2 / 3 * 4 * hidden_size <= width
+
+
+def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
+    model = ModelConfig(make_vocab_size_divisible_by=128)
+    assert model.padded_vocab_size(30_522, tensor_parallel=1) == 30_592 == 239 * 128
+    assert model.padded_vocab_size(30_522, tensor_parallel=4) == 30_720 == 60 * 4 * 128
+    assert model.padded_vocab_size(256, tensor_parallel=2) == 256
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sections", "words"),
+    [
+        (
+            1,
+            {"model": {"num_attention_heads": 14}},
+            ["--hidden-size 768", "--num-attention-heads 14", "12 or 16 heads"],
+        ),
+        (1, {"model": {"num_attention_heads": 256}}, ["heads of width 3", "even width"]),
+        (1, {"data": {"seq_length": 8192}}, ["--seq-length 8192", "--max-position-embeddings 4096", "to 8192"]),
+        (6, {"parallel": {"tensor_model_parallel_size": 4}}, ["6 ranks", "--tensor-model-parallel-size 4"]),
+        (8, {"parallel": {"tensor_model_parallel_size": 8}}, ["size 8", "--num-attention-heads 12"]),
+        (3, {}, ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 rows", "Use 2112"]),
+        (
+            1,
+            {"optimizer": {"lr_warmup_iters": 50}, "training": {"train_iters": 50}},
+            ["--lr-warmup-iters 50", "below 50"],
+        ),
+        (1, {"optimizer": {"min_lr": 1e-3}}, ["--min-lr 0.001", "--lr 0.0006"]),
+        (1, {"optimizer": {"adam_beta2": 1.0}}, ["--adam-beta2 1.0", "below 1"]),
+        (1, {"data": {"mask_prob": 1.5}}, ["--mask-prob 1.5", "between 0 and 1"]),
+        (1, {"data": {"mask_prob": float("nan")}}, ["--mask-prob nan"]),
+        (1, {"training": {"micro_batch_size": 0}}, ["--micro-batch-size 0", "below 1"]),
+        (1, {"training": {"seed": 2**64}}, [f"--seed {2**64}", "63 bits"]),
+        (1, {"optimizer": {"lr": float("nan")}}, ["--lr nan"]),
+        (1, {"optimizer": {"lr_decay_style": "poly"}}, ["--lr-decay-style poly", "cosine, linear, constant"]),
+        (1, {"parallel": {"overlap_param_gather": True}}, ["--overlap-param-gather", "--overlap-grad-reduce"]),
+        (1, {"training": {"exit_interval": 10}}, ["--exit-interval 10", "--save"]),
+    ],
+)
+def test_an_impossible_setting_is_named_with_its_numbers(world_size, sections, words):
+    problems = problems_of(world_size=world_size, **sections)
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems[0]
+
+
+def test_all_problems_are_reported_at_once():
+    problems = problems_of(model={"num_attention_heads": 14}, optimizer={"min_lr": 1.0}, data={"mask_prob": 0.0})
+    assert len(problems) == 3
+
+
+def attributes_read(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return read | {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in FIELDS}
+
+
+FIELDS = {item.name for section in fields(Settings) for item in fields(section.type)}
+
+
+def test_every_setting_is_read_somewhere():
+    """A field that only its own declaration and checks mention would be a setting that does nothing."""
+    sources = [*REPOSITORY.glob("megatron_neobert/*/*.py"), *REPOSITORY.glob("megatron_neobert/*.py")]
+    read = set().union(*(attributes_read(path) for path in sources if path.name not in ("config.py", "flags.py")))
+    # `swiglu_width` and `tokens_per_iteration` read these two for everybody else.
+    assert FIELDS - read - {"ffn_hidden_size", "make_vocab_size_divisible_by"} == set()

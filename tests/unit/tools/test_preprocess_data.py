@@ -1,0 +1,175 @@
+"""The preprocessing commands as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+
+def run(tool, *arguments):
+    command = [sys.executable, str(REPOSITORY / "tools" / f"{tool}.py"), *map(str, arguments)]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.fixture
+def place(tmp_path):
+    """vocab.txt of the letters, and shards/a.jsonl of two documents."""
+    letters = [chr(code) for code in range(97, 123)]
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), "hello"])
+    )
+    (tmp_path / "shards").mkdir()
+    lines = ['{"content": "hello world", "text": "a b c"}', '{"content": "hello", "text": "d"}']
+    (tmp_path / "shards" / "a.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def arguments_of(place, *more):
+    return (
+        "--input",
+        place / "shards",
+        "--output-prefix",
+        place / "run",
+        "--tokenizer-model",
+        place / "vocab.txt",
+        *more,
+    )
+
+
+def test_run_says_what_it_wrote_and_validation_agrees(place):
+    code, output, errors = run("preprocess_data", *arguments_of(place))
+    assert (code, errors) == (0, "")
+    assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
+    assert "rejected: none" in output
+    assert f"wrote {place / 'run_content_document.bin'}, run_content_document.idx, run_content_document.json" in output
+    for more in ([], ["--full"]):
+        code, output, errors = run("validate_data", place / "run_content_document", *more)
+        assert (code, errors) == (0, "")
+        assert "is sound" in output and "2 documents, 7 tokens as uint16, 58 ids" in output
+
+
+def test_other_text_key_reads_other_texts_under_the_same_file_names(place):
+    assert run("preprocess_data", *arguments_of(place, "--text-key", "text"))[0] == 0
+    assert json.loads((place / "run_content_document.json").read_text())["tokens"] == 4
+
+
+def test_dry_run_says_what_would_happen_and_writes_nothing(place):
+    before = sorted(place.rglob("*"))
+    code, output, _ = run("preprocess_data", *arguments_of(place, "--dry-run"))
+    assert code == 0
+    assert f"{place / 'shards' / 'a.jsonl'} | jsonl" in output
+    assert "1 shards" in output and "58 ids, uint16" in output
+    assert f"would write {place / 'run_content_document.bin'}" in output
+    assert sorted(place.rglob("*")) == before
+
+
+def test_many_unknown_tokens_are_warned_of(place):
+    (place / "shards" / "a.jsonl").write_text(json.dumps({"content": "привет мир hello"}))
+    code, _, errors = run("preprocess_data", *arguments_of(place))
+    assert code == 0
+    assert "warning: 66.7% of the tokens are unknown" in errors
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--text-key", "body"], 65, "2 of 2 records have no usable text (100.00%), more than --max-error-rate 0.001"),
+        (["--input", "nowhere*"], 66, "--input nowhere*: no file matches"),
+        (["--tokenizer-model", "bert-base-uncased"], 66, "--tokenizer-model bert-base-uncased: no such file or folder"),
+        (["--workers", "0"], 2, "0 is not a number of processes"),
+        (["--max-error-rate", "1.5"], 2, "1.5 is not a fraction"),
+        (["--max-error-rate", "nan"], 2, "nan is not a fraction"),
+        (["--on-error", "ignore"], 2, "invalid choice: 'ignore'"),
+        (["--worker", "2"], 2, "unrecognized arguments: --worker"),
+    ],
+)
+def test_wrong_arguments_end_with_their_exit_code_and_one_sentence(place, more, code, message):
+    found, output, errors = run("preprocess_data", *arguments_of(place, *more))
+    assert (found, output) == (code, "")
+    assert message in errors
+    assert "Traceback" not in errors
+    assert not list(place.glob("run*"))
+
+
+def test_existing_corpus_ends_the_run_with_73_unless_overwritten(place):
+    assert run("preprocess_data", *arguments_of(place))[0] == 0
+    for more in ([], ["--dry-run"]):
+        code, _, errors = run("preprocess_data", *arguments_of(place, *more))
+        assert code == 73
+        assert "run_content_document.json exist already" in errors
+    assert run("preprocess_data", *arguments_of(place, "--overwrite"))[0] == 0
+
+
+def test_damaged_corpus_fails_validation_with_65_and_a_missing_one_with_66(place):
+    run("preprocess_data", *arguments_of(place))
+    with (place / "run_content_document.bin").open("ab") as stream:
+        stream.write(b"\0")
+    code, output, errors = run("validate_data", place / "run_content_document")
+    assert (code, output) == (65, "")
+    assert "run_content_document.bin, byte 14: expected 14 bytes for 7 tokens of uint16" in errors
+    assert "found a file of 15 bytes" in errors
+    assert run("validate_data", place / "elsewhere")[0] == 66
+
+
+@pytest.mark.parametrize("tool", ["preprocess_data", "validate_data", "train_tokenizer"])
+def test_help_and_a_whole_run_import_neither_torch_nor_transformers(place, tool):
+    run("preprocess_data", *arguments_of(place, "--output-prefix", place / "first"))
+    arguments = {
+        "preprocess_data": arguments_of(place),
+        "validate_data": (place / "first_content_document", "--full"),
+        "train_tokenizer": ("--input", place / "shards", "--output", place / "trained", "--vocab-size", "200"),
+    }[tool]
+    script = (
+        "import runpy, sys\n"
+        "try: runpy.run_path(sys.argv[1], run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "finally: print('imported:', sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    )
+    for given in (["--help"], arguments):
+        # The script takes the tool's path out of sys.argv by running it: argparse reads sys.argv[1:].
+        code = script.replace("sys.argv[1]", repr(str(REPOSITORY / "tools" / f"{tool}.py")))
+        command = [sys.executable, "-c", code, *map(str, given)]
+        found = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True)
+        imported = found.stdout.splitlines()[-1]
+        assert imported == ("imported: []" if tool == "validate_data" else "imported: ['tokenizers']")
+
+
+# --- tokenizers
+
+
+def test_trained_tokenizer_is_the_same_every_time_and_preprocesses_its_shards(place):
+    for name in ("one", "two"):
+        more = ("--output", place / name, "--vocab-size", "150", "--min-frequency", "1")
+        code, output, errors = run("train_tokenizer", "--input", place / "shards", *more)
+        assert (code, errors) == (0, "")
+        assert output.startswith("2 documents | ")
+    for file in ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (place / "one" / file).read_bytes() == (place / "two" / file).read_bytes()
+    assert run("preprocess_data", *arguments_of(place, "--tokenizer-model", place / "one"))[0] == 0
+    manifest = json.loads((place / "run_content_document.json").read_text())
+    assert manifest["unknown_tokens"] == 0
+
+
+def test_existing_tokenizer_is_not_replaced(place):
+    (place / "trained").mkdir()
+    (place / "trained" / "vocab.txt").write_text("precious")
+    code, _, errors = run("train_tokenizer", "--input", place / "shards", "--output", place / "trained")
+    assert code == 73
+    assert "vocab.txt exists already" in errors
+    assert (place / "trained" / "vocab.txt").read_text() == "precious"
+
+
+def test_training_without_a_document_is_refused(place):
+    more = ("--output", place / "trained", "--text-key", "body")
+    code, _, errors = run("train_tokenizer", "--input", place / "shards", *more)
+    assert code == 65
+    assert "no document in 1 shards (rejected: 2 missing key)" in errors
+    assert not (place / "trained").exists()
