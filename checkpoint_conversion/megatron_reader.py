@@ -18,7 +18,7 @@ from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
-from megatron_neobert.training.checkpoint import latest_checkpoint, verify_files
+from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
 from megatron_neobert.training.checkpoint_metadata import SafeReader
 
 _OPTIMIZER_PREFIX = "optimizer."

@@ -15,6 +15,7 @@ import sys
 from megatron_neobert.data.inputs import open_inputs
 from megatron_neobert.errors import ConfigError, run_command
 from megatron_neobert.flags import parse_command_line
+from megatron_neobert.training.checkpoint_files import check_folders
 
 
 def main() -> int:
@@ -23,7 +24,8 @@ def main() -> int:
     nnodes = _whole_number("NNODES", "1")
     nproc = _whole_number("NPROC_PER_NODE", str(_default_processes()))
     command = parse_command_line(arguments, world_size=nnodes * nproc)
-    open_inputs(command.settings.data)  # here once, instead of on every rank
+    open_inputs(command.settings.data)  # once and at once, before any rank is started
+    check_folders(command.settings.checkpoint)
     if command.dry_run:
         from megatron_neobert.training.plan import print_plan
 

@@ -7,8 +7,10 @@ worker whose parent is killed finds its pipe closed at its next report and ends.
 import multiprocessing
 import signal
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Generic, TypeVar
@@ -53,8 +55,10 @@ def run_in_workers(
     try:
         for _, task in zip(range(workers), waiting, strict=False):
             connection, far_end = context.Pipe()
-            processes[connection] = context.Process(target=_work, args=(function, far_end), daemon=True)
-            processes[connection].start()
+            process = context.Process(target=_work, args=(function, far_end), daemon=True)
+            with _interrupts_held_back():
+                process.start()
+                processes[connection] = process
             far_end.close()
             running[connection] = task
             _exchange(processes[connection], task, connection.send, task)
@@ -79,6 +83,21 @@ def run_in_workers(
             process.join()
 
 
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C goes to the whole process group, but the parent decides: workers started inside never see it.
+
+    They inherit the blocked signal, which ignoring it in the worker could not replace: it would come too late for the
+    worker's imports. The parent gets its interrupt on leaving, when the worker is known and can be ended.
+    """
+    resource_tracker.ensure_running()  # multiprocessing would start it now, and unblock the signal in doing so
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arguments: Any) -> Any:
     """Sends to or receives from a worker."""
     try:
@@ -93,7 +112,6 @@ def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arg
 
 
 def _work(function: Callable[[Task, Report], Result], connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     try:
         while True:
             task = connection.recv()

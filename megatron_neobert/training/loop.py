@@ -12,7 +12,8 @@ from megatron_neobert.data.batches import StepBatches
 from megatron_neobert.data.loader import build_loader
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
 from megatron_neobert.training.build import build_run
-from megatron_neobert.training.checkpoint import load_checkpoint, refuse_to_mix_runs, save_checkpoint
+from megatron_neobert.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_neobert.training.checkpoint_files import check_folders
 from megatron_neobert.training.flops import count_parameters
 from megatron_neobert.training.metrics import Averages, Monitor
 from megatron_neobert.training.run import Progress, Run
@@ -28,7 +29,7 @@ def run_training(settings: Settings) -> int:
 
     Collective: all ranks.
     """
-    refuse_to_mix_runs(settings)
+    check_folders(settings.checkpoint)
     run = build_run(settings)
     loaded = load_checkpoint(run) if settings.checkpoint.load is not None else None
     monitor = Monitor(settings, iteration=run.progress.iteration)

@@ -12,7 +12,7 @@ from tolerances import LAYOUT_LOSS
 
 from megatron_neobert import megatron_fixes
 from megatron_neobert.errors import CheckpointError
-from megatron_neobert.training.checkpoint import verify_files
+from megatron_neobert.training.checkpoint_files import verify_files
 
 STOP = ITERATIONS // 2
 CASES = {
@@ -95,7 +95,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before(settings):
         byte = stream.read(1)
         stream.seek(1000)
         stream.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(CheckpointError, match="sha256 differs"):
+    with pytest.raises(CheckpointError, match="its sha256 is not"):
         verify_files(newest)
     run = settings("stopped")
     train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save))

@@ -120,7 +120,7 @@ def test_the_record_of_a_run_reads_back_as_the_same_settings(tmp_path):
 
 
 def test_a_damaged_record_is_a_checkpoint_error(tmp_path):
-    with pytest.raises(CheckpointError, match="unknown setting model.layers"):
+    with pytest.raises(CheckpointError, match=r"unknown setting model\.layers"):
         read_record(Path(write(tmp_path, "model:\n  layers: 3\n")))
 
 

@@ -215,7 +215,7 @@ def test_flipped_bit_is_a_damaged_checkpoint(saved: SavedModel):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{shard.name}: sha256 differs"):
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: its sha256 is not"):
         read_checkpoint(saved.save)
 
 

@@ -96,11 +96,16 @@ def test_killed_run_leaves_nothing_under_final_names_and_the_next_one_is_as_if_i
 
 
 @needs_proc
-def test_interrupted_run_leaves_nothing_and_ends_with_130(place):
-    large_shards(place, shards=2, megabytes=8)
+@pytest.mark.parametrize("moment", ["workers start", "workers work"])
+def test_interrupted_run_leaves_nothing_and_ends_with_130(place, moment):
+    large_shards(place, shards=2, megabytes=4)
     before = sorted(place.iterdir())
     process = start(place, "--workers", "2")
-    wait_for(lambda: list(place.glob("run_content_document.partial/0*.ids")))
+    begun = {
+        "workers start": lambda: children_of(process.pid),
+        "workers work": lambda: len(list(place.glob("run_content_document.partial/0*.ids"))) == 2,
+    }[moment]
+    wait_for(begun)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: to the workers too
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, "Traceback" in errors) == (130, False)
