@@ -1,0 +1,91 @@
+"""Schedule, weight decay, clipping and accumulation do what their flags say."""
+
+import math
+
+import pytest
+import torch
+from ranks import read_metrics, train_on_ranks
+from test_layouts import largest_relative_gap
+from tests_tiny import ITERATIONS
+from tolerances import LAYOUT_LOSS
+from torch.distributed.checkpoint import FileSystemReader, load
+
+PEAK, FLOOR = 2e-3, 2e-4
+
+
+@pytest.mark.parametrize(
+    ("style", "share_left"),
+    [
+        ("cosine", lambda done: (1 + math.cos(math.pi * done)) / 2),
+        ("linear", lambda done: 1 - done),
+        ("constant", lambda done: 1.0),
+    ],
+)
+def test_learning_rate_warms_up_linearly_and_then_follows_its_style(settings, style, share_left):
+    warmup, end = 2, 5
+    run = settings(optimizer={"lr_decay_style": style, "lr_warmup_iters": warmup, "lr_decay_iters": end})
+    train_on_ranks(run)
+    rates = read_metrics(run.checkpoint.save, "lr")
+    for iteration in range(1, ITERATIONS + 1):
+        step = iteration - 1  # the first update is made with the rate of step 0
+        if step < warmup:
+            expected = PEAK * step / warmup
+        else:
+            done = min(1.0, (step - warmup) / (end - warmup))
+            expected = FLOOR + (PEAK - FLOOR) * share_left(done)
+        assert rates[iteration] == pytest.approx(expected), iteration
+
+
+def final_norm_weights(save: str) -> torch.Tensor:
+    state = {"decoder.final_layernorm.weight": torch.empty(64)}
+    load(state, storage_reader=FileSystemReader(f"{save}/iter_{ITERATIONS:07d}"), no_dist=True)
+    return state["decoder.final_layernorm.weight"]
+
+
+def test_vectors_are_decayed_with_scope_all_and_spared_with_scope_matrices(settings):
+    """A decay of 50 at rates of 2e-3 takes a tenth per update; gradients alone move a norm by about the rate."""
+    means = {}
+    for scope in ("all", "matrices"):
+        run = settings(scope, optimizer={"weight_decay": 50.0, "weight_decay_scope": scope})
+        train_on_ranks(run)
+        means[scope] = final_norm_weights(run.checkpoint.save).mean().item()
+    assert means["all"] < 0.75
+    assert means["matrices"] > 0.98
+
+
+def test_adam_puts_the_decay_into_the_gradient_and_adamw_does_not(settings):
+    curves = {}
+    for optimizer in ("adam", "adamw"):
+        run = settings(optimizer, optimizer={"optimizer": optimizer, "weight_decay": 1.0})
+        train_on_ranks(run)
+        curves[optimizer] = read_metrics(run.checkpoint.save)
+    assert curves["adam"][2] == curves["adamw"][2], "the first update has a rate of 0"
+    assert curves["adam"][ITERATIONS] != curves["adamw"][ITERATIONS]
+
+
+def test_clipping_limits_the_update_and_zero_switches_it_off(settings):
+    curves = {}
+    for clip in (0.0, 1e-12, 1e9):
+        run = settings(f"clip {clip}", optimizer={"clip_grad": clip, "weight_decay": 0.0})
+        train_on_ranks(run)
+        curves[clip] = read_metrics(run.checkpoint.save)
+    assert curves[0.0] == curves[1e9]
+    # Adam divides the scale of the gradient out again, unless it falls below epsilon (1e-8), as here.
+    still = curves[1e-12]
+    assert max(still.values()) - min(still.values()) < 0.2 * (curves[0.0][1] - curves[0.0][ITERATIONS])
+
+
+def test_the_split_into_micro_batches_does_not_change_the_loss_curve(settings):
+    curves = []
+    for rows in (2, 4, 8):
+        run = settings(f"{rows} rows", training={"micro_batch_size": rows})
+        train_on_ranks(run)
+        curves.append(read_metrics(run.checkpoint.save))
+    assert largest_relative_gap(curves[0], curves[1]) <= LAYOUT_LOSS.gate
+    assert largest_relative_gap(curves[0], curves[2]) <= LAYOUT_LOSS.gate
+
+
+def test_the_time_limit_stops_and_saves(settings):
+    run = settings(training={"exit_duration_in_mins": 0.0})
+    train_on_ranks(run)
+    assert list(read_metrics(run.checkpoint.save)) == [1]
