@@ -37,6 +37,10 @@ def fail(task, report):
     ) or KeyError(task)
 
 
+def holds_back_interrupts(task, report):
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def report_for_ever(task, report):
     Path(task).write_text(str(os.getpid()))
     while True:
@@ -72,6 +76,11 @@ def test_error_of_a_task_arrives_as_what_it_was(task, kind, message):
     with pytest.raises(kind, match=f"(?s){message}") as caught:
         list(run_in_workers(fail, [task], workers=1, on_report=print))
     assert getattr(caught.value, "errno", None) == (28 if task == "disk" else None)
+
+
+def test_interrupt_reaches_the_parent_and_no_worker():
+    assert list(run_in_workers(holds_back_interrupts, range(3), workers=3, on_report=print)) == [True] * 3
+    assert not holds_back_interrupts(None, None)
 
 
 @needs_proc
