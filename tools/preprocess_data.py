@@ -49,12 +49,12 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Tokenize raw shards into PREFIX_content_document.bin, .idx and .json.", allow_abbrev=False
+        description="Tokenize raw shards into PREFIX_KEY_document.bin, .idx and .json.", allow_abbrev=False
     )
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs ('**' descends), folders"
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="_content_document is appended")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended, KEY being --text-key")
     parser.add_argument(
         "--tokenizer-model", required=True, metavar="PATH", help="vocab.txt, tokenizer.json, or a folder with either"
     )
@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
         "--on-error",
         choices=("skip", "fail"),
         default="skip",
-        help="a record without usable text is left out, counted, and listed in PREFIX_content_document.rejects.jsonl; "
+        help="a record without usable text is left out, counted, and listed in PREFIX_KEY_document.rejects.jsonl; "
         "or it ends the run (%(default)s). Empty texts are always left out",
     )
     parser.add_argument(

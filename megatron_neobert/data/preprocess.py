@@ -66,7 +66,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         DataError: The tokenizer or a shard's format is unusable, or the first shard has no such column.
         ConfigError: The output of an earlier run is among the inputs.
     """
-    files = corpus_files(f"{settings.output_prefix}_content_document")
+    files = corpus_files(f"{settings.output_prefix}_{settings.text_key}_document")
     refuse_existing(files, overwrite=settings.overwrite)
     tokenizer = load_tokenizer(settings.tokenizer_model)
     shards = find_shards(settings.inputs)

@@ -56,9 +56,9 @@ def test_run_says_what_it_wrote_and_validation_agrees(place):
         assert "is sound" in output and "2 documents, 7 tokens as uint16, 58 ids" in output
 
 
-def test_other_text_key_reads_other_texts_under_the_same_file_names(place):
+def test_other_text_key_reads_other_texts_and_names_the_files(place):
     assert run("preprocess_data", *arguments_of(place, "--text-key", "text"))[0] == 0
-    assert json.loads((place / "run_content_document.json").read_text())["tokens"] == 4
+    assert json.loads((place / "run_text_document.json").read_text())["tokens"] == 4
 
 
 def test_dry_run_says_what_would_happen_and_writes_nothing(place):
