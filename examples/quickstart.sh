@@ -45,8 +45,9 @@ else
 fi
 pretrain() {
     NPROC_PER_NODE=$ranks bash "$repository/examples/pretrain_neobert.sh" \
-        --config "$repository/examples/configs/quickstart.yaml" --data-path "$folder/corpus_content_document" \
-        --tokenizer-model "$folder/tokenizer" --save "$folder/checkpoints" --load "$folder/checkpoints" "$@"
+        --config "$repository/examples/configs/tiny.yaml" --data-path "$folder/corpus_content_document" \
+        --tokenizer-model "$folder/tokenizer" --save "$folder/checkpoints" --load "$folder/checkpoints" \
+        --exit-interval 175
 }
 stage "5/7 Pretraining" "a NeoBERT of 4 layers on $device; it stops on request, then the same command resumes it"
 status=0
