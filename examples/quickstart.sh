@@ -49,7 +49,7 @@ pretrain() {
         --tokenizer-model "$folder/tokenizer" --save "$folder/checkpoints" --load "$folder/checkpoints" \
         --exit-interval 175
 }
-stage "5/7 Pretraining" "a NeoBERT of 4 layers on $device; it stops on request, then the same command resumes it"
+stage "5/7 Pretraining" "a NeoBERT of 2 layers on $device; it stops on request, then the same command resumes it"
 status=0
 pretrain || status=$?
 if [[ $status == 75 ]]; then
@@ -72,9 +72,11 @@ import warnings
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
-from transformers import logging, pipeline
+from transformers import pipeline
+from transformers.utils import logging
 
 logging.set_verbosity_error()
+logging.disable_progress_bar()
 folder = Path(sys.argv[1])
 fill_mask = pipeline("fill-mask", model=str(folder / "model"), device="cpu")
 for sentence in (
