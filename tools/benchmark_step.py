@@ -2,8 +2,9 @@
 
 Trains the same documents with the same masks from the same weights twice: as this project does (documents packed end
 to end, decoder at the masked positions) and as the reference does (padded to the longest, decoder at every position;
-plain PyTorch with SDPA and AdamW). Both take turns in one process, so that the machine's mood hits both; the losses
-stand side by side. Document lengths are log-normal, about those of the web.
+plain PyTorch with SDPA and AdamW). To save memory, both may take a batch in several passes; the reference's are all as
+wide as the longest document of the batch. Both take turns in one process, so that the machine's mood hits both; the
+losses stand side by side. Document lengths are log-normal, about those of the web.
 """
 
 import argparse
@@ -51,7 +52,11 @@ def main() -> int:
     parser.add_argument("--num-attention-heads", type=int, default=6, help="default %(default)s")
     parser.add_argument("--vocab-size", type=int, default=30_522, help="default %(default)s")
     parser.add_argument("--seq-length", type=int, default=1024, help="longest document, in tokens (%(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="packed rows per step (%(default)s)")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="packed rows per forward pass (%(default)s)")
+    parser.add_argument("--global-batch-size", type=int, default=8, help="packed rows per step (%(default)s)")
+    parser.add_argument(
+        "--reference-micro-batch-size", type=int, default=8, help="documents per forward pass there (%(default)s)"
+    )
     parser.add_argument("--median-tokens", type=int, default=400, help="median document (%(default)s)")
     parser.add_argument("--pairs", type=int, default=3, help="steps of each, after one to warm up (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="default %(default)s")
@@ -72,23 +77,25 @@ def measure(arguments: argparse.Namespace, folder: Path) -> int:
     torch.set_num_threads(arguments.threads)
     settings = build_settings(arguments, folder)
     run = build_run(settings)
-    reference, reference_step = build_reference(settings, arguments.vocab_size)
+    reference, reference_step = build_reference(
+        settings, arguments.vocab_size, documents_per_pass=arguments.reference_micro_batch_size
+    )
     share_weights(run, reference, arguments.vocab_size)
     parameters = sum(parameter.numel() for parameter in reference.parameters())
     print(f"{arguments.num_layers} x {arguments.hidden_size}, {parameters:,} parameters, {arguments.threads} thread(s)")
 
     pairs: list[tuple[int, Timing, Timing]] = []  # tokens, ours, the reference's
     for number, batches in zip(range(arguments.pairs + 1), run.training_stream.steps(), strict=False):
-        (batch,) = batches.micro_batches
-        inputs = to_padded(batch)
+        inputs = to_padded(batches.micro_batches)
+        tokens = batches.real_tokens
         ours = time_step(partial(our_step, run, batches))
         theirs = time_step(partial(reference_step, *inputs))
         if number == 0:  # the first step of each allocates what later ones reuse
             continue
-        pairs.append((batch.real_tokens, ours, theirs))
+        pairs.append((tokens, ours, theirs))
         print(
-            f"{batch.real_tokens:,} tokens in {len(inputs[0])} documents, {inputs[0].numel():,} when padded | "
-            f"{batch.real_tokens / ours.cpu_seconds:,.0f} against {batch.real_tokens / theirs.cpu_seconds:,.0f} useful "
+            f"{tokens:,} tokens in {len(inputs[0])} documents, {inputs[0].numel():,} when padded | "
+            f"{tokens / ours.cpu_seconds:,.0f} against {tokens / theirs.cpu_seconds:,.0f} useful "
             f"tokens/cpu-s, {theirs.cpu_seconds / ours.cpu_seconds:.2f}x | loss {ours.loss:.6f} and {theirs.loss:.6f}",
             flush=True,
         )
@@ -104,7 +111,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> int:
 
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
     """Settings of this project's side; writes the corpus they name."""
-    documents = 6 * (arguments.pairs + 1) * arguments.micro_batch_size + 64
+    documents = 6 * (arguments.pairs + 1) * arguments.global_batch_size + 64
     prefix, vocabulary = write_corpus(folder, arguments, documents)
     return Settings(
         model=ModelConfig(
@@ -118,7 +125,7 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
         optimizer=OptimizerConfig(lr=LEARNING_RATE, min_lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_iters=0),
         training=TrainingConfig(
             micro_batch_size=arguments.micro_batch_size,
-            global_batch_size=arguments.micro_batch_size,
+            global_batch_size=arguments.global_batch_size,
             bf16=arguments.bf16,
             eval_iters=0,
         ),
@@ -142,12 +149,14 @@ def write_corpus(folder: Path, arguments: argparse.Namespace, documents: int) ->
     return str(folder / "c_content_document"), str(vocabulary)
 
 
-def build_reference(settings: Settings, vocab_size: int) -> tuple[Any, Callable[..., float]]:
+def build_reference(
+    settings: Settings, vocab_size: int, *, documents_per_pass: int
+) -> tuple[Any, Callable[..., float]]:
     """The plain model, and one training step of it on a padded batch."""
     import torch
 
     from checkpoint_conversion.megatron_reader import reference_config
-    from megatron_neobert.model.reference import ReferenceNeoBERT, mlm_loss
+    from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceNeoBERT, mlm_loss
 
     torch.manual_seed(0)
     model = ReferenceNeoBERT(reference_config(settings, vocab_size=vocab_size))
@@ -159,11 +168,15 @@ def build_reference(settings: Settings, vocab_size: int) -> tuple[Any, Callable[
 
     def step(tokens_bs: torch.Tensor, mask_bs: torch.Tensor, labels_bs: torch.Tensor) -> float:
         optimizer.zero_grad()
-        total, tokens = mlm_loss(model(tokens_bs, mask_bs), labels_bs)
-        (total / tokens).backward()
+        masked = int((labels_bs != IGNORED_LABEL).sum())
+        loss = 0.0
+        for part in zip(*(values.split(documents_per_pass) for values in (tokens_bs, mask_bs, labels_bs)), strict=True):
+            total, _ = mlm_loss(model(*part[:2]), part[2])
+            (total / masked).backward()
+            loss += total.item() / masked
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad)
         optimizer.step()
-        return total.item() / tokens
+        return loss
 
     return model, step
 
@@ -179,23 +192,25 @@ def share_weights(run: Any, reference: Any, vocab_size: int) -> None:
     run.optimizer.reload_model_params()
 
 
-def to_padded(batch: Any) -> tuple[Any, Any, Any]:
-    """The same documents as (tokens, attention mask, labels), each padded to the longest: [b, s]."""
+def to_padded(micro_batches: list[Any]) -> tuple[Any, Any, Any]:
+    """The same documents as (tokens, attention mask, labels), each padded to the longest of all: [b, s]."""
     import torch
 
     from megatron_neobert.model.reference import IGNORED_LABEL
 
-    labels_t = torch.full_like(batch.tokens_t, IGNORED_LABEL)
-    labels_t[batch.masked_positions_m] = batch.labels_m
-    bounds = [bound for bound in batch.cu_seqlens_n.tolist() if bound <= batch.real_tokens]
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-
-    def pad(values_t: torch.Tensor, filler: int) -> torch.Tensor:
-        documents = values_t[: batch.real_tokens].split(lengths)
-        return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=filler)
-
-    present = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return pad(batch.tokens_t, 0), present, pad(labels_t, IGNORED_LABEL)
+    tokens: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    for batch in micro_batches:
+        labels_t = torch.full_like(batch.tokens_t, IGNORED_LABEL)
+        labels_t[batch.masked_positions_m] = batch.labels_m
+        bounds = [bound for bound in batch.cu_seqlens_n.tolist() if bound <= batch.real_tokens]
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        tokens += batch.tokens_t[: batch.real_tokens].split(lengths)
+        labels += labels_t[: batch.real_tokens].split(lengths)
+    lengths_b = torch.tensor([len(document) for document in tokens])
+    present_bs = torch.arange(int(lengths_b.max())) < lengths_b[:, None]
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return pad(tokens), present_bs, pad(labels, padding_value=IGNORED_LABEL)
 
 
 def our_step(run: Any, batches: Any) -> float:
