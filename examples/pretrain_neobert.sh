@@ -12,8 +12,17 @@
 #        --save runs/first --load runs/first
 #
 # The same command continues a run that was stopped (exit code 75) or killed.
+#
+# Python: $PYTHON, else that of the active environment, else .venv of this repository, else python3.
 set -euo pipefail
-exec "${PYTHON:-python3}" -m megatron_neobert.launch "$0" "$@"
+own="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python"
+if [[ -z "${PYTHON-}${VIRTUAL_ENV-}${CONDA_PREFIX-}" && -x "$own" ]]; then PYTHON=$own; fi
+PYTHON=${PYTHON:-python3}
+if ! "$PYTHON" -c 'import megatron_neobert.flags' 2>/dev/null; then
+    echo "error: $PYTHON does not have megatron_neobert; make an environment with tools/prepare_environment.sh" >&2
+    exit 2
+fi
+exec "$PYTHON" -m megatron_neobert.launch "$0" "$@"
 '''
 
 from megatron_neobert.errors import run_command

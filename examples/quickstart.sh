@@ -79,10 +79,10 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 folder = Path(sys.argv[1])
 fill_mask = pipeline("fill-mask", model=str(folder / "model"), device="cpu")
-for sentence in (
-    "Returns the number of [MASK] in the list.",
-    "If the argument is not given, the [MASK] value is used.",
-    "The first dimension of the input [MASK] is the batch size.",
+for sentence in (  # the model is small and young: what it has read most often
+    "input_ids (torch.LongTensor of shape (batch_size, sequence_[MASK]))",
+    "torch.FloatTensor of [MASK] (batch_size, sequence_length, hidden_size)",
+    "Examples >>> from sympy [MASK] Symbol",
 ):
     answers = ", ".join(f"{answer['token_str']} {answer['score']:.2f}" for answer in fill_mask(sentence, top_k=3))
     print(f"   {sentence}  ->  {answers}")
@@ -91,8 +91,9 @@ lines = [json.loads(line) for line in (folder / "checkpoints" / "metrics.jsonl")
 losses = [line["loss"] for line in lines if "loss" in line]
 validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
 pieces = len(fill_mask.tokenizer)
-print(f"\n== Summary\n   loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per masked token, {validation[-1]:.2f} on held-out")
-print(f"   documents; guessing among {pieces:,} pieces would be ln V = {math.log(pieces):.2f}")
+print("\n== Summary")
+print(f"   loss         {losses[0]:.2f} -> {losses[-1]:.2f} nats per masked token, {validation[-1]:.2f} on held-out documents;")
+print(f"                guessing among {pieces:,} pieces would cost ln V = {math.log(pieces):.2f}")
 END
 cat <<END
    corpus       $folder/corpus_content_document.bin, .idx, .json

@@ -3,11 +3,14 @@
 import json
 import os
 import random
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+# A job that a shell starts in the background ignores Ctrl-C, and so would every process that these tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
 
 REPOSITORY = Path(__file__).resolve().parents[1]

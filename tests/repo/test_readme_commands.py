@@ -1,5 +1,6 @@
 """What README and CONTRIBUTING tell people to type exists, with the flags they name; `--help` costs no torch."""
 
+import os
 import re
 import runpy
 import shlex
@@ -70,7 +71,8 @@ def missing_script(command: str) -> str | None:
 def help_of(*words: str) -> str:
     """The --help of a script, or of one of its subcommands."""
     command = [sys.executable if words[0].endswith(".py") else "bash", *words, "--help"]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    environment = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def unknown_flags(command: str) -> list[str]:
