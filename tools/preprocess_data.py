@@ -54,7 +54,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs ('**' descends), folders"
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended, KEY being --text-key")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended, by --text-key"
+    )
     parser.add_argument(
         "--tokenizer-model", required=True, metavar="PATH", help="vocab.txt, tokenizer.json, or a folder with either"
     )
