@@ -47,7 +47,7 @@ pretrain() {
     NPROC_PER_NODE=$ranks bash "$repository/examples/pretrain_neobert.sh" \
         --config "$repository/examples/configs/tiny.yaml" --data-path "$folder/corpus_content_document" \
         --tokenizer-model "$folder/tokenizer" --save "$folder/checkpoints" --load "$folder/checkpoints" \
-        --exit-interval 300
+        --exit-interval 250
 }
 stage "5/7 Pretraining" "a NeoBERT of 2 layers on $device; it stops on request, then the same command resumes it"
 status=0
