@@ -18,7 +18,7 @@ def read_version() -> str:
 
 
 REQUIREMENTS = [
-    "torch>=2.6",
+    "torch>=2.10",
     "megatron-core>=0.16.1,<0.19",
     "numpy>=1.26",
     "pyarrow>=16",
@@ -29,7 +29,7 @@ REQUIREMENTS = [
     "tensorboard>=2.16",
     "rich>=13",
     "packaging>=24.2",  # megatron.core imports it
-    "psutil>=5.9",  # megatron.core's checkpoint writers hang without it
+    "psutil>=5.9",  # the launcher; megatron.core's checkpoint writers hang without it
 ]
 
 EXTRAS = {

@@ -16,10 +16,12 @@
 # Python: $PYTHON, else that of the active environment, else .venv of this repository, else python3.
 set -euo pipefail
 own="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python"
-if [[ -z "${PYTHON-}${VIRTUAL_ENV-}${CONDA_PREFIX-}" && -x "$own" ]]; then PYTHON=$own; fi
+active=${VIRTUAL_ENV-}
+if [[ ${CONDA_DEFAULT_ENV-base} != base ]]; then active=${CONDA_PREFIX-}; fi
+if [[ -z "${PYTHON-}$active" && -x "$own" ]]; then PYTHON=$own; fi
 PYTHON=${PYTHON:-python3}
-if ! "$PYTHON" -c 'import megatron_neobert.flags' 2>/dev/null; then
-    echo "error: $PYTHON does not have megatron_neobert; make an environment with tools/prepare_environment.sh" >&2
+if ! problem=$("$PYTHON" -c 'import megatron_neobert.flags' 2>&1); then
+    echo "error: $PYTHON cannot run this (${problem##*$'\n'}); make an environment with tools/prepare_environment.sh" >&2
     exit 2
 fi
 exec "$PYTHON" -m megatron_neobert.launch "$0" "$@"

@@ -4,7 +4,10 @@ import warnings
 
 __version__ = "0.1.0"
 
-# Importing megatron.core says six times that Apex is not installed, and each first collective that a name is
-# deprecated in torch. Nobody who runs this can act on either.
-for _category in (UserWarning, FutureWarning):
-    warnings.filterwarnings("ignore", category=_category, module=r"megatron\.core|torch\.distributed")
+# Importing and using megatron.core says a dozen times what nobody who runs this can act on.
+for _message in (
+    r"(Transformer Engine and )?Apex (is|are) not installed",
+    "full scope is deprecated",
+    ".*is deprecated",
+):
+    warnings.filterwarnings("ignore", message=_message, module=r"megatron\.core|torch\.distributed")

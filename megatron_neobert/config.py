@@ -89,7 +89,9 @@ class OptimizerConfig:
     min_lr: float = setting(6e-5, "learning rate after the decay", minimum=0.0)
     lr_decay_style: str = setting("cosine", "shape of the decay", choices=("cosine", "linear", "constant"))
     lr_warmup_iters: int = setting(2000, "iterations of linear warm-up from 0", minimum=0)
-    lr_decay_iters: int | None = setting(None, "iteration at which min-lr is reached; default train-iters", minimum=1)
+    lr_decay_iters: int | None = setting(
+        None, "iteration at which min-lr is reached; default 90 %% of train-iters", minimum=1
+    )
     weight_decay: float = setting(0.1, "weight decay", minimum=0.0)
     weight_decay_scope: str = setting(
         "all", "what is decayed: every parameter (as the paper's code), or matrices only", choices=("all", "matrices")
@@ -157,6 +159,11 @@ class Settings:
     def tokens_per_iteration(self) -> int:
         """Slots of one global batch, the few unused ones included."""
         return self.training.global_batch_size * self.data.seq_length
+
+    @property
+    def lr_decay_end(self) -> int:
+        """Iteration at which the learning rate has fallen to min_lr; the paper's cosine ends at 90 % of the run."""
+        return self.optimizer.lr_decay_iters or max(1, round(0.9 * self.training.train_iters))
 
     def data_parallel_size(self, world_size: int) -> int:
         return world_size // self.parallel.tensor_model_parallel_size
@@ -251,6 +258,11 @@ def _layout_problems(settings: Settings, world_size: int) -> list[str]:
                 f"{training.micro_batch_size} x {dp} data-parallel ranks = {rows} rows. "
                 f"Use {max(rows, round(training.global_batch_size / rows) * rows)}."
             )
+    if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce:
+        problems.append(
+            f"--ddp-bucket-size {parallel.ddp_bucket_size} does nothing without --overlap-grad-reduce; add that, or "
+            "leave it out."
+        )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         problems.append(
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them, or leave it "
@@ -273,11 +285,11 @@ def _data_problems(data: DataConfig) -> list[str]:
 def _schedule_problems(settings: Settings) -> list[str]:
     optimizer, training = settings.optimizer, settings.training
     problems = []
-    end = optimizer.lr_decay_iters or training.train_iters
+    end = settings.lr_decay_end
     if optimizer.lr_warmup_iters >= end:
         problems.append(
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, where the decay ends "
-            f"(--lr-decay-iters, or --train-iters {training.train_iters}). Use about {max(end // 50, 0)}."
+            f"(--lr-decay-iters, or 90 % of --train-iters {training.train_iters}). Use about {max(end // 50, 0)}."
         )
     if optimizer.min_lr > optimizer.lr:
         problems.append(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; use {optimizer.lr / 10:g}.")
@@ -287,6 +299,8 @@ def _schedule_problems(settings: Settings) -> list[str]:
             problems.append(f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
     if training.seed >= 2**63:
         problems.append(f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
-    if training.exit_interval and settings.checkpoint.save is None:
-        problems.append(f"--exit-interval {training.exit_interval} stops a run that could not go on; add --save DIR.")
+    for name in ("exit_interval", "exit_duration_in_mins"):
+        limit = getattr(training, name)
+        if limit is not None and settings.checkpoint.save is None:
+            problems.append(f"{flag_of(name)} {limit} stops a run that could not go on; add --save DIR.")
     return problems

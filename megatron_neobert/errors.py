@@ -72,7 +72,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     except NeoBERTError as error:
-        _print_error(error, same_on_all_ranks=isinstance(error, (ConfigError, MissingInputError, OutputError)))
+        _print_error(
+            error, same_on_all_ranks=isinstance(error, (ConfigError, MissingInputError, OutputError, CheckpointError))
+        )
         code = error.exit_code
     except BrokenPipeError:  # the reader of our output went away (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -52,7 +52,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     for name, text in given.items():
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
     settings = _build(values)
-    problems += [] if problems else find_problems(settings, world_size=world_size)
+    problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
     if problems:
         raise ConfigError(problems)
     return Command(settings=settings, dry_run=parsed.dry_run)
@@ -161,7 +161,7 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
         raise MissingInputError(f"--config {path}: no such file (looked from {Path.cwd()}).")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         return [f"{path}: not readable as YAML: {' '.join(str(error).split())}"]
     if content is None:
         return []
@@ -188,7 +188,7 @@ def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: A
         return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
     try:
         values[section][name] = _convert(value, types_of_section[name])
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         return [f"{source} {value!r} is not {_type_words(types_of_section[name])}."]
     return []
 

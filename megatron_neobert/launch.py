@@ -10,7 +10,11 @@ Environment: NPROC_PER_NODE (default: the number of GPUs, or 1), NNODES (1), NOD
 import logging
 import os
 import shutil
+import signal
 import sys
+from types import FrameType
+
+import psutil
 
 from megatron_neobert.data.inputs import open_inputs
 from megatron_neobert.errors import ConfigError, run_command
@@ -20,6 +24,8 @@ from megatron_neobert.training.checkpoint_files import check_folders
 
 def main() -> int:
     """Checks, then starts; `--help` and `--dry-run` are answered here and start nothing."""
+    if len(sys.argv) < 2:
+        raise ConfigError("usage: python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
     nnodes = _whole_number("NNODES", "1")
     nproc = _whole_number("NPROC_PER_NODE", str(_default_processes()))
@@ -52,7 +58,6 @@ def _whole_number(name: str, default: str) -> int:
 
 def _run_torchrun(script: str, arguments: list[str], *, nnodes: int, nproc: int) -> int:
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if nnodes == 1:
@@ -62,6 +67,10 @@ def _run_torchrun(script: str, arguments: list[str], *, nnodes: int, nproc: int)
         rendezvous += [f"--master-addr={_required('MASTER_ADDR')}", f"--master-port={_required('MASTER_PORT')}"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message says more
+    # Not torchrun's way with these signals: it would kill the ranks 30 s later, in the middle of saving.
+    rendezvous.append("--signals-to-handle=SIGHUP,SIGQUIT")
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, _forward_to_ranks)
     options = torchrun.parse_args([f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", *rendezvous, script, *arguments])
     try:
         torchrun.run(options)
@@ -71,9 +80,13 @@ def _run_torchrun(script: str, arguments: list[str], *, nnodes: int, nproc: int)
             print(f"error: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
             return 128 - failure.exitcode
         return failure.exitcode
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
     return 0
+
+
+def _forward_to_ranks(number: int, frame: FrameType | None) -> None:
+    """The ranks save and end by themselves; torchrun then ends with their exit code."""
+    for rank in psutil.Process().children():
+        rank.send_signal(number)
 
 
 def _required(name: str) -> str:

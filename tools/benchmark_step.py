@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--micro-batch-size", type=int, default=4, help="packed rows per forward pass (%(default)s)")
     parser.add_argument("--global-batch-size", type=int, default=8, help="packed rows per step (%(default)s)")
     parser.add_argument(
-        "--reference-micro-batch-size", type=int, default=8, help="documents per forward pass there (%(default)s)"
+        "--reference-micro-batch-size", type=int, default=10**9, help="documents per pass there (all), to save memory"
     )
     parser.add_argument("--median-tokens", type=int, default=400, help="median document (%(default)s)")
     parser.add_argument("--pairs", type=int, default=3, help="steps of each, after one to warm up (%(default)s)")

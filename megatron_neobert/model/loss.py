@@ -25,7 +25,7 @@ def masked_token_losses(logits_mv: Tensor, labels_m: Tensor) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def _is_likeliest(logits_mv: Tensor, labels_m: Tensor) -> Tensor:
-    """1.0 where no other token has a larger logit than the label."""
+    """1.0 where no other token has a larger logit than the label; a tie, not rare in bf16, counts as right."""
     group = parallel_state.get_tensor_model_parallel_group()
     columns = logits_mv.size(1)
     local_m = labels_m - parallel_state.get_tensor_model_parallel_rank() * columns

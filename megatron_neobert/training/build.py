@@ -156,7 +156,7 @@ def _build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamSchedu
         max_lr=cfg.lr,
         min_lr=cfg.min_lr,
         lr_warmup_steps=cfg.lr_warmup_iters,
-        lr_decay_steps=cfg.lr_decay_iters or settings.training.train_iters,
+        lr_decay_steps=settings.lr_decay_end,
         lr_decay_style=cfg.lr_decay_style,
         start_wd=cfg.weight_decay,
         end_wd=cfg.weight_decay,

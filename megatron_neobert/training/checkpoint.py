@@ -38,12 +38,15 @@ _MUST_MATCH = {
         "num_layers",
         "hidden_size",
         "num_attention_heads",
-        "swiglu_width",
+        "swiglu_width",  # --ffn-hidden-size or its default
         "rotary_base",
         "norm_epsilon",
     ),
     "data": ("seq_length", "long_documents", "split"),
     "training": ("seed",),
+    # The optimizer's state is laid out by these.
+    "parallel": ("use_distributed_optimizer",),
+    "optimizer": ("weight_decay_scope",),
 }
 
 # megatron.core hands the results of a save over through a queue that it otherwise starts a process for (2.5 s); a
@@ -87,9 +90,9 @@ def load_checkpoint(run: Run) -> Path | None:
     Collective: all ranks.
     """
     load = Path(run.settings.checkpoint.load or "")
-    if not list_checkpoints(load):
-        return None
     folder = _choose(load)
+    if folder is None:
+        return None
     _refuse_other_run(run, read_record(folder / "settings.yaml"), folder)
     SafeReader(folder).read_metadata()  # refuses a table of contents that would run code when megatron reads it
     state = dist_checkpointing.load(_sharded_state(run, loading=True), str(folder))  # collective: all ranks
@@ -101,8 +104,7 @@ def load_checkpoint(run: Run) -> Path | None:
             "there. Name the corpus it was trained on."
         )
     run.unwrapped_model.load_state_dict(state["model"])
-    with torch.no_grad():
-        run.optimizer.load_state_dict(state["optimizer"])
+    _load_optimizer(run, state["optimizer"])
     run.progress = Progress(**{**progress, "cursor": Cursor(**progress["cursor"])})
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     return folder
@@ -119,15 +121,26 @@ def _sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
     return state
 
 
-def _choose(load: Path) -> Path:
-    """The newest whole checkpoint, the same on all ranks; says what is wrong with those it skips.
+def _load_optimizer(run: Run, state: dict[str, Any]) -> None:
+    """Restores moments, main weights and step counts; rates, betas and epsilon stay those of this start's settings."""
+    wanted = [
+        {key: group[key] for key in group if key not in ("params", "step")} for group in run.optimizer.param_groups
+    ]
+    with torch.no_grad():
+        run.optimizer.load_state_dict(state)
+    for group, settings in zip(run.optimizer.param_groups, wanted, strict=True):
+        group.update(settings)
+
+
+def _choose(load: Path) -> Path | None:
+    """The newest whole checkpoint, the same on all ranks, None if there is none; says what is wrong with others.
 
     Collective: all ranks.
     """
     choice: list[Any] = [None]
     if is_rank_zero():
         try:
-            choice[0], problems = find_good_checkpoint(load)
+            choice[0], problems = find_good_checkpoint(load) if list_checkpoints(load) else (None, [])
             for problem in problems:
                 print(f"warning: skipped a damaged checkpoint: {problem}", flush=True)
         except CheckpointError as error:
@@ -139,13 +152,13 @@ def _choose(load: Path) -> Path:
 
 
 def _refuse_other_run(run: Run, saved: Settings, folder: Path) -> None:
-    differences = [
-        f"{flag_of(name)} was {getattr(getattr(saved, section), name)} and is now "
-        f"{getattr(getattr(run.settings, section), name)}"
-        for section, names in _MUST_MATCH.items()
-        for name in names
-        if getattr(getattr(saved, section), name) != getattr(getattr(run.settings, section), name)
-    ]
+    differences = []
+    for section, names in _MUST_MATCH.items():
+        before, now = getattr(saved, section), getattr(run.settings, section)
+        for name in names:
+            if getattr(before, name) != getattr(now, name):
+                flag = flag_of("ffn_hidden_size" if name == "swiglu_width" else name)
+                differences.append(f"{flag} was {getattr(before, name)} and is now {getattr(now, name)}")
     if differences:
         raise CheckpointError(
             f"{folder} belongs to another run: {'; '.join(differences)}. Start with the values in "

@@ -8,6 +8,7 @@ A checkpoint counts when its folder has its final name and a manifest.
 """
 
 import json
+import re
 from pathlib import Path
 
 from megatron_neobert.config import CheckpointConfig
@@ -24,7 +25,9 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 def list_checkpoints(save: Path) -> list[Path]:
     """Folders of the checkpoints that count, newest first; nothing else is looked at."""
-    return sorted((manifest.parent for manifest in save.glob(f"iter_*/{_MANIFEST}")), reverse=True)
+    folders = (manifest.parent for manifest in save.glob(f"iter_*/{_MANIFEST}"))
+    numbered = [folder for folder in folders if re.fullmatch(r"iter_\d{7,}", folder.name)]
+    return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("iter_")), reverse=True)
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
@@ -47,16 +50,23 @@ def check_folders(config: CheckpointConfig) -> None:
 
     Raises:
         MissingInputError: --load holds no checkpoint and is not --save.
-        OutputError: --save holds checkpoints of a run that --load does not continue.
+        OutputError: --save holds checkpoints and is not --load, or cannot be created.
     """
-    begins_here = config.load is not None and config.save is not None and Path(config.load) == Path(config.save)
-    if config.load is not None and not begins_here and not list_checkpoints(Path(config.load)):
+    load, save = (folder and Path(folder).resolve() for folder in (config.load, config.save))
+    if load and load != save and not list_checkpoints(load):
         raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{_MANIFEST}); check the path.")
-    if config.load is None and config.save is not None and list_checkpoints(Path(config.save)):
+    if save and save != load and list_checkpoints(save):
         raise OutputError(
-            f"--save {config.save} already holds checkpoints of a run; add --load {config.save} to continue it, or "
+            f"--save {config.save} already holds checkpoints of a run; give --load {config.save} to continue it, or "
             "name another folder."
         )
+    if save:
+        try:
+            save.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"--save {config.save} cannot be created ({error.strerror}); name another folder."
+            ) from error
 
 
 def verify_files(checkpoint: Path) -> None:
@@ -68,16 +78,17 @@ def verify_files(checkpoint: Path) -> None:
     manifest = checkpoint / _MANIFEST
     try:
         listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
+        expectations = [(name, int(file["bytes"]), str(file["sha256"])) for name, file in listed.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
-    for name, expected in listed.items():
+    for name, expected_bytes, expected_sha256 in expectations:
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing, although the manifest lists it; use another checkpoint.")
         size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {size} bytes, expected {expected['bytes']}; use another checkpoint.")
-        if sha256_of(path) != expected["sha256"]:
+        if size != expected_bytes:
+            raise CheckpointError(f"{path}: {size} bytes, expected {expected_bytes}; use another checkpoint.")
+        if sha256_of(path) != expected_sha256:
             raise CheckpointError(f"{path}: its sha256 is not the manifest's; it is damaged, use another checkpoint.")
 
 

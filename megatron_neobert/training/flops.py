@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_neobert.config import ModelConfig, Settings
 
-BYTES_PER_PARAMETER_IN_CHECKPOINT = 4 + 4 + 4  # float32 main weight and both Adam moments; bf16 weights are not needed
+BYTES_PER_PARAMETER_IN_CHECKPOINT = 4 + 4 + 4  # float32 main weight and both Adam moments
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megatron_neobert import distributed
 from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import StepBatches
 from megatron_neobert.data.loader import build_loader
-from megatron_neobert.errors import EXIT_STOPPED_EARLY
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY
 from megatron_neobert.training.build import build_run
 from megatron_neobert.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_neobert.training.checkpoint_files import check_folders
@@ -44,7 +44,7 @@ def train(run: Run, monitor: Monitor) -> int:
     """Trains from `run.progress` to the last iteration, or until somebody wants the run to stop.
 
     Returns:
-        The exit code: 0 at the end of training, 75 if the run can go on later.
+        The exit code: 0 at the end of training, 75 if the run can go on later, 130 if it was stopped unsaved.
 
     Collective: all ranks.
     """
@@ -61,10 +61,12 @@ def train(run: Run, monitor: Monitor) -> int:
         reason = _agree_to_stop(run)
         last = iteration == training.train_iters or reason is not None
         saves = checkpoint.save is not None and (last or _due(iteration, checkpoint.save_interval))
-        validates = run.validation_stream is not None and (last or _due(iteration, training.eval_interval))
+        validates = run.validation_stream is not None and (
+            iteration == training.train_iters or _due(iteration, training.eval_interval)
+        )
         if last or saves or validates or _due(iteration, run.settings.logging.log_interval):
             run.progress = monitor.close_interval(run.progress, lr=learning_rate, grad_norm=report.grad_norm)
-        if validates and reason is None:
+        if validates:
             monitor.report_validation(run.progress, validate(run))
         if saves:
             monitor.say(f"saved {save_checkpoint(run)}")
@@ -74,8 +76,9 @@ def train(run: Run, monitor: Monitor) -> int:
             monitor.restart_clock()
     if reason is None:
         return 0
-    monitor.say(f"stopped after iteration {iteration} of {training.train_iters}: {reason}")
-    return EXIT_STOPPED_EARLY
+    saved = "" if checkpoint.save is not None else "; nothing was saved, there is no --save"
+    monitor.say(f"stopped after iteration {iteration} of {training.train_iters}: {reason}{saved}")
+    return EXIT_STOPPED_EARLY if checkpoint.save is not None else EXIT_INTERRUPTED
 
 
 def validate(run: Run) -> Averages:

@@ -59,7 +59,7 @@ class Monitor:
             disable=not (self.speaks and self.console.is_terminal),
         )
         self.task = self.bar.add_task("pretraining", total=settings.training.train_iters, completed=iteration)
-        self.writer = self._open_tensorboard()
+        self.writer = self._open_tensorboard(iteration)
 
     @contextmanager
     def running(self) -> Iterator["Monitor"]:
@@ -127,7 +127,7 @@ class Monitor:
         self.sums, self.iterations = None, 0
         self.started_seconds = time.perf_counter()
 
-    def _open_tensorboard(self) -> Any:
+    def _open_tensorboard(self, iteration: int) -> Any:
         folder = self.settings.logging.tensorboard_dir
         if folder is None and self.settings.checkpoint.save is not None:
             folder = str(Path(self.settings.checkpoint.save) / "tensorboard")
@@ -135,7 +135,7 @@ class Monitor:
             return None
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
-        return SummaryWriter(folder)
+        return SummaryWriter(folder, purge_step=iteration + 1)  # hides what a killed run wrote beyond its checkpoint
 
     def _record(self, progress: Progress, values: dict[str, float]) -> None:
         if self.writer is not None:

@@ -27,7 +27,7 @@ def install_signal_handlers() -> None:
 
 def _remember(number: int, frame: FrameType | None) -> None:
     _signals_received.append(number)
-    if number == signal.SIGINT and len(_signals_received) > 1:
+    if _signals_received.count(signal.SIGINT) > 1:
         os._exit(EXIT_INTERRUPTED)
 
 
@@ -43,8 +43,10 @@ def stop_code_of_this_rank(training: TrainingConfig) -> int:
 
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
     """Why all ranks stop after this iteration, in words; None to go on."""
+    if iteration >= training.train_iters:
+        return None  # it is over anyway
     if agreed_code != _NOTHING:
         return _REASONS[agreed_code]
-    if training.exit_interval and iteration % training.exit_interval == 0 and iteration < training.train_iters:
+    if training.exit_interval and iteration % training.exit_interval == 0:
         return f"--exit-interval {training.exit_interval}"
     return None

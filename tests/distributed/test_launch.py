@@ -79,6 +79,22 @@ def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tin
     assert max(read_metrics(tmp_path)) == iteration
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_to_the_launcher_of_two_ranks_saves_and_ends_with_75(tiny_corpus, tmp_path, number):
+    command = [*BASH, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
+    with subprocess.Popen(
+        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("iteration 3/"))
+        process.send_signal(number)
+        output = process.stdout.read()
+        assert process.wait(timeout=120) == 75
+    assert "a signal asked for it" in output
+    iteration = max(read_metrics(tmp_path))
+    assert (tmp_path / f"iter_{iteration:07d}" / "MANIFEST.json").is_file()
+
+
 def children_of(pid: int) -> list[int]:
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in listed]
@@ -98,7 +114,7 @@ def environment_of(pid: int) -> dict[str, str]:
         ({"global_batch_size": 3}, 2, "--global-batch-size 3 is not a multiple of --micro-batch-size 2"),
         ({"load": "nowhere"}, 66, "--load nowhere holds no checkpoint"),
         ({"split": "0,1"}, 65, "none"),
-        ({"save": "/dev/null/run"}, 74, "/dev/null/run"),
+        ({"save": "/dev/null/run"}, 73, "--save /dev/null/run cannot be created"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

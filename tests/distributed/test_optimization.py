@@ -1,6 +1,7 @@
 """Schedule, weight decay, clipping and accumulation do what their flags say."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from test_layouts import largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 from torch.distributed.checkpoint import FileSystemReader, load
+
+from megatron_neobert.training.checkpoint_files import list_checkpoints
 
 PEAK, FLOOR = 2e-3, 2e-4
 
@@ -54,13 +57,14 @@ def test_vectors_are_decayed_with_scope_all_and_spared_with_scope_matrices(setti
 
 
 def test_adam_puts_the_decay_into_the_gradient_and_adamw_does_not(settings):
-    curves = {}
+    """Decoupled, a decay of 50 takes a tenth per update; in the gradient, Adam divides its scale out again."""
+    means = {}
     for optimizer in ("adam", "adamw"):
-        run = settings(optimizer, optimizer={"optimizer": optimizer, "weight_decay": 1.0})
+        run = settings(optimizer, optimizer={"optimizer": optimizer, "weight_decay": 50.0})
         train_on_ranks(run)
-        curves[optimizer] = read_metrics(run.checkpoint.save)
-    assert curves["adam"][2] == curves["adamw"][2], "the first update has a rate of 0"
-    assert curves["adam"][ITERATIONS] != curves["adamw"][ITERATIONS]
+        means[optimizer] = final_norm_weights(run.checkpoint.save).mean().item()
+    assert means["adamw"] < 0.75
+    assert 0.97 < means["adam"] < 1.0
 
 
 def test_clipping_limits_the_update_and_zero_switches_it_off(settings):
@@ -89,3 +93,4 @@ def test_the_time_limit_stops_and_saves(settings):
     run = settings(training={"exit_duration_in_mins": 0.0})
     train_on_ranks(run)
     assert list(read_metrics(run.checkpoint.save)) == [1]
+    assert [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))] == ["iter_0000001"]

@@ -1,6 +1,7 @@
 """A run that stops and goes on is the run that never stopped."""
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 
 from megatron_neobert import megatron_fixes
-from megatron_neobert.errors import CheckpointError
-from megatron_neobert.training.checkpoint_files import verify_files
+from megatron_neobert.errors import CheckpointError, OutputError
+from megatron_neobert.training.checkpoint_files import check_folders, list_checkpoints, verify_files
 
 STOP = ITERATIONS // 2
 CASES = {
@@ -109,3 +110,63 @@ def test_another_model_is_refused_with_both_values(settings):
     other = settings("run", model={"num_layers": 3}).with_section("checkpoint", load=first.checkpoint.save)
     with pytest.raises(Exception, match="--num-layers was 2 and is now 3"):
         train_on_ranks(other)
+
+
+def test_a_resumed_run_uses_the_rates_of_its_own_settings(settings):
+    first = settings("run", training={"exit_interval": STOP})
+    train_on_ranks(first)
+    slower = settings("run", optimizer={"lr": 1e-5, "min_lr": 1e-6}).with_section(
+        "checkpoint", load=first.checkpoint.save
+    )
+    train_on_ranks(slower)
+    rates = read_metrics(first.checkpoint.save, "lr")
+    assert rates[STOP] > 1e-4 > 1e-5 >= rates[STOP + 1]
+
+
+def test_a_validation_due_where_the_run_stops_is_not_lost(settings):
+    due = {"eval_interval": STOP}
+    uninterrupted = settings("uninterrupted", training=due)
+    train_on_ranks(uninterrupted)
+    save = stop_and_resume(settings, world_size=1, parallel={}, training=due)
+    expected = read_metrics(uninterrupted.checkpoint.save, "validation_loss")
+    assert list(expected) == [STOP, ITERATIONS]
+    assert read_metrics(save, "validation_loss") == expected
+
+
+def test_a_run_crosses_epochs_and_resumes_exactly_in_bfloat16_on_two_ranks(settings):
+    """600 documents of 27 tokens on average are 130 rows of 128: an epoch ends after 17 iterations of 8 rows."""
+    long = {"bf16": True, "train_iters": 24, "exit_interval": None}
+    uninterrupted = settings("uninterrupted", parallel=DP2_OVERLAP, training=long)
+    train_on_ranks(uninterrupted, world_size=2)
+    for _ in range(2):
+        run = settings("stopped", parallel=DP2_OVERLAP, training={**long, "exit_interval": 20})
+        train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save), world_size=2)
+    cursors = [json.loads(line)["cursor"] for line in (Path(run.checkpoint.save) / "metrics.jsonl").open()]
+    assert {cursor["epoch"] for cursor in cursors} == {0, 1}
+    assert read_metrics(run.checkpoint.save) == read_metrics(uninterrupted.checkpoint.save)
+
+
+def test_a_run_that_branches_off_does_not_write_over_its_own_progress(settings):
+    first = settings("first", training={"exit_interval": STOP})
+    train_on_ranks(first)
+    branch = settings("branch", training={"exit_interval": STOP}).with_section("checkpoint", load=first.checkpoint.save)
+    check_folders(branch.checkpoint)
+    train_on_ranks(branch.with_section("training", exit_interval=STOP + 1))
+    with pytest.raises(OutputError, match="already holds checkpoints"):
+        check_folders(branch.checkpoint)
+
+
+def test_only_folders_with_a_checkpoints_own_name_count_and_numbers_decide(tmp_path):
+    for name in ("iter_0000002", "iter_0000002.bak", "iter_9999999", "iter_10000000", ".tmp-iter_0000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "MANIFEST.json").write_text("{}")
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["iter_10000000", "iter_9999999", "iter_0000002"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"a": {"bytes": "x"}}}']
+)
+def test_a_damaged_manifest_is_a_damaged_checkpoint(tmp_path, content):
+    (tmp_path / "MANIFEST.json").write_text(content)
+    with pytest.raises(CheckpointError, match="not readable"):
+        verify_files(tmp_path)

@@ -89,6 +89,9 @@ def test_a_yaml_key_in_the_wrong_section_is_told_its_home(tmp_path):
     [
         ("model:\n  num_layers: 2\n  num_layers: 3\n", "the key 'num_layers' stands twice"),
         ("model: [1, 2]\n", r"section model holds \[1, 2\]"),
+        ("model:\n  num_layers: [1]\n", "model.num_layers \\[1\\] is not a whole number"),
+        ("training:\n  train_iters: .inf\n", "training.train_iters inf is not a whole number"),
+        ("? [a, b]\n: 1\n", "not readable as YAML"),
         ("- 1\n", "holds a list; expected the sections model, parallel"),
         ("traning: {}\n", "unknown section traning; did you mean 'training'"),
         ("logging:\n  log_interval: true\n", "logging.log_interval True is not a whole number"),
