@@ -134,12 +134,12 @@ def test_a_validation_due_where_the_run_stops_is_not_lost(settings):
 
 
 def test_a_run_crosses_epochs_and_resumes_exactly_in_bfloat16_on_two_ranks(settings):
-    """600 documents of 27 tokens on average are 130 rows of 128: an epoch ends after 17 iterations of 8 rows."""
+    half = {"split": "1,1"}  # of the documents: an epoch ends within these iterations, as the cursors show
     long = {"bf16": True, "train_iters": 24, "exit_interval": None}
-    uninterrupted = settings("uninterrupted", parallel=DP2_OVERLAP, training=long)
+    uninterrupted = settings("uninterrupted", parallel=DP2_OVERLAP, data=half, training=long)
     train_on_ranks(uninterrupted, world_size=2)
     for _ in range(2):
-        run = settings("stopped", parallel=DP2_OVERLAP, training={**long, "exit_interval": 20})
+        run = settings("stopped", parallel=DP2_OVERLAP, data=half, training={**long, "exit_interval": 20})
         train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save), world_size=2)
     cursors = [json.loads(line)["cursor"] for line in (Path(run.checkpoint.save) / "metrics.jsonl").open()]
     assert {cursor["epoch"] for cursor in cursors} == {0, 1}
