@@ -22,6 +22,10 @@ REQUIREMENTS = [
     "megatron-core>=0.16.1,<0.19",
     "numpy>=1.26",
     "pyarrow>=16",
+    "orjson>=3.9",
+    "ijson>=3.2",
+    "backports.zstd>=1",
+    "fsspec>=2023.6",
     "tokenizers>=0.22",
     "transformers>=5.3",  # the first release line whose EuroBERT classes load an export without remote code
     "safetensors>=0.4.3",
@@ -35,14 +39,19 @@ REQUIREMENTS = [
 EXTRAS = {
     # The PyPI package named "apex" is an unrelated web project. NVIDIA's Apex is used when importable, never required.
     "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range that megatron-core 0.16.1 declares
-    "fast": ["nanotoken>=0.1", "gigatoken>=0.10"],
+    # Young packages, used only while their ids are those of the tokenizers library: look at a new version first.
+    "fast": ["nanotoken==0.1.0", "gigatoken==0.10.0"],
     "sentencepiece": ["sentencepiece>=0.2"],
+    "warc": ["fastwarc>=0.15", "resiliparse>=0.15"],
     "dali": ["nvidia-dali-cuda130>=1.51"],
     "ray": ["ray>=2.40"],
     "wandb": ["wandb>=0.18"],
     "eval": ["mteb>=2", "sentence-transformers>=5", "scikit-learn", "scipy", "optuna>=4", "matplotlib>=3.8"],
+    "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what tools/benchmark_preprocessing.py compares with
     "dev": ["pytest>=8", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
 }
+for optional in ("fast", "sentencepiece", "warc", "ray"):  # what the tests of preprocessing start for real
+    EXTRAS["dev"] += EXTRAS[optional]
 
 setup(
     name="megatron-neobert",

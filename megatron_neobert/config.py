@@ -62,7 +62,23 @@ class DataConfig:
     """Which documents are read and what a row of tokens is made of."""
 
     data_path: str | None = setting(None, "corpus prefix, as written by tools/preprocess_data.py")
-    tokenizer_model: str | None = setting(None, "tokenizer of that corpus: folder, tokenizer.json or vocab.txt")
+    valid_data_path: str | None = setting(
+        None, "corpus for validation, as --split-validation of tools/preprocess_data.py holds it out; replaces --split"
+    )
+    tokenizer_model: str | None = setting(
+        None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
+    )
+    tokenizer_type: str = setting(
+        "auto",
+        "what that file is; auto goes by its content",
+        choices=(
+            "auto",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+        ),
+    )
     split: str = setting("99,1", "shares of the documents for training and validation, in this order")
     seq_length: int = setting(1024, "tokens of a row, and of the longest document", minimum=8)
     long_documents: str = setting(
@@ -75,6 +91,11 @@ class DataConfig:
         choices=("all_mask", "bert"),
     )
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process", minimum=0)
+
+    @property
+    def share_of_data_path(self) -> str:
+        """--split, or all for training where validation has a corpus of its own."""
+        return self.split if self.valid_data_path is None else "100"
 
 
 @dataclass(frozen=True, kw_only=True)

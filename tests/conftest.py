@@ -36,7 +36,8 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     """600 documents of 1 to 160 words, Zipf-like, written by the real tools."""
-    from megatron_neobert.data.preprocess import PreprocessSettings, plan_preprocessing, preprocess
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+    from megatron_neobert.data.preprocessing.run import preprocess
     from megatron_neobert.data.tokenizer import train_wordpiece
 
     folder = tmp_path_factory.mktemp("tiny_corpus")
@@ -53,5 +54,5 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     settings = PreprocessSettings(
         inputs=(str(shard),), output_prefix=str(folder / "tiny"), tokenizer_model=str(folder / "tokenizer")
     )
-    preprocess(plan_preprocessing(settings), on_progress=lambda counts: None)
+    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
     return TinyCorpus(str(folder / "tiny_content_document"), str(folder / "tokenizer"), tokenizer.vocab_size)

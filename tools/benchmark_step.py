@@ -135,7 +135,8 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
 
 def write_corpus(folder: Path, arguments: argparse.Namespace, documents: int) -> tuple[str, str]:
     """Documents of made-up words, one token each, of log-normal length; returns corpus prefix and vocabulary."""
-    from megatron_neobert.data.preprocess import PreprocessSettings, plan_preprocessing, preprocess
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+    from megatron_neobert.data.preprocessing.run import preprocess
 
     rng = random.Random(0)
     words = [f"w{number}" for number in range(arguments.vocab_size - len(SPECIAL))]
@@ -145,7 +146,7 @@ def write_corpus(folder: Path, arguments: argparse.Namespace, documents: int) ->
     texts = [" ".join(rng.choices(words, k=min(length, arguments.seq_length - 2))) for length in lengths]
     shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
     settings = PreprocessSettings((str(shard),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
-    preprocess(plan_preprocessing(settings), on_progress=lambda counts: None)
+    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
     return str(folder / "c_content_document"), str(vocabulary)
 
 

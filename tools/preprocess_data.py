@@ -1,116 +1,268 @@
-"""Turns raw shards (parquet, JSON lines, plain or gzip) into a corpus that training and Megatron read.
+"""Turns raw shards into a corpus that training and Megatron read.
 
     python tools/preprocess_data.py --input 'shards/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
 
-writes corpus/web_content_document.bin, .idx and .json, byte for byte the same for any --workers.
+writes corpus/web_content_document.bin, .idx and .json, byte for byte the same for any --workers, --executor, array of
+tasks (--shard-index, --num-shards, then --merge) and restart (--resume).
 """
 
 import argparse
+import shutil
+import signal
 import sys
 import time
 from itertools import groupby
+from types import FrameType
+from typing import Any
 
 from megatron_neobert.data.corpus_format import token_dtype
-from megatron_neobert.data.part_tasks import Counts
-from megatron_neobert.data.preprocess import (
-    Plan,
-    PreprocessReport,
-    PreprocessSettings,
-    describe_rejects,
-    plan_preprocessing,
-    preprocess,
-)
-from megatron_neobert.errors import run_command
+from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
+from megatron_neobert.data.preprocessing.preview import preview
+from megatron_neobert.data.preprocessing.run import PreprocessReport, Progress, preprocess
+from megatron_neobert.data.shards.records import ReadSettings
+from megatron_neobert.errors import EXIT_STOPPED_EARLY, ConfigError, DataError, run_command
 
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
 _UNKNOWN_WARNING = 0.02
+_SHARDS_SHOWN = 20
 
 
-def main() -> None:
+class StopRequested(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1, as schedulers send them before the time is up."""
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGUSR1, _stop)
     arguments = parse_arguments()
-    settings = PreprocessSettings(
-        inputs=tuple(arguments.input),
-        output_prefix=arguments.output_prefix,
-        tokenizer_model=arguments.tokenizer_model,
-        text_key=arguments.text_key,
-        workers=arguments.workers,
-        on_error=arguments.on_error,
-        max_error_rate=arguments.max_error_rate,
-        overwrite=arguments.overwrite,
-    )
+    settings = read_settings(arguments)
+    try:
+        return run(settings, dry_run=arguments.dry_run)
+    except StopRequested as stop:
+        say_what_is_kept(settings, f"stopped by {signal.Signals(stop.args[0]).name}")
+        return EXIT_STOPPED_EARLY
+    except (DataError, OSError, KeyboardInterrupt) as error:
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a write that failed: the disk is full
+            error.filename = str(settings.files.partial)
+        say_what_is_kept(settings, "not finished")
+        raise
+
+
+def run(settings: PreprocessSettings, *, dry_run: bool) -> int:
     plan = plan_preprocessing(settings)
-    if arguments.dry_run:
+    if dry_run:
         print_plan(plan)
-        return
-    with ProgressLine() as progress:
-        report = preprocess(plan, on_progress=progress.show)
-    print_report(report)
+    elif settings.resume and is_complete(plan):
+        print(f"{plan.files.manifest} is complete; nothing to do")
+    else:
+        with ProgressLine(plan) as progress:
+            report = preprocess(plan, on_progress=progress.show)
+        print_report(plan, report)
+    return 0
+
+
+def say_what_is_kept(settings: PreprocessSettings, why: str) -> None:
+    folder = settings.files.partial
+    if kept := len(list(folder.glob("*.done"))):
+        print(f"{why}: {kept:,} finished parts are kept in {folder}; --resume goes on from there", file=sys.stderr)
+    elif why != "not finished":
+        print(f"{why}: no part was finished", file=sys.stderr)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for following in (signal.SIGTERM, signal.SIGUSR1):  # the second must not disturb the cleaning up after the first
+        signal.signal(following, signal.SIG_IGN)
+    raise StopRequested(number)
+
+
+def read_settings(arguments: argparse.Namespace) -> PreprocessSettings:
+    given: dict[str, Any] = vars(arguments) | {"inputs": tuple(arguments.input)}
+    separator = given.pop("text_separator")
+    if arguments.dry_run and "-" in given["inputs"]:
+        raise ConfigError("--dry-run cannot look at standard input and leave it there; write some of it to a file")
+    read = ReadSettings(
+        text_key=given.pop("text_key"),
+        input_format=given.pop("input_format"),
+        text_separator=separator and separator.encode("latin-1", "backslashreplace").decode("unicode_escape"),
+        max_document_bytes=given.pop("max_document_bytes"),
+    )
+    return PreprocessSettings(
+        read=read, **{key: value for key, value in given.items() if key not in ("input", "dry_run")}
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Tokenize raw shards into PREFIX_KEY_document.bin, .idx and .json.", allow_abbrev=False
     )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs ('**' descends), folders"
+    add = parser.add_argument_group("what is read").add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="shards: files, globs ('**' descends), folders, URLs (s3://, gs://, hf://), @FILE with one per line, or - "
+        "for standard input. Recognised by content: parquet, Arrow and save_to_disk folders, JSON lines, JSON, plain "
+        "text, WARC and WET, compressed by gzip, zstd, bzip2 or xz or not",
     )
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended, by --text-key"
+    add("--text-key", default="content", help="column or JSON key of the text; a.b is b inside a (%(default)s)")
+    add(
+        "--input-format",
+        choices=("auto", "parquet", "arrow", "jsonl", "json", "text", "warc"),
+        default="auto",
+        help="where the content is not to be asked (%(default)s)",
     )
-    parser.add_argument(
-        "--tokenizer-model", required=True, metavar="PATH", help="vocab.txt, tokenizer.json, or a folder with either"
+    add(
+        "--text-separator",
+        metavar="STRING",
+        help=r"between the documents of a plain text file: '\n' for one a line, '\n\n' for empty lines; without it a "
+        "file is one document",
     )
-    parser.add_argument("--text-key", default="content", help="column or JSON key of the text (%(default)s)")
-    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes, one core each (1)")
-    parser.add_argument(
+    add(
+        "--max-document-bytes",
+        type=_bytes,
+        default=64 << 20,
+        metavar="SIZE",
+        help="longer documents are rejected; bounds the memory (64MiB)",
+    )
+
+    add = parser.add_argument_group("how it is tokenized").add_argument
+    add(
+        "--tokenizer-model",
+        required=True,
+        metavar="PATH",
+        help="vocab.txt, tokenizer.json, SentencePiece's tokenizer.model, or a folder with one of them",
+    )
+    add(
+        "--tokenizer-type",
+        choices=(
+            "auto",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+        ),
+        default="auto",
+        help="Megatron's names (%(default)s: what the file is)",
+    )
+    add(
+        "--tokenizer-backend",
+        choices=("auto", "fast", "reference"),
+        default="auto",
+        help="fast: nanotoken or gigatoken, checked against the reference all along, which takes over where they "
+        "differ; auto: fast where installed (%(default)s)",
+    )
+
+    add = parser.add_argument_group("which documents are kept").add_argument
+    add("--min-tokens", type=_count, default=0, metavar="N", help="drop shorter documents (%(default)s)")
+    add("--max-tokens", type=_count, metavar="N", help="drop longer documents")
+    add("--deduplicate", choices=("exact",), help="drop documents whose text has occurred before")
+    add(
+        "--split-validation",
+        type=_fraction,
+        default=0.0,
+        metavar="FRACTION",
+        help="of the documents, chosen by their text, go to PREFIX_KEY_document_validation (%(default)s)",
+    )
+    add(
         "--on-error",
         choices=("skip", "fail"),
         default="skip",
         help="a record without usable text is left out, counted, and listed in PREFIX_KEY_document.rejects.jsonl; "
-        "or it ends the run (%(default)s). Empty texts are always left out",
+        "or it ends the run (%(default)s). Empty texts are dropped and counted",
     )
-    parser.add_argument(
+    add(
         "--max-error-rate",
         type=_fraction,
         default=0.001,
-        metavar="RATE",
-        help="end the run if more than this fraction of the records is left out, empty texts aside (%(default)s)",
+        metavar="FRACTION",
+        help="end the run if more than this fraction of the records is in error (%(default)s)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be read and written, and write nothing")
+
+    add = parser.add_argument_group("what is written").add_argument
+    add("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended, by --text-key")
+    add("--keep-shards", action="store_true", help="one .bin and .idx for each input shard, under one manifest")
+    add("--shard-size", type=_bytes, metavar="SIZE", help="a new .bin and .idx after so many bytes, under one manifest")
+    add("--overwrite", action="store_true", help="replace an existing corpus, and parts of another run")
+    add("--resume", action="store_true", help="keep what an earlier run of the same command has finished")
+    add("--dry-run", action="store_true", help="say what would be read and written, and write nothing")
+
+    add = parser.add_argument_group("where it runs").add_argument
+    add("--workers", type=_positive, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
+    add("--executor", choices=("local", "ray"), default="local", help="(%(default)s)")
+    add("--ray-address", metavar="ADDRESS", help="auto or host:port of a cluster, local for a new one (RAY_ADDRESS)")
+    add("--shard-index", type=_count, metavar="I", help="this is task I, from 0, of an array: do its parts only")
+    add("--num-shards", type=_positive, metavar="N", help="number of tasks of the array")
+    add("--merge", action="store_true", help="join the parts that the tasks of an array have finished")
     return parser.parse_args()
 
 
 def print_plan(plan: Plan) -> None:
-    for shard, parts in groupby(plan.parts, key=lambda part: part.path):
-        formats = [part.format for part in parts]
-        in_parts = f" in {len(formats)} parts" if len(formats) > 1 else ""
-        print(f"{shard} | {formats[0]} | {shard.stat().st_size / 1e6:,.1f} MB{in_parts}")
+    shards = [(path, list(parts)) for path, parts in groupby(plan.parts, key=lambda part: part.path)]
+    for path, parts in shards[:_SHARDS_SHOWN]:
+        compression = f", {parts[0].compression}" if parts[0].compression else ""
+        in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
+        print(f"{path} | {parts[0].format}{compression} | {_size(plan.versions[path].bytes)}{in_parts}")
+    if len(shards) > _SHARDS_SHOWN:
+        print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
+    total = sum(version.bytes for version in plan.versions.values())
+    print(f"{len(shards):,} shards, {_size(total)}; text in '{plan.settings.read.text_key}'")
     tokenizer = plan.tokenizer
-    size = sum(shard.stat().st_size for shard in plan.shards)
-    print(f"{len(plan.shards):,} shards, {size / 1e6:,.1f} MB; text in '{plan.settings.text_key}'")
-    print(f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} ids, {token_dtype(tokenizer.vocab_size)}")
+    print(
+        f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} ids, {token_dtype(tokenizer.vocab_size)}, "
+        f"by {plan.encoder.name}" + (f" ({plan.encoder.note})" if plan.encoder.note else "")
+    )
+    estimate = preview(plan)
+    for text, ids in estimate.examples:
+        print(f"text  {_shortened(text)}")
+        print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")
+    workers = plan.settings.workers or 1
+    print(
+        f"estimated from a sample: {estimate.documents:,.0f} documents, {estimate.tokens:,.0f} tokens, "
+        f"{_size(estimate.bin_bytes)} of .bin (twice while it is joined), {_duration(estimate.core_seconds / workers)} "
+        f"with {workers} worker{'s' if workers > 1 else ''}"
+    )
+    place = next(folder for folder in plan.files.bin.absolute().parents if folder.exists())
+    print(f"free at {place}: {_size(shutil.disk_usage(place).free)}")
     print(f"would write {plan.files.bin}, {plan.files.idx.name}, {plan.files.manifest.name}")
 
 
-def print_report(report: PreprocessReport) -> None:
-    counts, files = report.counts, report.files
+def print_report(plan: Plan, report: PreprocessReport) -> None:
+    counts = report.counts
+    for mismatch in report.mismatches:
+        print(f"warning: redone with the reference tokenizer: {mismatch}", file=sys.stderr)
+    if plan.encoder.note:
+        print(f"note: {plan.encoder.note}", file=sys.stderr)
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
         share = counts.unknown_tokens / counts.tokens
         print(f"warning: {share:.1%} of the tokens are unknown; is the vocabulary of this language?", file=sys.stderr)
-    repaired = f" | {counts.repaired_documents:,} repaired (U+FFFD)" if counts.repaired_documents else ""
     megabytes = counts.utf8_bytes / 1e6
+    encoders = ", ".join(f"{name}" for name in report.encoders)
     print(
-        f"{counts.documents:,} documents | {counts.tokens:,} tokens | "
-        f"{megabytes:,.1f} MB of text in {report.seconds:.1f} s, {megabytes / report.seconds:.2f} MB/s | "
-        f"rejected: {describe_rejects(counts) or 'none'}{repaired}"
+        f"{counts.documents:,} documents | {counts.tokens:,} tokens | {megabytes:,.1f} MB of text in "
+        f"{report.seconds:.1f} s, {megabytes / report.seconds:.2f} MB/s | {encoders}"
     )
-    rejects = f", {files.rejects.name}" if counts.rejected else ""
-    print(f"wrote {files.bin}, {files.idx.name}, {files.manifest.name}{rejects}")
+    if report.written is None:
+        print(
+            f"task {plan.settings.shard_index} of {plan.settings.num_shards}: {report.finished_parts:,} of "
+            f"{report.parts:,} parts are finished; when all are, the same command with --merge instead of "
+            "--shard-index and --num-shards joins them"
+        )
+        return
+    for manifest in filter(None, (report.written.manifest, report.written.validation)):
+        for name, value in manifest.describe().items():
+            print(f"  {name:<18} {value}")
+    volumes = report.written.manifest.volumes
+    pairs = f"{volumes[0].name}.bin, .idx" + (f" to {volumes[-1].name}.bin, .idx" if len(volumes) > 1 else "")
+    rejects = f", {plan.files.rejects.name}" if counts.rejected else ""
+    print(f"wrote {plan.files.manifest}, {pairs}{rejects}")
 
 
 class ProgressLine:
     """One line on standard error: rewritten twice a second on a terminal, a new one every minute in a log."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
 
     def __enter__(self) -> "ProgressLine":
         self._terminal = sys.stderr.isatty()
@@ -118,28 +270,75 @@ class ProgressLine:
         self._started = self._shown = time.monotonic()
         return self
 
-    def show(self, counts: Counts) -> None:
+    def show(self, progress: Progress) -> None:
         now = time.monotonic()
         if now - self._shown < self._interval_seconds:
             return
         self._shown = now
-        megabytes = counts.utf8_bytes / 1e6
-        line = (
-            f"{counts.documents:,} documents | {counts.tokens / 1e6:,.1f} M tokens | {megabytes:,.1f} MB | "
-            f"{megabytes / (now - self._started):.2f} MB/s | {counts.rejected.total():,} rejected"
-        )
+        line = self._describe(progress, now - self._started)
         print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
         sys.stderr.flush()
+
+    def _describe(self, progress: Progress, seconds: float) -> str:
+        counts, done = progress.counts, progress.read_bytes(self._plan)
+        new = done - progress.taken_over_bytes
+        megabytes = new / 1e6 / seconds
+        left = (progress.input_bytes - done) * seconds / new if new else 0.0
+        return (
+            f"{done / progress.input_bytes:6.1%} | {counts.documents:,} documents | "
+            f"{counts.tokens / 1e6:,.1f} M tokens | {megabytes:.2f} MB/s read | {_duration(left)} left | "
+            f"{counts.errors:,} rejected"
+        )
 
     def __exit__(self, *_: object) -> None:
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def _shortened(text: str, width: int = 100) -> str:
+    line = " ".join(text[: 4 * width].split())
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
+def _size(count: float) -> str:
+    for unit, size in {"TB": 1e12, "GB": 1e9}.items():
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e6:,.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
+
+
+def _bytes(text: str) -> int:
+    number = text.rstrip("BKMGTi")
+    unit = text[len(number) :]
+    scales = {"": 1, "B": 1}
+    scales |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+    scales |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+    try:
+        size = int(float(number) * scales[unit])
+    except (KeyError, ValueError):
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a size; use a number of bytes, or one like 10GB or 64MiB")
+    return size
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    return number
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of processes; use 1 or more")
+        raise argparse.ArgumentTypeError(f"{number} is not a number of processes or tasks; use 1 or more")
     return number
 
 

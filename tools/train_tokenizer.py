@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_neobert.data.text_shards import Document, find_shards, read_part, split_into_parts
+from megatron_neobert.data.shards.find import find_shards
+from megatron_neobert.data.shards.parts import read_part, split_into_parts
+from megatron_neobert.data.shards.records import ReadSettings
 from megatron_neobert.data.tokenizer import train_wordpiece
 from megatron_neobert.errors import DataError, OutputError, run_command
 
@@ -24,7 +26,7 @@ def main() -> None:
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
-    texts = ShardTexts(find_shards(arguments.input), text_key=arguments.text_key)
+    texts = ShardTexts(find_shards(arguments.input), ReadSettings(text_key=arguments.text_key))
     tokenizer = train_wordpiece(
         texts,
         vocab_size=arguments.vocab_size,
@@ -38,22 +40,21 @@ def main() -> None:
 class ShardTexts:
     """The texts of all shards, as often as they are iterated over; counts those of the latest time."""
 
-    def __init__(self, shards: list[Path], *, text_key: str) -> None:
+    def __init__(self, shards: list[str], settings: ReadSettings) -> None:
         self.documents = 0
-        self._shards, self._text_key = shards, text_key
+        self._shards, self._settings = shards, settings
         self._reasons: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[str]:
         self.documents = 0
         self._reasons.clear()
         for shard in self._shards:
-            for part in split_into_parts(shard):
-                for record in read_part(part, text_key=self._text_key):
-                    if isinstance(record, Document):
-                        self.documents += 1
-                        yield record.text
-                    else:
-                        self._reasons[record.reason] += 1
+            for part in split_into_parts(shard, self._settings):
+                for batch in read_part(part, self._settings):
+                    self.documents += len(batch.texts)
+                    self._reasons.update(record.reason for record in batch.rejected)
+                    self._reasons.update(batch.dropped)
+                    yield from batch.texts
         if not self.documents:
             raise DataError(
                 f"no document in {len(self._shards)} shards (rejected: {self.rejected}); check --input and --text-key"
@@ -66,7 +67,9 @@ class ShardTexts:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Learn a WordPiece vocabulary from raw shards.", allow_abbrev=False)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs, folders")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs, folders, URLs, @lists"
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the tokenizer's files")
     parser.add_argument("--text-key", default="content", help="column or JSON key of the text (%(default)s)")
     parser.add_argument("--vocab-size", type=int, default=30522, help="upper bound of the number of ids (%(default)s)")

@@ -2,28 +2,32 @@
 
     python tools/validate_data.py corpus/web_content_document --full
 
-Without --full only the index is read (sizes, lengths, pointers, manifest); with it every token and both checksums.
+Without --full the indexes are read (sizes, lengths, pointers, manifest), and the token ids at both ends of each volume;
+with it every token and all checksums.
 """
 
 import argparse
 
-from megatron_neobert.data.corpus import Corpus, check_content
+from megatron_neobert.data.corpus import Corpus, check_content, check_ends
 from megatron_neobert.errors import run_command
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check a corpus written by tools/preprocess_data.py.")
     parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
-    parser.add_argument("--full", action="store_true", help="read every token, and compare both checksums")
+    parser.add_argument("--full", action="store_true", help="read every token, and compare all checksums")
     arguments = parser.parse_args()
 
     corpus = Corpus(arguments.prefix)
     if arguments.full:
         check_content(corpus)
+    else:
+        check_ends(corpus)
     manifest = corpus.manifest
+    volumes = f" in {len(corpus.volumes):,} volumes" if len(corpus.volumes) > 1 else ""
     print(
         f"{arguments.prefix} is sound{' (all tokens read)' if arguments.full else ' (index)'}: "
-        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens as {manifest.dtype}, "
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens as {manifest.dtype}{volumes}, "
         f"{manifest.vocab_size:,} ids of tokenizer {manifest.tokenizer_fingerprint[:12]}"
     )
 

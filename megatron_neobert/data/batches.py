@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_neobert.data.corpus import Lengths
 from megatron_neobert.data.masking import MaskingScheme, TokenIds, mask_tokens
 from megatron_neobert.data.order import permute
 from megatron_neobert.data.packing import (
@@ -39,7 +40,7 @@ class Documents(Protocol):
     """What batches need of a corpus."""
 
     @property
-    def lengths(self) -> NDArray[np.int32]:
+    def lengths(self) -> Lengths:
         """Tokens of each document, at least 1."""
 
     def gather(

@@ -1,48 +1,72 @@
-"""Reading of a corpus: its files are mapped into memory, and refused on open where the index shows them to be wrong.
+"""Reading of a corpus: its files are mapped into memory, and refused on open where the indexes show them to be wrong.
 
-Opening reads the index once and no tokens; ids and checksums take a full read, `check_content`.
+Opening reads every index once and no tokens; ids and checksums take a full read, `check_content`. Nothing is copied:
+a corpus of 10^9 documents costs a process no more memory of its own than one of ten, in one volume or in many.
 """
 
-import mmap
+import hashlib
+import resource
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus_format import DAMAGED, DTYPES, HEADER, MAGIC, CorpusFiles, corpus_files, read_manifest
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.data.corpus_format import CorpusFiles, Manifest, corpus_files, read_manifest
+from megatron_neobert.data.volume_reader import MappedVolume, damage
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.files import sha256_of
 
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer import Tokenizer
 
-_CHUNK = 1 << 20  # documents or tokens checked at a time
+_CHECKED_BYTES = 2 << 20  # of ids, at a time
+_SPARE_OPEN_FILES = 200  # besides those of the volumes
+
+
+class Lengths(Protocol):
+    """Tokens of each document, at least 1; an array, or something that can be asked like one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, documents: NDArray[np.int64], /) -> NDArray[np.int32]: ...
 
 
 class Corpus:
-    """A finished corpus, mapped into memory; opening reads the index once, no tokens.
+    """A finished corpus. Documents are numbered through all volumes.
 
     Args:
         prefix: The path without .bin, .idx and .json.
 
     Raises:
-        MissingInputError: None of the three files exists.
+        MissingInputError: None of the files exists.
         DataError: One is missing, or they are damaged or contradict each other; names file, byte, expected and found.
+        ConfigError: There are more volumes than this process may have files open.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
         self.files = corpus_files(prefix)
-        _check_presence(self.files)
-        self.manifest = read_manifest(self.files.manifest)
-        self.dtype, self.lengths, self.pointers = _read_index(self.files.idx, self.files.bin)
-        _check_manifest(self)
-        self._bytes = memoryview(_map(self.files.bin))
-        self.tokens = np.frombuffer(self._bytes, dtype=self.dtype)
+        self.manifest = _read_complete(self.files)
+        _allow_open_files(self.files, 2 * len(self.manifest.volumes))
+        self.volumes = [
+            MappedVolume(
+                *self.files.volume_files(volume.name),
+                expected=volume,
+                dtype=self.manifest.dtype,
+                manifest=self.files.manifest,
+            )
+            for volume in self.manifest.volumes
+        ]
+        self.dtype = self.volumes[0].dtype
+        self._ends = np.cumsum([volume.lengths.size for volume in self.volumes], dtype=np.int64)
+        self.lengths: Lengths = self.volumes[0].lengths
+        if len(self.volumes) > 1:
+            self.lengths = _LengthsOfVolumes(self.volumes, self._ends)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return int(self._ends[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Corpus, (self.prefix,)  # another process maps the files itself
@@ -51,8 +75,11 @@ class Corpus:
         """The ids of one document, a read-only view."""
         if not 0 <= number < len(self):
             raise IndexError(f"document {number} of {len(self)}")
-        start = int(self.pointers[number]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[number])]
+        at = int(np.searchsorted(self._ends, number, side="right"))
+        volume = self.volumes[at]
+        local = number - int(self._ends[at]) + volume.lengths.size
+        start = int(volume.pointers[local]) // self.dtype.itemsize
+        return volume.tokens[start : start + int(volume.lengths[local])]
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -60,14 +87,25 @@ class Corpus:
         """The ids of lengths[i] tokens from token starts[i] of documents[i], for all i end to end, as a new array.
 
         Joins one slice per segment: 1.6 G tokens/s for segments of 465 tokens, 0.4 G for 63; a single vectorised index
-        over all tokens reaches 0.3 G for both (one core, in the page cache).
+        over all tokens reaches 0.3 G for both (one core, in the page cache). Several volumes: half of that, a thousand
+        volumes a third.
         """
-        inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= self.lengths[documents])
-        assert inside.all(), f"segment {np.argmin(inside)} does not lie inside its document"
-        first = self.pointers[documents] + starts * self.dtype.itemsize
-        bounds = zip(first.tolist(), (first + lengths * self.dtype.itemsize).tolist(), strict=True)
-        content = bytearray().join([self._bytes[begin:end] for begin, end in bounds])
-        return np.frombuffer(content, dtype=self.dtype)
+        item = self.dtype.itemsize
+        if len(self.volumes) == 1:
+            (volume,) = self.volumes
+            _check_segments(starts, lengths, volume.lengths[documents])
+            first = volume.pointers[documents] + starts * item
+            bounds = zip(first.tolist(), (first + lengths * item).tolist(), strict=True)
+            content = volume.bytes
+            slices = [content[begin:end] for begin, end in bounds]
+        else:
+            volumes, numbers = _split_numbers(documents, self._ends, self.volumes)
+            _check_segments(starts, lengths, _look_up_lengths(volumes, numbers))
+            begins = [volume.pointer_of[number] for volume, number in zip(volumes, numbers, strict=True)]
+            first = np.array(begins, dtype=np.int64) + starts * item
+            bounds = zip(first.tolist(), (first + lengths * item).tolist(), strict=True)
+            slices = [volume.bytes[begin:end] for volume, (begin, end) in zip(volumes, bounds, strict=True)]
+        return np.frombuffer(bytearray().join(slices), dtype=self.dtype)
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Raises DataError where the corpus was written with another tokenizer than the run uses."""
@@ -79,124 +117,130 @@ class Corpus:
             )
 
 
+def _check_segments(starts: NDArray[np.int64], lengths: NDArray[np.int64], document_lengths: NDArray[np.int32]) -> None:
+    inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= document_lengths)
+    assert inside.all(), f"segment {np.argmin(inside)} does not lie inside its document"
+
+
+class _LengthsOfVolumes:
+    """Looked up where they are: 4 bytes per document and process would be 40 GB of copies for 10^10 documents."""
+
+    def __init__(self, volumes: Sequence[MappedVolume], ends: NDArray[np.int64]) -> None:
+        self._volumes, self._ends = volumes, ends
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
+        return _look_up_lengths(*_split_numbers(documents, self._ends, self._volumes))
+
+
+def _look_up_lengths(volumes: Sequence[MappedVolume], numbers: Sequence[int]) -> NDArray[np.int32]:
+    """Of documents given by their volumes and their numbers there."""
+    return np.array([volume.length_of[number] for volume, number in zip(volumes, numbers, strict=True)], dtype=np.int32)
+
+
+def _split_numbers(
+    documents: NDArray[np.int64], ends: NDArray[np.int64], volumes: Sequence[MappedVolume]
+) -> tuple[list[MappedVolume], list[int]]:
+    """The volume of each document, and its number there."""
+    if documents.size and not 0 <= documents.min() <= documents.max() < ends[-1]:
+        raise IndexError(f"documents {documents.min()} to {documents.max()} of {ends[-1]}")
+    at = np.searchsorted(ends, documents, side="right")
+    begins = np.append(0, ends[:-1])
+    return [volumes[number] for number in at.tolist()], (documents - begins[at]).tolist()
+
+
 def check_content(corpus: Corpus) -> None:
     """Reads everything: checksums against the manifest, every id inside the vocabulary, no special id but [UNK].
 
     Raises:
         DataError: With the file, and for an id its byte, document and position.
     """
-    manifest = corpus.manifest
+    for volume, recorded in zip(corpus.volumes, corpus.manifest.volumes, strict=True):
+        digest = hashlib.sha256()
+        for first, ids in _chunks(volume, corpus.dtype):
+            digest.update(ids.data)
+            _check_ids(corpus.manifest, volume, first, ids)
+        for path, expected, found in (
+            (volume.bin, recorded.bin.sha256, digest.hexdigest()),
+            (volume.idx, recorded.idx.sha256, sha256_of(volume.idx)),
+        ):
+            if found != expected:
+                raise damage(path, 0, f"sha256 {expected} as in {corpus.files.manifest.name}", found)
+
+
+def check_ends(corpus: Corpus, *, read_bytes: int = 64 << 20) -> None:
+    """Checks the ids at the beginning and the end of every volume, 1 MiB at most, `read_bytes` of all volumes together.
+
+    Raises:
+        DataError: As `check_content`.
+    """
+    tokens = min(1 << 20, read_bytes // (2 * len(corpus.volumes))) // corpus.dtype.itemsize
+    for volume in corpus.volumes:
+        for first in {0, max(0, volume.tokens.size - tokens)}:
+            _check_ids(corpus.manifest, volume, first, volume.tokens[first : first + tokens])
+
+
+def _chunks(volume: MappedVolume, dtype: np.dtype[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Number of the first token, and tokens; read and not mapped, so that what has been checked takes no memory."""
+    with volume.bin.open("rb") as stream:
+        first = 0
+        while (ids := np.fromfile(stream, dtype, _CHECKED_BYTES // dtype.itemsize)).size:
+            yield first, ids
+            first += ids.size
+
+
+def _check_ids(manifest: Manifest, volume: MappedVolume, first: int, ids: NDArray[Any]) -> None:
     refused = np.zeros(manifest.vocab_size, dtype=np.bool_)
     refused[manifest.special_ids] = True
     refused[manifest.special_tokens["unk"]] = False
-    for first in range(0, corpus.tokens.size, _CHUNK):
-        ids = corpus.tokens[first : first + _CHUNK].astype(np.int64)
-        outside = (ids < 0) | (ids >= manifest.vocab_size)
-        wrong = outside | refused[np.where(outside, 0, ids)]
-        if wrong.any():
-            token = first + int(np.argmax(wrong))
-            offset = token * corpus.dtype.itemsize
-            document = int(np.searchsorted(corpus.pointers, offset, side="right")) - 1
-            position = (offset - int(corpus.pointers[document])) // corpus.dtype.itemsize
-            id_ = int(corpus.tokens[token])
-            expected = "no special token" if 0 <= id_ < manifest.vocab_size else f"an id below {manifest.vocab_size}"
-            raise _bad(corpus.files.bin, offset, expected, f"{id_} (token {position} of document {document})")
-    for path, record in ((corpus.files.bin, manifest.bin), (corpus.files.idx, manifest.idx)):
-        found = sha256_of(path)
-        if found != record.sha256:
-            raise _bad(path, 0, f"sha256 {record.sha256} as in {corpus.files.manifest.name}", found)
+    if ids.min() >= 0 and ids.max() < manifest.vocab_size and not refused[ids].any():
+        return
+    outside = (ids < 0) | (ids >= manifest.vocab_size)
+    at = int(np.argmax(outside | refused[np.where(outside, 0, ids)]))
+    document, position = volume.locate(first + at)
+    id_ = int(ids[at])
+    expected = "no special token" if 0 <= id_ < manifest.vocab_size else f"an id below {manifest.vocab_size}"
+    found = f"{id_} (token {position} of document {document})"
+    raise damage(volume.bin, (first + at) * ids.dtype.itemsize, expected, found)
 
 
-def _bad(path: Path, offset: int, expected: object, found: object, remedy: str = DAMAGED) -> DataError:
-    return DataError(f"{path}, byte {offset}: expected {expected}, found {found}; {remedy}")
-
-
-def _check_presence(files: CorpusFiles) -> None:
-    missing = [file.name for file in (files.bin, files.idx, files.manifest) if not file.is_file()]
-    if len(missing) == 3:
-        raise MissingInputError(
-            f"no corpus {files.bin.with_suffix('')}: expected {', '.join(missing)}; give the prefix without .bin, as "
-            "tools/preprocess_data.py printed it"
-        )
-    if missing:
-        raise DataError(
-            f"{files.bin.with_suffix('')}: {' and '.join(missing)} missing beside the rest; the run that wrote it was "
-            "stopped, or the copy is incomplete. Copy again, or preprocess again with --overwrite"
-        )
-
-
-def _read_header(path: Path) -> "tuple[np.dtype[Any], int]":
-    """Item type and number of documents, where the file's size agrees with them."""
-    size = path.stat().st_size
-    if size < HEADER.size:
-        raise _bad(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
-    with path.open("rb") as stream:
-        magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
-    if magic != MAGIC:
-        raise _bad(path, 0, f"magic {MAGIC!r}", f"{magic!r}")
-    if version != 1:
-        raise _bad(path, 9, "version 1", version)
-    if code not in DTYPES:
-        raise _bad(path, 17, "dtype code 8 (uint16) or 4 (int32)", code)
-    if sequences == 0:
-        raise _bad(path, 18, "at least one document", "0")
-    if boundaries != sequences + 1:
-        found = f"{sequences} sequences and {boundaries} boundaries"
-        raise _bad(path, 18, "one boundary more than sequences, for a document is one sequence", found)
-    expected = HEADER.size + 12 * sequences + 8 * boundaries
-    if size != expected:
-        raise _bad(path, 18, f"{expected} bytes for {sequences} documents", f"a file of {size} bytes")
-    return DTYPES[code], sequences
-
-
-def _read_index(path: Path, bin_path: Path) -> "tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]":
-    """Item type, lengths in tokens and pointers in bytes, checked against each other and against both files' sizes."""
-    dtype, count = _read_header(path)
-    index = _map(path)
-    at_pointers, at_boundaries = HEADER.size + 4 * count, HEADER.size + 12 * count
-    lengths = np.frombuffer(index, "<i4", count, HEADER.size)
-    pointers = np.frombuffer(index, "<i8", count, at_pointers)
-    boundaries = np.frombuffer(index, "<i8", count + 1, at_boundaries)
-    end = 0
-    for first in range(0, count, _CHUNK):
-        some = lengths[first : first + _CHUNK]
-        if some.min() < 1:
-            at = int(np.argmax(some < 1))
-            raise _bad(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
-        ends = end + np.cumsum(some, dtype=np.int64) * dtype.itemsize
-        starts = np.concatenate([[end], ends[:-1]])
-        wanted = f"pointer of document {{}} to be {{}} bytes, the {dtype} tokens before it"
-        _check_equal(path, at_pointers, first, pointers[first : first + _CHUNK], starts, wanted)
-        end = int(ends[-1])
-    bin_size = bin_path.stat().st_size
-    if bin_size != end:
-        expected = f"{end} bytes for {end // dtype.itemsize} tokens of {dtype}, as {path.name} says"
-        raise _bad(bin_path, min(end, bin_size), expected, f"a file of {bin_size} bytes")
-    for first in range(0, count + 1, _CHUNK):
-        found = boundaries[first : first + _CHUNK]
-        numbers = np.arange(first, first + found.size)
-        _check_equal(path, at_boundaries, first, found, numbers, "boundary {} to be {}")
-    return dtype, lengths, pointers
-
-
-def _check_equal(
-    path: Path, offset: int, first: int, found: NDArray[np.int64], expected: NDArray[np.int64], wanted: str
-) -> None:
-    if not np.array_equal(found, expected):
-        at = int(np.argmax(found != expected))
-        raise _bad(path, offset + 8 * (first + at), wanted.format(first + at, expected[at]), found[at])
-
-
-def _check_manifest(corpus: Corpus) -> None:
-    tokens = int(corpus.lengths.sum(dtype=np.int64))
-    for name, value in {"documents": len(corpus), "tokens": tokens, "dtype": corpus.dtype.name}.items():
-        found = getattr(corpus.manifest, name)
-        if found != value:
-            raise DataError(
-                f"{corpus.files.manifest}: expected {name} {value} as in the index, found {found}; {DAMAGED}"
+def _read_complete(files: CorpusFiles) -> Manifest:
+    """The manifest of a corpus none of whose files is missing."""
+    prefix = files.manifest.with_name(files.name)
+    if not files.manifest.is_file():
+        if not files.existing_volumes():
+            raise MissingInputError(
+                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
+                "prefix without .bin, as tools/preprocess_data.py printed it"
             )
+        raise _incomplete(prefix, [files.manifest])
+    manifest = read_manifest(files.manifest)
+    expected = [path for volume in manifest.volumes for path in files.volume_files(volume.name)]
+    if missing := [path for path in expected if not path.is_file()]:
+        raise _incomplete(prefix, missing)
+    return manifest
 
 
-def _map(path: Path) -> mmap.mmap:
-    with path.open("rb") as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+def _incomplete(prefix: Path, missing: Sequence[Path]) -> DataError:
+    names = [path.name for path in missing[:4]] + ([f"{len(missing) - 4:,} more files"] if len(missing) > 4 else [])
+    return DataError(
+        f"{prefix}: {' and '.join(names)} missing beside the rest; the run that wrote it was stopped, or the copy is "
+        "incomplete. Copy again, or preprocess again with --overwrite"
+    )
+
+
+def _allow_open_files(files: CorpusFiles, count: int) -> None:
+    """A mapped file stays open; 1,024 at a time is a common limit that a process may raise for itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _SPARE_OPEN_FILES
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ConfigError(
+            f"{files.manifest} lists {count // 2:,} volumes, which take {wanted:,} open files with those of the "
+            f"program, but this machine allows {hard:,} (ulimit -Hn); raise that, or preprocess again with fewer "
+            "volumes (--shard-size)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,198 +1,207 @@
-"""Writing of a corpus: nothing appears under a final name before everything is complete and on disk.
+"""Joining of finished parts to a corpus, in a way that survives a kill at any moment.
 
-Memory stays constant: lengths wait in a file, and the index is computed from them in chunks.
+Parts are only read. Everything is built in PREFIX.partial/output and moved to its final name when all of it is on disk,
+the manifest last, so the same call after a kill gives the same bytes. Costs the disk space of the parts and the corpus
+side by side; a part that becomes a whole volume is linked and costs none.
 """
 
-import fcntl
-import hashlib
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.data.corpus_format import (
-    DTYPES,
+    DUPLICATE,
     FORMAT_VERSION,
-    HEADER,
-    MAGIC,
     CorpusFiles,
-    FileRecord,
+    InputRecord,
     Manifest,
+    Volume,
+    find_contradictions,
     token_dtype,
+    validation_files,
+    volume_name,
     write_manifest,
 )
+from megatron_neobert.data.corpus_join import JoinedParts, OutputSettings, PartFiles, join_parts
 from megatron_neobert.data.tokenizer import Tokenizer
-from megatron_neobert.errors import OutputError
+from megatron_neobert.data.volume_writer import VolumesWriter, WrittenVolume
+from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.files import sync_to_disk
 
-_CHUNK = 1 << 20  # documents or bytes handled at a time
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """What goes into the manifest and does not follow from the parts."""
+
+    inputs: dict[str, InputRecord]
+    text_key: str
+    filters: dict[str, str | int | float | None]
+    records: int
+    repaired_documents: int
+    rejected: dict[str, int]
+    dropped: dict[str, int]  # without duplicates
 
 
-class CorpusWriter:
-    """Joins parts that workers wrote to one corpus; a context manager.
+@dataclass(frozen=True)
+class WrittenCorpus:
+    """The manifests of what has been written."""
 
-    Works in the folder PREFIX.partial, where workers put their files too, and which is removed on leaving.
+    manifest: Manifest
+    validation: Manifest | None
+
+
+def write_corpus(
+    parts: Sequence[PartFiles],
+    output: OutputSettings,
+    facts: CorpusFacts,
+    tokenizer: Tokenizer,
+    *,
+    folder: Path,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> WrittenCorpus:
+    """Writes the corpus of these parts, and replaces what there is under its name.
+
+    Args:
+        parts: In the order of the inputs, a shard's parts one after the other.
+        folder: PREFIX.partial, for this call alone; its sub-folder `output` is used and removed.
+        on_progress: Called with the bytes of token ids dealt with since the last call.
 
     Raises:
-        OutputError: The corpus exists and `overwrite` is false, the folder cannot be created, or another run holds it.
+        DataError: No document is left for the corpus, or none is held out for validation.
     """
-
-    def __init__(self, files: CorpusFiles, tokenizer: Tokenizer, *, overwrite: bool) -> None:
-        self.files = files
-        self.folder = self.files.partial
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.documents = self.tokens = 0
-        self._tokenizer = tokenizer
-        refuse_existing(self.files, overwrite=overwrite)
-
-    def __enter__(self) -> "CorpusWriter":
-        self._lock = _claim(self.folder)
-        self._ids = _HashedFile(self.folder / "ids")
-        self._lengths = (self.folder / "lengths").open("wb")
-        self._rejects = (self.folder / "rejects").open("wb")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for stream in (self._ids.stream, self._lengths, self._rejects):
-            with suppress(OSError):  # closing an unfinished file may fail on a full disk; it is gone anyway
-                stream.close()
-        self._lock.close()
-
-    def append_part(self, ids: Path, lengths: Path, rejects: Path) -> None:
-        """Adds what one worker wrote, and removes its files.
-
-        Args:
-            ids: Documents end to end, in `dtype`.
-            lengths: Tokens of each document, int32.
-            rejects: JSON lines about records that are not in the corpus.
-        """
-        self.documents += lengths.stat().st_size // 4
-        self.tokens += ids.stat().st_size // self.dtype.itemsize
-        with ids.open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                self._ids.write(chunk)
-        for source, target in ((lengths, self._lengths), (rejects, self._rejects)):
-            with source.open("rb") as stream:
-                shutil.copyfileobj(stream, target, _CHUNK)
-        for file in (ids, lengths, rejects):
-            file.unlink()
-
-    def commit(
-        self,
-        *,
-        inputs: dict[str, FileRecord],
-        text_key: str,
-        unknown_tokens: int,
-        repaired_documents: int,
-        rejected: dict[str, int],
-    ) -> Manifest:
-        """Completes the files of at least one document and moves them to their names: .bin, .idx, the manifest last."""
-        index = _HashedFile(self.folder / "idx")
-        self._write_index(index)
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            project_version=__version__,
-            inputs=inputs,
-            text_key=text_key,
-            tokenizer_fingerprint=self._tokenizer.fingerprint,
-            vocab_size=self._tokenizer.vocab_size,
-            special_tokens=self._tokenizer.special_tokens,
-            special_ids=list(self._tokenizer.special_ids),
-            dtype=self.dtype.name,
-            documents=self.documents,
-            tokens=self.tokens,
-            unknown_tokens=unknown_tokens,
-            repaired_documents=repaired_documents,
-            rejected=rejected,
-            bin=self._ids.finish(),
-            idx=index.finish(),
-        )
-        self.files.manifest.unlink(missing_ok=True)  # first: a new .bin beside an old .idx must not pass for a corpus
-        sync_to_disk(self.folder.parent)
-        self._rejects.flush()
-        self.files.rejects.unlink(missing_ok=True)
-        if rejected:
-            (self.folder / "rejects").replace(self.files.rejects)
-        (self.folder / "ids").replace(self.files.bin)
-        (self.folder / "idx").replace(self.files.idx)
-        sync_to_disk(self.folder.parent)
-        write_manifest(self.files.manifest, manifest)
-        return manifest
-
-    def _write_index(self, index: "_HashedFile") -> None:
-        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        index.write(HEADER.pack(MAGIC, 1, code, self.documents, self.documents + 1))
-        for lengths in self._length_chunks():
-            index.write(lengths.tobytes())
-        end = np.int64(0)
-        for lengths in self._length_chunks():
-            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-            index.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).tobytes())
-            end = ends[-1]
-        for first in range(0, self.documents + 1, _CHUNK):
-            index.write(np.arange(first, min(first + _CHUNK, self.documents + 1), dtype="<i8").tobytes())
-
-    def _length_chunks(self) -> Iterator[NDArray[np.int32]]:
-        self._lengths.flush()
-        lengths = np.memmap(self.folder / "lengths", dtype="<i4", mode="r") if self.documents else np.zeros(0, "<i4")
-        return (lengths[first : first + _CHUNK] for first in range(0, self.documents, _CHUNK))
-
-
-class _HashedFile:
-    """A new file whose size and sha256 are known when it is finished."""
-
-    def __init__(self, path: Path) -> None:
-        self.stream = path.open("wb", buffering=1 << 20)
-        self._digest = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, data: bytes) -> None:
-        self.stream.write(data)
-        self._digest.update(data)
-        self._bytes += len(data)
-
-    def finish(self) -> FileRecord:
-        """Brings the content to disk."""
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        self.stream.close()
-        return FileRecord(self._bytes, self._digest.hexdigest())
+    work = folder / "output"
+    if work.exists():  # of a call that was killed
+        shutil.rmtree(work)
+    work.mkdir()
+    try:
+        joined = join_parts(parts, output, work, tokenizer, on_progress)
+        manifests = _build_manifests(joined, output, facts, tokenizer)
+        rejects = _join_rejects(parts, work / "rejects")
+        _commit(output.files, joined, manifests, rejects)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return manifests
 
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
     """Raises OutputError where a corpus, or a piece of one, would be replaced unasked."""
-    existing = [str(file) for file in (files.bin, files.idx, files.manifest) if file.exists()]
+    existing = [str(file) for file in _existing(files)]
     if existing and not overwrite:
+        shown = existing[:4] + ([f"{len(existing) - 4:,} more files"] if len(existing) > 4 else [])
         raise OutputError(
-            f"{' and '.join(existing)} exist{'s' if len(existing) == 1 else ''} already; "
+            f"{' and '.join(shown)} exist{'s' if len(existing) == 1 else ''} already; "
             "choose another --output-prefix, or replace with --overwrite"
         )
 
 
-def _claim(folder: Path) -> IO[bytes]:
-    """Creates an empty folder for this run alone; the lock lasts as long as the returned file is open."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("wb")
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be created ({error.strerror}); choose another --output-prefix") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise OutputError(
-            f"{folder} belongs to a run that is still going; wait for it or choose another prefix"
-        ) from error
-    except OSError:
-        pass  # a file system without locks: two runs with one prefix are then not told apart
-    for leftover in folder.iterdir():  # of a run that was killed
-        if leftover.name != "lock":
-            leftover.unlink()
-    return lock
+def _existing(files: CorpusFiles) -> list[Path]:
+    both = (files, validation_files(files))
+    manifests = [one.manifest for one in both if one.manifest.exists()]
+    return [file for one in both for file in one.existing_volumes()] + manifests
+
+
+def _build_manifests(
+    joined: JoinedParts, output: OutputSettings, facts: CorpusFacts, tokenizer: Tokenizer
+) -> WrittenCorpus:
+    volumes = joined.training.finish()
+    held_out = joined.validation.finish() if joined.validation else []
+    documents, held_out_documents = joined.training.lengths.documents, sum(volume.documents for volume in held_out)
+    if not documents or (joined.validation and not held_out):
+        total = documents + held_out_documents
+        raise DataError(
+            f"--split-validation {output.validation_fraction} of {total:,} documents holds out {held_out_documents:,} "
+            f"and leaves {documents:,}; each of both corpora needs at least one document. Choose another fraction"
+        )
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        project_version=__version__,
+        inputs=facts.inputs,
+        text_key=facts.text_key,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.special_tokens,
+        special_ids=list(tokenizer.special_ids),
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        part_of="training" if held_out else "all",
+        filters=facts.filters,
+        records=facts.records,
+        documents=documents,
+        held_out=held_out_documents,
+        tokens=joined.training.lengths.tokens,
+        unknown_tokens=joined.unknown_tokens - joined.unknown_in_duplicates - joined.unknown_held_out,
+        repaired_documents=facts.repaired_documents,
+        rejected=facts.rejected,
+        dropped=facts.dropped | ({DUPLICATE: joined.duplicates} if joined.duplicates else {}),
+        statistics=joined.training.lengths.statistics(),
+        volumes=_name(volumes, output.files),
+    )
+    validation = None
+    if joined.validation:
+        validation = replace(
+            manifest,
+            part_of="validation",
+            documents=held_out_documents,
+            held_out=documents,
+            tokens=joined.validation.lengths.tokens,
+            unknown_tokens=joined.unknown_held_out,
+            statistics=joined.validation.lengths.statistics(),
+            volumes=_name(held_out, validation_files(output.files)),
+        )
+    problems = list(find_contradictions(manifest))
+    assert not problems, f"{output.files.manifest}: {problems}"
+    return WrittenCorpus(manifest, validation)
+
+
+def _name(volumes: Sequence[WrittenVolume], files: CorpusFiles) -> list[Volume]:
+    return [
+        Volume(
+            volume_name(files.name, number, volumes=len(volumes)),
+            volume.documents,
+            volume.tokens,
+            volume.bin_record,
+            volume.idx_record,
+        )
+        for number, volume in enumerate(volumes)
+    ]
+
+
+def _join_rejects(parts: Sequence[PartFiles], target: Path) -> Path | None:
+    """One file of all parts' rejects, on disk; None where there are none."""
+    with target.open("wb") as stream:
+        for part in parts:
+            with part.rejects.open("rb") as rejects:
+                shutil.copyfileobj(rejects, stream, 1 << 20)
+    sync_to_disk(target)
+    return target if target.stat().st_size else None
+
+
+def _commit(files: CorpusFiles, joined: JoinedParts, manifests: WrittenCorpus, rejects: Path | None) -> None:
+    """Moves what is complete to its names.
+
+    The old manifests go first: a new .bin beside an old .idx must not pass for a corpus. Then the old volumes, of which
+    there may have been more.
+    """
+    folder, held_out_files = files.manifest.parent, validation_files(files)
+    for one in (files, held_out_files):
+        one.manifest.unlink(missing_ok=True)
+    sync_to_disk(folder)
+    for file in (*_existing(files), files.rejects):
+        file.unlink(missing_ok=True)
+    if joined.validation and manifests.validation:
+        _move(joined.validation, manifests.validation, held_out_files)
+        sync_to_disk(folder)
+        write_manifest(held_out_files.manifest, manifests.validation)
+    _move(joined.training, manifests.manifest, files)
+    if rejects:
+        rejects.replace(files.rejects)
+    sync_to_disk(folder)
+    write_manifest(files.manifest, manifests.manifest)
+
+
+def _move(writer: VolumesWriter, manifest: Manifest, files: CorpusFiles) -> None:
+    for written, volume in zip(writer.finish(), manifest.volumes, strict=True):
+        bin_file, idx_file = files.volume_files(volume.name)
+        written.bin.replace(bin_file)
+        written.idx.replace(idx_file)

@@ -1,4 +1,4 @@
-"""Tokenizers behind one batch call: a WordPiece `vocab.txt`, a `tokenizer.json`, or a Hugging Face folder with either.
+"""Tokenizers behind one batch call: a WordPiece `vocab.txt`, a `tokenizer.json`, a SentencePiece model, or a folder.
 
 Corpora are encoded without special tokens, and the text "[MASK]" stays text: it never becomes the mask id. The saved
 folder, for inference, is the opposite on both counts. Nothing is downloaded and no code of a tokenizer is run.
@@ -18,9 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import models, processors, trainers
+from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_neobert.data.tokenizer_files import STANDARD_NAMES, build_bert_backend, read_tokenizer_files
+from megatron_neobert.data.sentencepiece_files import read_sentencepiece
+from megatron_neobert.data.tokenizer_files import (
+    STANDARD_NAMES,
+    build_bert_backend,
+    find_tokenizer_file,
+    is_sentencepiece,
+    read_tokenizer_files,
+)
 from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.files import replace_file
 
@@ -32,9 +39,9 @@ _CHARACTER_COVERAGE = 0.9999
 
 
 class EncodedBatch(NamedTuple):
-    """Token ids of several texts end to end (int32), and how many belong to each text (int32)."""
+    """Token ids of several texts end to end (of any integer dtype), and how many belong to each text (int32)."""
 
-    ids: NDArray[np.int32]
+    ids: NDArray[np.integer[Any]]
     lengths: NDArray[np.int32]
 
 
@@ -48,8 +55,12 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the five roles "cls", "sep", "pad", "mask" and "unk"."""
-        vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        return {role: vocabulary[name] for role, name in self.special_names.items()}
+        ids = {}
+        for role, name in self.special_names.items():
+            id_ = self.backend.token_to_id(name)
+            assert id_ is not None, f"{name=} is not among the {self.vocab_size} pieces"
+            ids[role] = id_
+        return ids
 
     @property
     def cls_id(self) -> int:
@@ -91,19 +102,29 @@ class Tokenizer:
         the defaults of settings that later versions of the backend add.
         """
         state = json.loads(self.backend.to_str())
-        content = {key: _without_defaults(state[key]) for key in ("normalizer", "pre_tokenizer", "model")}
-        content["added_tokens"] = _without_defaults([token for token in state["added_tokens"] if not token["special"]])
-        content["special_tokens"] = self.special_tokens
-        content["special_ids"] = self.special_ids
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        if state["model"]["type"] == "Unigram":  # reading a tokenizer.json may change the last bits of a score
+            pieces, scores = zip(*state["model"]["vocab"], strict=True)
+            state["model"]["vocab"] = list(zip(pieces, np.array(scores, dtype=np.float32).tolist(), strict=True))
+        content = {  # in the order of the keys, see _canonical
+            "added_tokens": [token for token in state["added_tokens"] if not token["special"]],
+            "model": state["model"],
+            "normalizer": state["normalizer"],
+            "pre_tokenizer": state["pre_tokenizer"],
+            "special_ids": self.special_ids,
+            "special_tokens": self.special_tokens,
+        }
+        text = json.dumps({key: _canonical(value) for key, value in content.items()})
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def is_bert_wordpiece(self) -> bool:
         """True where vocab.txt and three settings say everything, and white space always separates pieces."""
-        state = json.loads(self.backend.to_str())
-        types = [(state[key] or {}).get("type") for key in ("normalizer", "pre_tokenizer", "model")]
-        plain = all(token["special"] for token in state["added_tokens"])
-        return types == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and plain
+        return (
+            isinstance(self.backend.normalizer, normalizers.BertNormalizer)
+            and isinstance(self.backend.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
+            and isinstance(self.backend.model, models.WordPiece)
+            and all(token.special for token in self.backend.get_added_tokens_decoder().values())
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
         """Ids of texts without special tokens; special-token literals in a text are encoded as text.
@@ -120,8 +141,13 @@ class Tokenizer:
             flat = chain.from_iterable(encoding.ids for encoding in encodings)
             ids.append(np.fromiter(flat, dtype=np.int32, count=sum(counts)))
         joined = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
-        joined[self._never_stored[joined]] = self.unk_id
-        return EncodedBatch(joined, lengths)
+        return EncodedBatch(self.without_special_ids(joined), lengths)
+
+    def without_special_ids(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
+        """The ids a model gave, changed in place where it knows a special token's literal as an ordinary piece."""
+        if self._literals_may_be_pieces:
+            ids[self._never_stored[ids]] = self.unk_id
+        return ids
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Readable text of ids, special tokens shown."""
@@ -172,6 +198,14 @@ class Tokenizer:
         return backend
 
     @cached_property
+    def _literals_may_be_pieces(self) -> bool:
+        """False for BERT's "[MASK]": the pre-tokenizer cuts at the brackets, so that no piece can match."""
+        if not self.is_bert_wordpiece:
+            return True
+        names = (self.backend.id_to_token(id_) for id_ in self.special_ids)
+        return any(len(self.backend.pre_tokenizer.pre_tokenize_str(name)) == 1 for name in names)
+
+    @cached_property
     def _never_stored(self) -> NDArray[np.bool_]:
         table = np.zeros(self.vocab_size, dtype=np.bool_)
         table[list(self.special_ids)] = True
@@ -195,17 +229,26 @@ class Tokenizer:
             yield owners, pieces
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer from `vocab.txt`, `tokenizer.json`, or a folder with one of them (tokenizer.json is preferred).
+def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
+    """Reads `vocab.txt`, `tokenizer.json`, a SentencePiece model, or a folder with one of them.
 
     A tokenizer_config.json beside the file names special tokens of other spelling and, for vocab.txt, decides about
     lower case; without it a vocabulary is uncased when no ordinary piece has an upper-case letter.
 
+    Args:
+        path: Of a local file or folder.
+        tokenizer_type: One of tokenizer_files.TOKENIZER_TYPES; "auto" goes by the file.
+
     Raises:
-        MissingInputError: There is no such file or folder, or the folder holds neither file.
+        ConfigError: The type does not fit the file.
+        MissingInputError: There is no such file or folder, or the folder holds no tokenizer.
         DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
-    backend, names = read_tokenizer_files(Path(path))
+    file = find_tokenizer_file(Path(path), tokenizer_type)
+    if is_sentencepiece(file):
+        backend, names = read_sentencepiece(file)
+    else:
+        backend, names = read_tokenizer_files(file, tokenizer_type)
     return _with_special_tokens(backend, names)
 
 
@@ -288,11 +331,11 @@ def _split_at_spaces(text: str) -> Iterator[str]:
         yield text[start:]
 
 
-def _without_defaults(value: Any) -> Any:
+def _canonical(value: Any) -> Any:
+    """Sorted by key and without defaults. Here because json's own sorting takes three times as long for 30,000 keys."""
     if isinstance(value, dict):
-        return {
-            key: _without_defaults(inner) for key, inner in value.items() if inner is not None and inner is not False
-        }
-    if isinstance(value, list):
-        return [_without_defaults(inner) for inner in value]
+        kept = (key for key in sorted(value) if value[key] is not None and value[key] is not False)
+        return {key: value[key] if isinstance(value[key], int) else _canonical(value[key]) for key in kept}
+    if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):  # not the pairs of merges, scores
+        return [_canonical(inner) for inner in value]
     return value

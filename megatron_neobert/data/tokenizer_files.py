@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 
 # Names of the special tokens where no tokenizer_config.json gives others: BERT's, then RoBERTa's.
 STANDARD_NAMES = {
@@ -22,28 +22,72 @@ STANDARD_NAMES = {
 }
 
 
-def read_tokenizer_files(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The backend of a vocab.txt, a tokenizer.json or a folder, and the name of each special token ("cls" -> "[CLS]").
+# Megatron's names, and the files of a folder that each of them takes, best first.
+TOKENIZER_TYPES = {
+    "auto": ("tokenizer.json", "vocab.txt", "tokenizer.model", "spiece.model"),
+    "BertWordPieceLowerCase": ("vocab.txt", "tokenizer.json"),
+    "BertWordPieceCase": ("vocab.txt", "tokenizer.json"),
+    "HuggingFaceTokenizer": ("tokenizer.json", "vocab.txt"),
+    "SentencePieceTokenizer": ("tokenizer.model", "spiece.model"),
+}
+
+
+def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
+    """The file to read: the path itself, or the best of a folder.
 
     Raises:
-        MissingInputError: There is no such file or folder, or the folder holds neither file.
-        DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
+        ConfigError: There is no such type, or the file is of another.
+        MissingInputError: There is no such file or folder, or the folder holds nothing suitable.
     """
+    if tokenizer_type not in TOKENIZER_TYPES:
+        raise ConfigError(f"--tokenizer-type {tokenizer_type} does not exist; use one of {', '.join(TOKENIZER_TYPES)}")
+    wanted = TOKENIZER_TYPES[tokenizer_type]
     if path.is_dir():
-        found = [file for file in (path / "tokenizer.json", path / "vocab.txt") if file.is_file()]
-        if not found:
+        found = next((path / name for name in wanted if (path / name).is_file()), None)
+        if found is None:
             raise MissingInputError(
-                f"--tokenizer-model {path} holds neither tokenizer.json nor vocab.txt; name one that does"
+                f"--tokenizer-model {path} holds none of {', '.join(wanted)}; name a folder or file that does"
             )
-        path = found[0]
+        return found
     if not path.is_file():
         raise MissingInputError(
             f"--tokenizer-model {path}: no such file or folder; nothing is downloaded, so name a local vocab.txt, "
-            "tokenizer.json, or a folder that holds one"
+            "tokenizer.json or SentencePiece model, or a folder that holds one"
         )
-    config = _read_config(path.parent)
-    backend = _read_tokenizer_json(path) if path.suffix == ".json" else _read_vocab_txt(path, config)
-    _check_ids(backend, path)
+    fitting: tuple[str, ...]
+    if path.suffix == ".json":
+        kind, fitting = "a tokenizer.json", ("HuggingFaceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+    elif is_sentencepiece(path):
+        kind, fitting = "a SentencePiece model", ("SentencePieceTokenizer",)
+    else:
+        kind, fitting = "a WordPiece vocabulary", ("BertWordPieceLowerCase", "BertWordPieceCase")
+    if tokenizer_type not in ("auto", *fitting):
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer_type} does not fit {path}, which is {kind}; use auto, {' or '.join(fitting)}"
+        )
+    return path
+
+
+def is_sentencepiece(path: Path) -> bool:
+    """By the name, or because the file begins as a message whose first field is a message that begins with a string."""
+    with path.open("rb") as file:
+        head = file.read(3)
+    return path.suffix == ".model" or head[:1] == head[2:] == b"\n"
+
+
+def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
+
+    Raises:
+        ConfigError: The type contradicts the file about upper and lower case, or the file is not BERT's.
+        DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
+    """
+    config = read_tokenizer_config(path.parent)
+    if path.suffix == ".json":
+        backend = _read_tokenizer_json(path)
+        _check_bert_type(backend, path, tokenizer_type)
+    else:
+        backend = _read_vocab_txt(path, config, tokenizer_type)
     return backend, _find_special_names(backend, path, config)
 
 
@@ -60,41 +104,81 @@ def build_bert_backend(
     return backend
 
 
-def _read_vocab_txt(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    vocabulary: dict[str, int] = {}
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: pieces like U+2028 exist
-    if not lines[-1]:
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
-        try:
-            piece = line.removesuffix(b"\r").decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); is it a vocab.txt at all?") from error
-        if not piece:
-            raise DataError(
-                f"{path}, line {number}: empty; every line is one piece and its number is the id. Restore the file"
-            )
-        if piece in vocabulary:
-            raise DataError(
-                f"{path}, line {number}: '{piece}' stands on line {vocabulary[piece] + 1} too; "
-                "every piece needs one id. Restore the file"
-            )
-        vocabulary[piece] = number - 1
-    lowercase = config.get("do_lower_case")
+def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> tokenizers.Tokenizer:
+    pieces = _read_pieces(path)
+    vocabulary = dict(zip(pieces, range(len(pieces)), strict=True))
+    if len(vocabulary) < len(pieces) or "" in vocabulary:
+        raise DataError(_describe_bad_piece(path, pieces))
     unknown = next((name for name in STANDARD_NAMES["unk"] if name in vocabulary), STANDARD_NAMES["unk"][0])
     return build_bert_backend(
         models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100),
-        lowercase=_is_uncased(vocabulary) if lowercase is None else bool(lowercase),
+        lowercase=_choose_lower_case(path, pieces, config.get("do_lower_case"), tokenizer_type),
         strip_accents=config.get("strip_accents"),
         chinese_characters=config.get("tokenize_chinese_chars", True),
     )
 
 
-def _is_uncased(vocabulary: dict[str, int]) -> bool:
-    ordinary = (piece for piece in vocabulary if piece[0] + piece[-1] not in ("[]", "<>"))
-    return all(
-        piece == piece.lower() for piece in ordinary
-    )  # not isupper(): bert-base-uncased has ℝ, which lower() keeps
+def _read_pieces(path: Path) -> list[str]:
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    try:
+        pieces = content.decode().split("\n")  # not splitlines: pieces like U+2028 exist
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); is it a vocab.txt at all?") from error
+    if not pieces[-1]:
+        pieces.pop()
+    return [piece.removesuffix("\r") for piece in pieces] if b"\r" in content else pieces
+
+
+def _describe_bad_piece(path: Path, pieces: list[str]) -> str:
+    lines: dict[str, int] = {}
+    for line, piece in enumerate(pieces, start=1):
+        if not piece:
+            return f"{path}, line {line}: empty; every line is one piece and its number is the id. Restore the file"
+        if piece in lines:
+            return (
+                f"{path}, line {line}: '{piece}' stands on line {lines[piece]} too; every piece needs one id. "
+                "Restore the file"
+            )
+        lines[piece] = line
+    raise AssertionError(f"{path}: nothing wrong with the {len(pieces)} pieces")
+
+
+def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tokenizer_type: str) -> bool:
+    # Not isupper(): bert-base-uncased has ℝ, which lower() keeps. One call for all pieces is ten times faster.
+    lowered = "\n".join(pieces).lower().split("\n")
+    changed = [piece for piece, lower in zip(pieces, lowered, strict=False) if piece != lower]
+    upper = [piece for piece in changed if piece[0] + piece[-1] not in ("[]", "<>")]
+    if not tokenizer_type.startswith("BertWordPiece"):
+        return not upper if declared is None else bool(declared)
+    lower_case = tokenizer_type == "BertWordPieceLowerCase"
+    if declared is not None and bool(declared) != lower_case:
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer_type} contradicts {path.parent / 'tokenizer_config.json'}, which says "
+            f"do_lower_case {json.dumps(declared)}; change one of them, or leave the type to auto"
+        )
+    if lower_case and len(upper) * 100 > len(pieces):  # a few occur in uncased vocabularies, as letters of old scripts
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer_type} does not fit {path}: {len(upper):,} of {len(pieces):,} pieces have "
+            f"upper-case letters ('{upper[0]}') and could never occur; use BertWordPieceCase"
+        )
+    return lower_case
+
+
+def _check_bert_type(backend: tokenizers.Tokenizer, path: Path, tokenizer_type: str) -> None:
+    if not tokenizer_type.startswith("BertWordPiece"):
+        return
+    normalizer = backend.normalizer
+    if not isinstance(backend.model, models.WordPiece) or not isinstance(normalizer, normalizers.BertNormalizer):
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer_type} does not fit {path}, whose model is {type(backend.model).__name__} and "
+            f"whose normalizer is {type(normalizer).__name__}; use HuggingFaceTokenizer"
+        )
+    if normalizer.lowercase != (tokenizer_type == "BertWordPieceLowerCase"):
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer_type} contradicts {path}, which says lowercase "
+            f"{json.dumps(normalizer.lowercase)}; use HuggingFaceTokenizer, which takes the file's word"
+        )
 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
@@ -112,10 +196,11 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
             )
     backend.no_truncation()
     backend.no_padding()
+    _check_ids(backend, path)
     return backend
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """special_tokens_map.json and tokenizer_config.json of a folder as one dictionary; the latter wins."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -159,13 +244,23 @@ def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
         )
 
 
-def _find_special_names(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> dict[str, str]:
-    names, missing = {}, []
-    for role, standard in STANDARD_NAMES.items():
+def declared_names(config: dict[str, Any]) -> dict[str, str]:
+    """Names of special tokens by role, as far as a tokenizer_config.json gives them."""
+    names = {}
+    for role in STANDARD_NAMES:
         declared = config.get(f"{role}_token")
         if isinstance(declared, dict):  # an AddedToken as Hugging Face writes it
             declared = declared.get("content")
-        candidates = (declared,) if isinstance(declared, str) else standard
+        if isinstance(declared, str):
+            names[role] = declared
+    return names
+
+
+def _find_special_names(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> dict[str, str]:
+    names, missing = {}, []
+    declared = declared_names(config)
+    for role, standard in STANDARD_NAMES.items():
+        candidates = (declared[role],) if role in declared else standard
         known = [name for name in candidates if backend.token_to_id(name) is not None]
         if known:
             names[role] = known[0]

@@ -49,7 +49,7 @@ def build_run(settings: Settings) -> Run:
         scheduler=_build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_stream=validation_stream,
-        progress=Progress(corpus_sha256=inputs.corpus.manifest.bin.sha256),
+        progress=Progress(corpus_sha256=inputs.corpus.manifest.sha256),
     )
 
 
@@ -79,9 +79,10 @@ def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, Bat
         data_parallel_rank=distributed.data_parallel_rank(),
         data_parallel_size=distributed.data_parallel_size(),
     )
-    if inputs.validation_documents is None or not settings.training.eval_iters:
+    if inputs.validation is None or not settings.training.eval_iters:
         return training, None
-    return training, replace(training, documents=inputs.validation_documents)
+    corpus, documents = inputs.validation
+    return training, replace(training, corpus=corpus, documents=documents)
 
 
 def _masking_scheme(data: DataConfig) -> MaskingScheme:

@@ -38,16 +38,18 @@ _MUST_MATCH = {
         "num_layers",
         "hidden_size",
         "num_attention_heads",
-        "swiglu_width",  # --ffn-hidden-size or its default
+        "swiglu_width",
         "rotary_base",
         "norm_epsilon",
     ),
-    "data": ("seq_length", "long_documents", "split"),
+    "data": ("seq_length", "long_documents", "share_of_data_path"),
     "training": ("seed",),
     # The optimizer's state is laid out by these.
     "parallel": ("use_distributed_optimizer",),
     "optimizer": ("weight_decay_scope",),
 }
+
+_SET_BY = {"swiglu_width": "ffn_hidden_size", "share_of_data_path": "split"}
 
 # megatron.core hands the results of a save over through a queue that it otherwise starts a process for (2.5 s); a
 # synchronous save writes and reads it in this process.
@@ -157,7 +159,7 @@ def _refuse_other_run(run: Run, saved: Settings, folder: Path) -> None:
         before, now = getattr(saved, section), getattr(run.settings, section)
         for name in names:
             if getattr(before, name) != getattr(now, name):
-                flag = flag_of("ffn_hidden_size" if name == "swiglu_width" else name)
+                flag = flag_of(_SET_BY.get(name, name))
                 differences.append(f"{flag} was {getattr(before, name)} and is now {getattr(now, name)}")
     if differences:
         raise CheckpointError(

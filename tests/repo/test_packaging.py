@@ -84,7 +84,7 @@ def test_python_range_is_3_10_to_3_12(metadata):
 
 
 def test_extras_are_the_promised_ones(metadata):
-    promised = {"gpu", "fast", "sentencepiece", "dali", "ray", "wandb", "eval", "dev"}
+    promised = {"gpu", "fast", "sentencepiece", "warc", "dali", "ray", "wandb", "eval", "benchmark", "dev"}
     assert set(metadata["extras_require"]) == promised
 
 

@@ -1,13 +1,18 @@
 """A made-up tokenizer and corpora of given ids, for tests that need a corpus on disk."""
 
+import hashlib
+import shutil
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import models
 
-from megatron_neobert.data.corpus_format import Manifest, corpus_files
-from megatron_neobert.data.corpus_writer import CorpusWriter
+from megatron_neobert.data import corpus_writer
+from megatron_neobert.data.corpus_format import Manifest, corpus_files, token_dtype
+from megatron_neobert.data.corpus_writer import CorpusFacts, OutputSettings, PartFiles, refuse_existing
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.data.tokenizer_files import build_bert_backend
 
@@ -29,13 +34,100 @@ def numbered_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, {name.strip("[]").lower(): name for name in SPECIAL})
 
 
+def write_part(
+    folder: Path,
+    number: int,
+    documents: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    *,
+    shard: str = "shard",
+    texts: Sequence[str] | None = None,
+    rejects: str = "",
+) -> PartFiles:
+    """What a worker leaves of these documents. Two with one text are duplicates; without texts there are no hashes."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    ids, lengths, hashes, rejects_file = (
+        folder / f"{number:06d}.{kind}" for kind in ("ids", "lengths", "hashes", "rejects")
+    )
+    flat = np.array([id_ for document in documents for id_ in document], dtype=np.int64).astype(dtype)
+    flat.tofile(ids)
+    np.array([len(document) for document in documents], dtype=np.int32).tofile(lengths)
+    rejects_file.write_text(rejects)
+    if texts is not None:
+        hashes.write_bytes(b"".join(text_hash(text) for text in texts))
+    return PartFiles(
+        shard=shard,
+        ids=ids,
+        lengths=lengths,
+        hashes=None if texts is None else hashes,
+        rejects=rejects_file,
+        documents=len(documents),
+        tokens=flat.size,
+        unknown_tokens=int((flat == tokenizer.unk_id).sum()),
+        ids_sha256=hashlib.sha256(flat.tobytes()).hexdigest(),
+    )
+
+
+def text_hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def made_up_facts(parts: Sequence[PartFiles]) -> CorpusFacts:
+    """Those of a run in which no record was lost."""
+    records = sum(part.documents for part in parts)
+    return CorpusFacts(
+        inputs={}, text_key="content", filters={}, records=records, repaired_documents=0, rejected={}, dropped={}
+    )
+
+
 def write_corpus(
-    prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Tokenizer, *, overwrite: bool = False
+    prefix: Path,
+    documents: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    *,
+    overwrite: bool = False,
+    shard_bytes: int | None = None,
 ) -> Manifest:
-    with CorpusWriter(corpus_files(prefix), tokenizer, overwrite=overwrite) as writer:
-        ids, lengths, rejects = (writer.folder / name for name in ("a.ids", "a.lengths", "a.rejects"))
-        np.concatenate(documents).astype(writer.dtype).tofile(ids)
-        np.array([len(document) for document in documents], dtype=np.int32).tofile(lengths)
-        rejects.touch()
-        writer.append_part(ids, lengths, rejects)
-        return writer.commit(inputs={}, text_key="content", unknown_tokens=0, repaired_documents=0, rejected={})
+    """A corpus of these documents, in volumes of at most shard_bytes."""
+    files = corpus_files(prefix)
+    refuse_existing(files, overwrite=overwrite)
+    files.partial.mkdir()
+    part = write_part(files.partial, 0, documents, tokenizer)
+    output = OutputSettings(
+        files=files, keep_shards=False, shard_bytes=shard_bytes, validation_fraction=0.0, deduplicate=False
+    )
+    written = corpus_writer.write_corpus([part], output, made_up_facts([part]), tokenizer, folder=files.partial)
+    shutil.rmtree(files.partial)
+    return written.manifest
+
+
+def random_documents(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[NDArray[np.int64]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(FIRST_ORDINARY, vocab_size, length) for length in lengths]
+
+
+# Ways to damage a file: each gives a function that changes its content, or returns what it becomes.
+
+
+def put(form, offset, *values):
+    def change(content):
+        struct.pack_into(form, content, offset, *values)
+
+    return change
+
+
+def cut(length):
+    def change(content):
+        del content[length:]
+
+    return change
+
+
+def replaced(*pairs):
+    def change(content):
+        for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+            assert old in content
+            content = content.replace(old, new)
+        return content
+
+    return change

@@ -12,7 +12,8 @@ from megatron_neobert.data.batches import BatchSettings, BatchStream
 from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.data.loader import build_loader
 from megatron_neobert.data.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.preprocess import PreprocessSettings, plan_preprocessing, preprocess
+from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.data.tokenizer import train_wordpiece
 
 SEQ_LENGTH = 128
@@ -34,7 +35,7 @@ def stream(tmp_path_factory) -> BatchStream:
             inputs=(str(shard),), output_prefix=str(folder / "made_up"), tokenizer_model=str(folder / "tokenizer")
         )
     )
-    preprocess(plan, on_progress=lambda counts: None)
+    preprocess(plan, on_progress=lambda progress: None)
     corpus = Corpus(folder / "made_up_content_document")
     ids = TokenIds(
         vocab_size=tokenizer.vocab_size,

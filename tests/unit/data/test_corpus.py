@@ -1,15 +1,13 @@
 """The corpus on disk: Megatron's format to the byte, and damage that is named instead of trained on."""
 
 import pickle
-import struct
 
 import numpy as np
 import pytest
-from small_corpus import FIRST_ORDINARY, numbered_tokenizer, write_corpus
+from small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus import Corpus, check_content
-from megatron_neobert.data.corpus_format import corpus_files, token_dtype
-from megatron_neobert.data.corpus_writer import CorpusWriter
+from megatron_neobert.data.corpus_format import token_dtype
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
 
 LENGTHS = [3, 1, 4, 2]
@@ -19,11 +17,6 @@ AT_POINTERS = AT_LENGTHS + 4 * len(LENGTHS)
 AT_BOUNDARIES = AT_POINTERS + 8 * len(LENGTHS)
 IDX_BYTES = AT_BOUNDARIES + 8 * (len(LENGTHS) + 1)
 BIN_BYTES = 2 * sum(LENGTHS)
-
-
-def random_documents(lengths, vocab_size, seed=0):
-    generator = np.random.default_rng(seed)
-    return [generator.integers(FIRST_ORDINARY, vocab_size, length) for length in lengths]
 
 
 @pytest.fixture
@@ -96,21 +89,7 @@ def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
     write_corpus(tmp_path / "corpus", random_documents([100_000], 100), numbered_tokenizer(100))
     pickled = pickle.dumps(Corpus(tmp_path / "corpus"))
     assert len(pickled) < 1000
-    assert np.array_equal(pickle.loads(pickled).tokens, Corpus(tmp_path / "corpus").tokens)
-
-
-def put(form, offset, *values):
-    def change(content):
-        struct.pack_into(form, content, offset, *values)
-
-    return change
-
-
-def cut(length):
-    def change(content):
-        del content[length:]
-
-    return change
+    assert np.array_equal(pickle.loads(pickled).document(0), Corpus(tmp_path / "corpus").document(0))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +140,28 @@ def cut(length):
         pytest.param("bin", cut(-1), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 1} bytes", id="bin odd"),
         pytest.param("bin", bytearray.append, f"expected {BIN_BYTES} bytes .* of {BIN_BYTES + 1} bytes", id="bin long"),
         pytest.param("json", cut(-20), "not a manifest", id="manifest cut"),
+        pytest.param("json", replaced(b'"documents": 4', b'"documents": 5'), "records 5, .* found 4", id="sum"),
         pytest.param(
-            "json", lambda c: c.replace(b'"documents": 4', b'"documents": 5'), "documents 4 .* found 5", id="other"
+            "json",
+            replaced(b'"documents": 4', b'"documents": 5', b'"records": 4', b'"records": 5'),
+            r"expected documents 4 as in small\.idx, found 5",
+            id="documents",
         ),
+        pytest.param(
+            "json", replaced(b'"tokens": 10', b'"tokens": 9'), r"tokens 10 as in small\.idx, found 9", id="tokens"
+        ),
+        pytest.param(
+            "json", replaced(b'"uint16"', b'"int32"'), r"dtype uint16 as in small\.idx, found int32", id="other dtype"
+        ),
+        pytest.param(
+            "json", lambda content: content[: content.index(b'"volumes"')] + b'"volumes": []}', "one volume", id="empty"
+        ),
+        pytest.param("json", replaced(b'"volumes": [', b'"volumes": [7,'), "not a mapping|found 7", id="volume"),
+        pytest.param(
+            "json", replaced(b'"held_out": 0', b'"held_out": "0"'), "'held_out' to be int, found '0'", id="type"
+        ),
+        pytest.param("json", replaced(b'"held_out"', b'"held_in"'), "but held_in, held_out differ", id="name"),
+        pytest.param("json", replaced(b'"unk"', b'"unknown"'), "special ids .0, 1, 2, 3, 4. .* 100", id="no unk"),
     ],
 )
 def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change, message):
@@ -181,8 +179,11 @@ def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change,
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix, tmp_path, monkeypatch, chunk):
-    for module in ("corpus", "corpus_writer"):
+    for module in ("volume_reader", "volume_writer"):
         monkeypatch.setattr(f"megatron_neobert.data.{module}._CHUNK", chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus_join._WINDOW_DOCUMENTS", chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus_join._WINDOW_BYTES", 2 * chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus._CHECKED_BYTES", 2 * chunk)
     write_corpus(tmp_path / "chunked", random_documents(LENGTHS, 100), numbered_tokenizer(100))
     for end in ("bin", "idx", "json"):
         assert (tmp_path / f"chunked.{end}").read_bytes() == prefix.with_suffix(f".{end}").read_bytes()
@@ -209,8 +210,8 @@ def test_no_file_at_all_is_a_missing_input(tmp_path):
 
 def test_manifest_of_a_later_version_is_refused(prefix):
     path = prefix.with_suffix(".json")
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(DataError, match="expected format_version 1, found 2"):
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(DataError, match="expected format_version 2, found 3"):
         Corpus(prefix)
 
 
@@ -279,38 +280,3 @@ def test_existing_corpus_is_replaced_only_when_asked(prefix):
     assert len(Corpus(prefix)) == 4
     write_corpus(prefix, [[7]], tokenizer, overwrite=True)
     assert Corpus(prefix).document(0).tolist() == [7]
-
-
-def test_overwriting_that_breaks_off_between_the_renames_leaves_no_corpus(prefix, monkeypatch):
-    monkeypatch.setattr(
-        "megatron_neobert.data.corpus_writer.write_manifest", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
-    )
-    with pytest.raises(OSError, match="full"):
-        write_corpus(prefix, random_documents(LENGTHS, 100, seed=1), numbered_tokenizer(100), overwrite=True)
-    with pytest.raises(DataError, match=r"small\.json missing"):
-        Corpus(prefix)
-
-
-def test_run_that_fails_leaves_nothing_and_a_killed_runs_leftovers_are_cleared(tmp_path):
-    files, tokenizer = corpus_files(tmp_path / "corpus"), numbered_tokenizer(100)
-    files.partial.mkdir()
-    (files.partial / "000000.ids").write_bytes(b"left by a run that was killed")
-    with pytest.raises(RuntimeError), CorpusWriter(files, tokenizer, overwrite=False) as writer:
-        assert {file.name for file in writer.folder.iterdir()} == {"lock", "ids", "lengths", "rejects"}
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_second_run_with_the_same_prefix_is_refused_while_the_first_goes_on(tmp_path):
-    files, tokenizer = corpus_files(tmp_path / "corpus"), numbered_tokenizer(100)
-    with CorpusWriter(files, tokenizer, overwrite=False):
-        second = CorpusWriter(files, tokenizer, overwrite=False)
-        with pytest.raises(OutputError, match=r"corpus\.partial belongs to a run that is still going"):
-            second.__enter__()
-
-
-def test_folder_that_cannot_be_created_is_an_output_error(tmp_path):
-    (tmp_path / "file").touch()
-    writer = CorpusWriter(corpus_files(tmp_path / "file" / "corpus"), numbered_tokenizer(100), overwrite=False)
-    with pytest.raises(OutputError, match=r"corpus\.partial: cannot be created \(Not a directory\)"):
-        writer.__enter__()

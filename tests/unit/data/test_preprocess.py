@@ -1,54 +1,24 @@
-"""Shards to corpus: every document arrives once and in order, every loss is counted, and failures leave nothing."""
+"""Shards to corpus: every document arrives once and in order, and every record is accounted for."""
 
 import gzip
+import hashlib
 import json
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from preprocess_place import WORDS, Place, add_mixed_shards, decoded
 from small_corpus import write_vocabulary
 
-from megatron_neobert.data import preprocess as preprocess_module
-from megatron_neobert.data import text_shards
-from megatron_neobert.data.corpus import Corpus, check_content
-from megatron_neobert.data.part_tasks import Counts, tokenize_part
-from megatron_neobert.data.preprocess import PreprocessReport, PreprocessSettings, plan_preprocessing, preprocess
+from megatron_neobert.data.corpus import check_content
+from megatron_neobert.data.preprocessing import plan as plan_module
+from megatron_neobert.data.preprocessing import run as run_module
+from megatron_neobert.data.preprocessing.part_tasks import Counts, tokenize_part
+from megatron_neobert.data.preprocessing.plan import plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
-
-WORDS = ["hello", "world", "mask", "sep", "[", "]", "xy", "##z", "zy"]
-
-
-class Place:
-    """A folder with a tokenizer and shards, where runs go to `run` by default."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.vocab = write_vocabulary(folder / "vocab.txt", WORDS)
-        self.shards = folder / "shards"
-        self.shards.mkdir()
-
-    def settings(self, **changes) -> PreprocessSettings:
-        defaults = {
-            "inputs": (str(self.shards),),
-            "output_prefix": str(self.folder / "out" / "run"),
-            "tokenizer_model": str(self.vocab),
-            "max_error_rate": 1.0,
-        }
-        return PreprocessSettings(**{**defaults, **changes})
-
-    def run(self, **changes) -> PreprocessReport:
-        return preprocess(plan_preprocessing(self.settings(**changes)), on_progress=lambda counts: None)
-
-    def corpus(self, name="run") -> Corpus:
-        return Corpus(self.folder / "out" / f"{name}_content_document")
-
-    def add_lines(self, name, *lines):
-        (self.shards / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-    def add_texts(self, name, *texts):
-        self.add_lines(name, *(json.dumps({"content": text}) for text in texts))
 
 
 @pytest.fixture
@@ -56,48 +26,24 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-def decoded(place, name="run"):
-    tokenizer, corpus = load_tokenizer(place.vocab), place.corpus(name)
-    return [tokenizer.decode(corpus.document(number)) for number in range(len(corpus))]
-
-
-def random_text(generator, tokens):
-    return " ".join(["hello", "world", "zy", "xyz"][choice] for choice in generator.integers(0, 4, tokens))
-
-
-def add_mixed_shards(place):
-    """Seven shards of three formats, dirty here and there."""
-    generator = np.random.default_rng(0)
-    for number in range(7):
-        texts = [random_text(generator, tokens) for tokens in generator.integers(1, 60, 40)]
-        lines = [json.dumps({"content": text}) for text in texts]
-        if number % 3 == 0:
-            pq.write_table(pa.table({"content": [*texts, None]}), place.shards / f"{number}.parquet", row_group_size=7)
-        elif number % 3 == 1:
-            place.add_lines(
-                f"{number}.jsonl", *lines, "broken", '{"content": "\\ud800 hello"}', json.dumps({"content": " "})
-            )
-        else:
-            (place.shards / f"{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(["{}", *lines]).encode()))
+def cut_small(monkeypatch, part_bytes):
+    """Shards of a few kB in several parts each."""
+    monkeypatch.setattr(
+        plan_module, "split_into_parts", lambda shard, read: split_into_parts(shard, read, part_bytes=part_bytes)
+    )
 
 
 def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place, monkeypatch):
     add_mixed_shards(place)
-    place.run(output_prefix=str(place.folder / "out" / "1"))
-    for workers in (2, 3):
-        place.run(output_prefix=str(place.folder / "out" / str(workers)), workers=workers)
-    monkeypatch.setattr(
-        preprocess_module, "split_into_parts", lambda shard: text_shards.split_into_parts(shard, part_bytes=1)
-    )
-    assert len(plan_preprocessing(place.settings()).parts) > 7  # parquet shards of 41 rows in groups of 7
-    place.run(output_prefix=str(place.folder / "out" / "parts"))
-    for end in ("bin", "idx", "json", "rejects.jsonl"):
-        contents = {
-            name: (place.folder / "out" / f"{name}_content_document.{end}").read_bytes()
-            for name in ("1", "2", "3", "parts")
-        }
-        assert len(set(contents.values())) == 1, end
-        assert len(contents["1"]) > 100
+    for name, workers in {"1": None, "2": 2, "4": 4}.items():
+        place.run(name, workers=workers)
+    cut_small(monkeypatch, 2000)
+    assert len(plan_preprocessing(place.settings("parts")).parts) > 20
+    place.run("parts")
+    found = {name: place.contents(name) for name in ("1", "2", "4", "parts")}
+    assert sorted(found["1"]) == [f"content_document.{end}" for end in ("bin", "idx", "json", "rejects.jsonl")]
+    assert min(map(len, found["1"].values())) > 100
+    assert found["1"] == found["2"] == found["4"] == found["parts"]
     check_content(place.corpus("1"))
 
 
@@ -119,12 +65,9 @@ def test_megatron_reads_what_preprocessing_of_real_books_wrote(shared_data, tmp_
         rows = pq.read_table(shard).slice(0, 20)
         texts += rows["content"].to_pylist()
         pq.write_table(rows, place.shards / shard.name)
-    for workers in (1, 2):
-        place.run(output_prefix=str(tmp_path / "out" / str(workers)), workers=workers)
-    one, two = (tmp_path / "out" / f"{workers}_content_document" for workers in (1, 2))
-    for end in (".bin", ".idx", ".json"):
-        assert one.with_name(one.name + end).read_bytes() == two.with_name(two.name + end).read_bytes()
-    dataset, tokenizer = indexed_dataset.IndexedDataset(str(one)), load_tokenizer(place.vocab)
+    place.run()
+    dataset = indexed_dataset.IndexedDataset(str(tmp_path / "out" / "run_content_document"))
+    tokenizer = load_tokenizer(place.vocab)
     assert len(dataset) == len(texts) == 80
     for number, text in enumerate(texts):
         assert dataset[number].tolist() == tokenizer.encode_batch([text]).ids.tolist()
@@ -133,7 +76,7 @@ def test_megatron_reads_what_preprocessing_of_real_books_wrote(shared_data, tmp_
 def test_special_token_literals_in_the_text_leave_no_special_id_in_the_corpus(place):
     place.add_texts("a.jsonl", "hello [MASK] [SEP] [CLS] [PAD] world")
     place.run()
-    stored = set(place.corpus().tokens.tolist())
+    stored = set(place.corpus().document(0).tolist())
     assert not stored & (set(place.corpus().manifest.special_ids) - {1})  # [UNK] stands for "cls" and "pad" here
     check_content(place.corpus())
 
@@ -141,32 +84,58 @@ def test_special_token_literals_in_the_text_leave_no_special_id_in_the_corpus(pl
 # --- what is left out
 
 
-def test_rejects_are_counted_by_reason_and_listed_with_their_positions(place):
+def test_every_record_is_kept_rejected_or_dropped_and_rejects_are_listed_with_what_they_were(place):
     pq.write_table(pa.table({"content": ["hello", None, " "]}), place.shards / "a.parquet")
-    place.add_lines(
-        "b.jsonl", "broken", '{"content": 1}', '{"text": "x"}', '{"content": "\\u0000\\u200b"}', '{"content": "world"}'
-    )
+    place.add_lines("b.jsonl", "broken", '{"content": 1}', "", '{"text": "x"}', '{"content": "\\u200b"}')
+    with (place.shards / "b.jsonl").open("ab") as stream:
+        stream.write(b'\xff\n{"content": "world"}\n')
     report = place.run()
     expected = [
-        ("a.parquet", "row 1", "null text"),
-        ("a.parquet", "row 2", "empty text"),
-        ("b.jsonl", "line 1", "malformed JSON"),
-        ("b.jsonl", "line 2", "text is not a string"),
-        ("b.jsonl", "line 3", "missing key"),
-        ("b.jsonl", "line 4", "no tokens"),
+        ("a.parquet", "row", 1, "null text", {"raw": ""}),
+        ("b.jsonl", "line", 1, "malformed JSON", {"raw": "broken"}),
+        ("b.jsonl", "line", 2, "text is not a string", {"raw": '{"content": 1}'}),
+        ("b.jsonl", "line", 4, "missing key", {"raw": '{"text": "x"}'}),
+        ("b.jsonl", "line", 6, "malformed JSON", {"raw_base64": "/w=="}),
     ]
-    lines = [json.loads(line) for line in report.files.rejects.read_text(encoding="utf-8").splitlines()]
-    found = [(line["file"], line["position"], line["reason"]) for line in lines]
-    assert found == [(str(place.shards / file), position, reason) for file, position, reason in expected]
-    assert place.corpus().manifest.rejected == dict.fromkeys(sorted(reason for *_, reason in expected), 1)
+    found = [json.loads(line) for line in place.settings().files.rejects.read_text(encoding="utf-8").splitlines()]
+    assert [line.pop("detail") != "" for line in found] == [True] * len(expected)
+    assert found == [
+        {"file": str(place.shards / file), unit: number, "reason": reason, **raw}
+        for file, unit, number, reason, raw in expected
+    ]
+    manifest = place.corpus().manifest
+    assert manifest.rejected == {"malformed JSON": 2, "missing key": 1, "null text": 1, "text is not a string": 1}
+    assert manifest.dropped == {"empty text": 1, "no tokens": 1}
+    assert (manifest.records, manifest.documents) == (9, 2) == (report.counts.records, report.counts.documents)
     assert decoded(place) == ["hello", "world"]
+
+
+def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_part(place, monkeypatch):
+    lines = ["broken" if number % 7 == 0 else '{"content": "hello"}' for number in range(1, 200)]
+    place.add_lines("a.jsonl", *lines)
+    cut_small(monkeypatch, 500)
+    assert len(plan_preprocessing(place.settings()).parts) > 5
+    place.run()
+    found = [json.loads(line)["line"] for line in place.settings().files.rejects.read_text().splitlines()]
+    assert found == list(range(7, 200, 7))
+
+
+def test_record_in_a_later_part_is_named_by_its_line_after_a_byte(place, monkeypatch):
+    place.add_lines("a.jsonl", *['{"content": "hello"}'] * 50, "broken")
+    cut_small(monkeypatch, 500)
+    start = plan_preprocessing(place.settings()).parts[-1].start
+    assert start > 500
+    with pytest.raises(DataError, match=rf"a\.jsonl, line \d+ after byte {start}: malformed JSON"):
+        place.run(on_error="fail")
 
 
 def test_clean_run_writes_no_rejects_and_removes_those_of_the_run_it_replaces(place):
     place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
-    assert place.run().files.rejects.exists()
+    place.run()
+    assert place.settings().files.rejects.exists()
     place.add_texts("a.jsonl", "hello")
-    assert not place.run(overwrite=True).files.rejects.exists()
+    place.run(overwrite=True)
+    assert not place.settings().files.rejects.exists()
 
 
 def test_repaired_and_unknown_tokens_are_counted_in_the_manifest(place):
@@ -194,7 +163,7 @@ def test_failing_on_errors_names_the_first_and_leaves_nothing(place):
 def test_empty_texts_are_no_errors(place):
     place.add_texts("a.jsonl", "hello", "", "\u200b", " \n")
     report = place.run(on_error="fail", max_error_rate=0.0)
-    assert (report.counts.documents, report.counts.rejected.total(), report.counts.errors) == (1, 3, 0)
+    assert (report.counts.documents, report.counts.dropped.total(), report.counts.errors) == (1, 3, 0)
 
 
 @pytest.mark.parametrize(("good", "allowed"), [(998, False), (999, True)])
@@ -205,11 +174,11 @@ def test_error_rate_ends_the_run_only_above_its_bound(place, good, allowed):
         assert place.run(max_error_rate=0.001).counts.records == 1000
     else:
         message = (
-            r"1 of 999 records .*\(0\.10%\).* --max-error-rate 0\.001 .*1 malformed JSON\); the first: .*a\.jsonl, "
+            r"1 of 999 records .*\(0\.10%\).* --max-error-rate 0\.001 .*1 malformed JSON\); for example: .*a\.jsonl, "
         )
         with pytest.raises(DataError, match=message + "line 1: malformed JSON"):
             place.run(max_error_rate=0.001)
-        assert list((place.folder / "out").iterdir()) == []
+        assert not list((place.folder / "out").glob("*.bin"))
 
 
 def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
@@ -217,7 +186,7 @@ def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
     place.add_texts("b.jsonl", "hello")
     read = []
     monkeypatch.setattr(
-        preprocess_module, "tokenize_part", lambda task, report: read.append(task.number) or tokenize_part(task, report)
+        run_module, "tokenize_part", lambda task, report: read.append(task.number) or tokenize_part(task, report)
     )
     with pytest.raises(DataError, match=r"10,000 of 10,000 records .*100.00%.*no key 'content'; keys found: text"):
         place.run(max_error_rate=0.001)
@@ -227,7 +196,7 @@ def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
 def test_corpus_without_a_document_is_refused_and_leaves_nothing(place):
     place.add_texts("a.jsonl", "", " ")
     (place.shards / "b.jsonl").touch()
-    with pytest.raises(DataError, match=r"no document in 2 shards \(2 empty text\)"):
+    with pytest.raises(DataError, match=r"no document in 2 shards \(2 records: 2 empty text\)"):
         place.run()
     assert list((place.folder / "out").iterdir()) == []
 
@@ -239,10 +208,10 @@ def test_missing_column_is_found_before_anything_is_written(place):
 
 
 def test_damaged_shard_ends_the_run_whatever_the_error_settings(place):
-    place.add_texts("a.jsonl", "hello")
+    place.add_texts("c.jsonl", "hello")
     packed = gzip.compress(b'{"content": "hello"}\n' * 1000)
     (place.shards / "b.gz").write_bytes(packed[:-20])
-    with pytest.raises(DataError, match=r"b\.gz: the gzip stream"):
+    with pytest.raises(DataError, match=r"b\.gz"):
         place.run()
     assert list((place.folder / "out").iterdir()) == []
 
@@ -251,8 +220,6 @@ def test_damaged_shard_ends_the_run_whatever_the_error_settings(place):
 
 
 def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(place):
-    import hashlib
-
     place.add_texts("b.jsonl", "hello")
     place.add_texts("a.jsonl", "world")
     place.run(text_key="content")
@@ -296,21 +263,112 @@ def test_tokenizer_that_changes_during_the_run_is_refused(place):
     plan = plan_preprocessing(place.settings())
     write_vocabulary(place.vocab, [*WORDS, "more"])
     with pytest.raises(DataError, match="has changed since the run started"):
-        preprocess(plan, on_progress=lambda counts: None)
+        preprocess(plan, on_progress=lambda progress: None)
 
 
-def test_progress_ends_at_the_counts_of_the_report(place):
+def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(place):
     add_mixed_shards(place)
     seen = []
     plan = plan_preprocessing(place.settings(workers=2))
-    report = preprocess(plan, on_progress=lambda counts: seen.append((counts.documents, counts.rejected.total())))
-    assert seen == sorted(seen)
-    assert seen[-1] == (report.counts.documents, report.counts.rejected.total()) == (7 * 40 + 2, 3 + 4 + 2)
+
+    def note(progress):
+        seen.append((progress.read_bytes(plan), progress.counts.documents, progress.counts.errors))
+
+    report = preprocess(plan, on_progress=note)
+    assert [documents for _, documents, _ in seen] == sorted(documents for _, documents, _ in seen)
+    total = sum(file.stat().st_size for file in place.shards.iterdir())
+    assert seen[-1] == (pytest.approx(total), report.counts.documents, report.counts.errors)
+    assert seen[-1][1:] == (7 * 40 + 2, 3 + 2 + 2)  # nulls, broken lines, {}
 
 
 def test_counts_add_up():
     first, second = Counts(1, 2, 3, 4, 5), Counts(10, 20, 30, 40, 50)
-    first.rejected["empty text"], second.rejected["empty text"], second.rejected["missing key"] = 1, 2, 3
+    first.dropped["empty text"], second.dropped["empty text"], second.rejected["missing key"] = 1, 2, 3
     first.add(second)
-    assert first == Counts(11, 22, 33, 44, 55, first.rejected)
+    assert first == Counts(11, 22, 33, 44, 55, second.rejected, first.dropped)
     assert (first.records, first.errors) == (11 + 3 + 3, 3)
+
+
+# --- which documents are kept
+
+
+def test_short_and_long_documents_are_dropped_by_name(place):
+    texts = [" ".join(["hello"] * tokens) for tokens in (1, 2, 3, 4, 5, 6)]
+    place.add_texts("a.jsonl", *texts, "\u200b")
+    place.run(min_tokens=2, max_tokens=4)
+    manifest = place.corpus().manifest
+    assert place.corpus().lengths.tolist() == [2, 3, 4]
+    assert manifest.dropped == {"longer than --max-tokens": 2, "no tokens": 1, "shorter than --min-tokens": 1}
+    assert (manifest.filters["min_tokens"], manifest.filters["max_tokens"]) == (2, 4)
+    assert manifest.records == 7
+
+
+def test_duplicates_are_dropped_across_shards_and_the_first_stays(place):
+    place.add_texts("a.jsonl", "hello", "world", "hello")
+    place.add_texts("b.jsonl", "xyz", "world", "Hello")  # the same ids as "hello", but another text
+    for name, workers in {"one": None, "two": 2}.items():
+        place.run(name, deduplicate="exact", workers=workers)
+        assert decoded(place, name) == ["hello", "world", "xyz", "hello"]
+        assert place.corpus(name).manifest.dropped == {"duplicate": 2}
+    assert place.contents("one") == place.contents("two")
+
+
+def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(place):
+    texts = [f"hello {word}" for word in ("world " * count for count in range(1, 401))]
+    place.add_texts("a.jsonl", *texts)
+    place.run("forth", split_validation=0.1)
+    place.add_texts("a.jsonl", *reversed(texts))
+    place.run("back", split_validation=0.1)
+    held_out = {name: decoded(place, name, end="_validation") for name in ("forth", "back")}
+    assert held_out["forth"] == held_out["back"][::-1]
+    assert 20 < len(held_out["forth"]) < 60  # 40 expected, standard deviation 6
+    assert sorted(decoded(place, "forth") + held_out["forth"], key=len) == [text.strip() for text in texts]
+    manifest = place.corpus("forth").manifest
+    assert (manifest.part_of, manifest.held_out) == ("training", len(held_out["forth"]))
+
+
+@pytest.mark.parametrize("cut", [{"keep_shards": True}, {"shard_size": 600}])
+def test_corpus_of_several_volumes_has_the_same_documents(place, cut):
+    add_mixed_shards(place)
+    place.run("whole")
+    place.run("cut", **cut)
+    whole, several = place.corpus("whole"), place.corpus("cut")
+    assert len(several.manifest.volumes) == 7 if "keep_shards" in cut else len(several.manifest.volumes) > 7
+    assert len(several) == len(whole)
+    for number in range(len(whole)):
+        assert several.document(number).tolist() == whole.document(number).tolist()
+    check_content(several)
+
+
+def test_text_below_a_path_of_keys_is_found_and_names_the_corpus(place):
+    place.add_lines("a.jsonl", '{"data": {"text": "hello"}}')
+    place.run(text_key="data.text")
+    assert (place.folder / "out" / "run_data.text_document.bin").exists()
+
+
+# --- settings that contradict each other
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shard_index": 1}, "--shard-index and --num-shards .* give both or neither"),
+        ({"shard_index": 4, "num_shards": 4}, "--shard-index 4 is not one of the 4 tasks .* 0 to 3"),
+        ({"shard_index": 0, "num_shards": 4, "merge": True}, "--merge joins the parts of all tasks"),
+        ({"keep_shards": True, "shard_size": 10}, "--keep-shards cuts .* choose one"),
+        ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8 is below --min-tokens 9"),
+        ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
+        ({"inputs": ("-", "a.jsonl")}, "stands alone"),
+        ({"inputs": ("-",), "shard_index": 0, "num_shards": 2}, "has one reader"),
+        ({"text_separator": ""}, "--text-separator is empty"),
+    ],
+)
+def test_contradictory_settings_are_refused(place, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        place.settings(**settings)
+
+
+def test_all_contradictions_are_reported_at_once(place):
+    with pytest.raises(ConfigError) as refused:
+        place.settings(min_tokens=9, max_tokens=8, keep_shards=True, shard_size=10)
+    assert len(refused.value.problems) == 2

@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ def place(tmp_path):
     return tmp_path
 
 
-def start(place, *more):
+def start(place, *more, limits=""):
     arguments = (
         "--input",
         place / "shards",
@@ -32,9 +34,10 @@ def start(place, *more):
         "--tokenizer-model",
         place / "vocab.txt",
     )
+    arguments += ("--tokenizer-backend", "reference")  # slow enough to be caught in the act
     command = [sys.executable, REPOSITORY / "tools" / "preprocess_data.py", *arguments, *more]
     return subprocess.Popen(
-        list(map(str, command)),
+        ["bash", "-c", f'{limits}exec "$@"', "bash", *map(str, command)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -76,10 +79,10 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_nothing(place):
 
 @needs_proc
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_run_leaves_nothing_under_final_names_and_the_next_one_is_as_if_it_had_not_been(place, workers):
+def test_killed_run_leaves_nothing_under_final_names_and_is_resumed_to_the_same_bytes(place, workers):
     large_shards(place, shards=2, megabytes=1.2)
     process = start(place, "--workers", workers)
-    wait_for(lambda: any(file.stat().st_size for file in place.glob("run_content_document.partial/0*.ids")))
+    wait_for(lambda: any(file.stat().st_size for file in place.glob("run_content_document.partial/*.ids")))
     children = children_of(process.pid)
     process.kill()
     process.wait()
@@ -87,7 +90,7 @@ def test_killed_run_leaves_nothing_under_final_names_and_the_next_one_is_as_if_i
     assert len(children) == (workers if workers > 1 else 0)
     assert [file.name for file in place.glob("run*")] == ["run_content_document.partial"]
     wait_for(lambda: all(has_ended(child) for child in children))
-    finish(place)
+    finish(place, "--resume")
     finish(place, "--output-prefix", place / "fresh")
     assert not list(place.glob("*.partial"))
     for end in ("bin", "idx", "json"):
@@ -103,10 +106,67 @@ def test_interrupted_run_leaves_nothing_and_ends_with_130(place, moment):
     process = start(place, "--workers", "2")
     begun = {
         "workers start": lambda: children_of(process.pid),
-        "workers work": lambda: len(list(place.glob("run_content_document.partial/0*.ids"))) == 2,
+        "workers work": lambda: len(list(place.glob("run_content_document.partial/*.ids"))) == 2,
     }[moment]
     wait_for(begun)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: to the workers too
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, "Traceback" in errors) == (130, False)
     assert sorted(place.iterdir()) == before
+
+
+@needs_proc
+@pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))
+def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_bytes(place, number):
+    """More moments: KILLS=20 python -m pytest tests/unit/data/test_preprocess_killed.py -k any_moment."""
+    large_shards(place, shards=8, megabytes=0.5)
+    more = ("--workers", 2, "--deduplicate", "exact", "--split-validation", "0.05", "--keep-shards")
+    started = time.monotonic()
+    finish(place, "--output-prefix", place / "whole", *more)
+    whole_run = time.monotonic() - started
+    moment = random.Random(number)
+    for _ in range(2):
+        process = start(place, "--resume", *more)
+        time.sleep(moment.uniform(0.1, 1.05) * whole_run)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(place, "--resume", *more)
+    files = {
+        name: {file.name.removeprefix(name): file for file in place.glob(f"{name}_*")} for name in ("whole", "run")
+    }
+    assert files["whole"].keys() == files["run"].keys()
+    assert len(files["whole"]) == 8 * 2 + 1 + 3
+    for end, file in files["whole"].items():
+        assert file.read_bytes() == files["run"][end].read_bytes()
+
+
+@needs_proc
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_run_told_to_stop_ends_with_75_keeps_finished_parts_and_is_resumed(place, workers, number):
+    large_shards(place, shards=3, megabytes=1.5)
+    process = start(place, "--workers", workers)
+    wait_for(lambda: list(place.glob("run_content_document.partial/*.done")))
+    os.killpg(process.pid, number)  # as a scheduler does: to the workers too
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert errors.startswith(f"stopped by {number.name}: 1 finished parts are kept in ")
+    finish(place, "--resume")
+    finish(place, "--output-prefix", place / "fresh")
+    for end in ("bin", "idx", "json"):
+        resumed, fresh = (place / f"{name}_content_document.{end}" for name in ("run", "fresh"))
+        assert resumed.read_bytes() == fresh.read_bytes()
+
+
+def test_full_disk_ends_the_run_with_74_and_the_rest_is_done_when_there_is_room(place):
+    """A bound on the size of files fails like a full disk, at a write in the middle of a part."""
+    large_shards(place, shards=2, megabytes=1.2)
+    shard = place / "shards" / "large1.jsonl"
+    shard.write_text(shard.read_text() * 2)
+    process = start(place, limits="ulimit -f 3000; ")  # kB: more than the first part's ids, less than the second's
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in errors) == (74, False)
+    assert "File too large" in errors
+    assert "1 finished parts are kept" in errors
+    assert not list(place.glob("run_content_document.*[!l]"))
+    finish(place, "--resume")

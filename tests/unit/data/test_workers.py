@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from child_processes import has_ended, needs_proc, wait_for
 
-from megatron_neobert.data.workers import run_in_workers
+from megatron_neobert.data.preprocessing.workers import run_in_workers
 from megatron_neobert.errors import DataError
 
 
@@ -86,7 +86,7 @@ def test_interrupt_reaches_the_parent_and_no_worker():
 @needs_proc
 def test_worker_ends_when_its_parent_is_killed(tmp_path):
     script = (
-        "import test_workers, megatron_neobert.data.workers as w\n"
+        "import test_workers, megatron_neobert.data.preprocessing.workers as w\n"
         f"list(w.run_in_workers(test_workers.report_for_ever, [{str(tmp_path / 'pid')!r}], workers=1, on_report=id))"
     )
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])

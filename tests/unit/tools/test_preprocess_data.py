@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
-def run(tool, *arguments):
+def run(tool, *arguments, **more):
     command = [sys.executable, str(REPOSITORY / "tools" / f"{tool}.py"), *map(str, arguments)]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    more = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 120, **more}
+    ended = subprocess.run(command, check=False, **more)
     return ended.returncode, ended.stdout, ended.stderr
 
 
@@ -48,8 +50,10 @@ def test_run_says_what_it_wrote_and_validation_agrees(place):
     code, output, errors = run("preprocess_data", *arguments_of(place))
     assert (code, errors) == (0, "")
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
-    assert "rejected: none" in output
-    assert f"wrote {place / 'run_content_document.bin'}, run_content_document.idx, run_content_document.json" in output
+    rows = [line.split(maxsplit=1) for line in output.splitlines() if line.startswith("  ")]
+    assert ["records", "2"] in rows and ["rejected", "none"] in rows and ["dropped", "none"] in rows
+    assert ["tokens", "7, 0.000% of them unknown"] in rows
+    assert output.splitlines()[-1] == f"wrote {place / 'run_content_document.json'}, run_content_document.bin, .idx"
     for more in ([], ["--full"]):
         code, output, errors = run("validate_data", place / "run_content_document", *more)
         assert (code, errors) == (0, "")
@@ -67,6 +71,8 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(place):
     assert code == 0
     assert f"{place / 'shards' / 'a.jsonl'} | jsonl" in output
     assert "1 shards" in output and "58 ids, uint16" in output
+    assert "text  hello world\nids   57 27 46 49 43 35  (6 in all)" in output
+    assert "estimated from a sample: 2 documents, 7 tokens" in output
     assert f"would write {place / 'run_content_document.bin'}" in output
     assert sorted(place.rglob("*")) == before
 
@@ -89,6 +95,10 @@ def test_many_unknown_tokens_are_warned_of(place):
         (["--max-error-rate", "nan"], 2, "nan is not a fraction"),
         (["--on-error", "ignore"], 2, "invalid choice: 'ignore'"),
         (["--worker", "2"], 2, "unrecognized arguments: --worker"),
+        (["--shard-size", "10XB"], 2, "10XB is not a size; use a number of bytes, or one like 10GB or 64MiB"),
+        (["--keep-shards", "--shard-size", "1GB"], 2, "choose one"),
+        (["--num-shards", "2"], 2, "give both or neither"),
+        (["--input", "-", "--dry-run"], 2, "--dry-run cannot look at standard input"),
     ],
 )
 def test_wrong_arguments_end_with_their_exit_code_and_one_sentence(place, more, code, message):
@@ -140,6 +150,110 @@ def test_help_and_a_whole_run_import_neither_torch_nor_transformers(place, tool)
         found = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True)
         imported = found.stdout.splitlines()[-1]
         assert imported == ("imported: []" if tool == "validate_data" else "imported: ['tokenizers']")
+
+
+# --- standard input, separators, resuming
+
+
+def test_standard_input_is_read_to_its_end_and_named_by_a_dash(place):
+    content = (place / "shards" / "a.jsonl").read_text() + "\nbroken\n"
+    assert run("preprocess_data", *arguments_of(place))[0] == 0
+    more = ("--input", "-", "--output-prefix", place / "piped", "--max-error-rate", "0.5")
+    code, _, errors = run("preprocess_data", *arguments_of(place, *more), input=content)
+    assert (code, errors) == (0, "")
+    for end in ("bin", "idx"):
+        piped, read = (place / f"{name}_content_document.{end}" for name in ("piped", "run"))
+        assert piped.read_bytes() == read.read_bytes()
+    assert list(json.loads((place / "piped_content_document.json").read_text())["inputs"]) == ["-"]
+    assert json.loads((place / "piped_content_document.rejects.jsonl").read_text())["file"] == "-"
+    assert not list(place.glob("*.partial"))
+
+
+def test_standard_input_that_cannot_be_used_leaves_nothing(place):
+    before = sorted(place.rglob("*"))
+    code, _, errors = run("preprocess_data", *arguments_of(place, "--input", "-"), input="\x89PNG\r\n\x1a\n" * 99)
+    assert code == 65, errors
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("separator", "lengths"),
+    [(None, [6]), (r"\n", [1, 2, 1, 2]), (r"\n\n", [3, 3]), ("<|end|>", [6])],
+)
+def test_plain_text_is_cut_at_the_separator(place, separator, lengths):
+    (place / "shards" / "a.jsonl").unlink()
+    (place / "shards" / "a.txt").write_text("hello\nhello a\n\nhello\nhello b\n")
+    more = [] if separator is None else ["--text-separator", separator]
+    assert run("preprocess_data", *arguments_of(place, *more))[0] == 0
+    manifest = json.loads((place / "run_content_document.json").read_text())
+    assert (manifest["documents"], manifest["tokens"]) == (len(lengths), sum(lengths))
+
+
+def test_resuming_a_finished_corpus_does_nothing_and_says_so(place):
+    assert run("preprocess_data", *arguments_of(place, "--resume"))[0] == 0
+    before = (place / "run_content_document.bin").stat().st_mtime_ns
+    code, output, _ = run("preprocess_data", *arguments_of(place, "--resume"))
+    assert (code, output) == (0, f"{place / 'run_content_document.json'} is complete; nothing to do\n")
+    assert (place / "run_content_document.bin").stat().st_mtime_ns == before
+
+
+# --- Slurm
+
+
+def run_on_slurm(place, **variables):
+    """The batch script of an array's task, or of the job that follows the array."""
+    tools = place / "bin"
+    tools.mkdir(exist_ok=True)
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{place / "scontrol"}"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    environment = {
+        **ENVIRONMENT,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        **variables,
+    }
+    command = ["bash", str(REPOSITORY / "examples" / "slurm" / "preprocess.sh"), *map(str, arguments_of(place))]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_slurm_array_and_the_job_after_it_write_the_corpus_of_one_run(place):
+    for name in "bcde":
+        (place / "shards" / f"{name}.jsonl").write_text(json.dumps({"content": f"hello {name}"}))
+    for task in range(3):
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
+        job = run_on_slurm(place, **slurm, SLURM_CPUS_PER_TASK="2")
+        output, errors = job.communicate(timeout=120)
+        assert (job.returncode, errors) == (0, "")
+        assert f"task {task} of 3: " in output
+    job = run_on_slurm(place, SLURM_JOB_ID="8")
+    _, errors = job.communicate(timeout=120)
+    assert (job.returncode, errors) == (0, "")
+    assert run("preprocess_data", *arguments_of(place, "--output-prefix", place / "one"))[0] == 0
+    for end in ("bin", "idx", "json"):
+        array, one = (place / f"{name}_content_document.{end}" for name in ("run", "one"))
+        assert array.read_bytes() == one.read_bytes()
+    assert not (place / "scontrol").exists()
+
+
+def test_slurm_task_that_is_told_to_stop_is_queued_again(place):
+    with (place / "shards" / "a.jsonl").open("w") as stream:
+        stream.writelines(json.dumps({"content": "a b c " * 20_000}) + "\n" for _ in range(200))  # 24 MB
+    task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
+    job = run_on_slurm(place, SLURM_JOB_ID="7", **task)
+    try:
+        end = time.monotonic() + 60
+        while not list(place.glob("run_content_document.partial/*.ids")):
+            assert time.monotonic() < end and job.poll() is None
+            time.sleep(0.02)
+        job.terminate()
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 75
+    assert "stopped by SIGTERM" in errors
+    assert (place / "scontrol").read_text() == "requeue 7\n"
 
 
 # --- tokenizers

@@ -56,7 +56,7 @@ def run_in_workers(
         for _, task in zip(range(workers), waiting, strict=False):
             connection, far_end = context.Pipe()
             process = context.Process(target=_work, args=(function, far_end), daemon=True)
-            with _interrupts_held_back():
+            with _signals_held_back():
                 process.start()
                 processes[connection] = process
             far_end.close()
@@ -84,14 +84,14 @@ def run_in_workers(
 
 
 @contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C goes to the whole process group, but the parent decides: workers started inside never see it.
+def _signals_held_back() -> Iterator[None]:
+    """Ctrl-C and a scheduler's SIGTERM go to all processes, but the parent decides: workers started inside see none.
 
     They inherit the blocked signal, which ignoring it in the worker could not replace: it would come too late for the
     worker's imports. The parent gets its interrupt on leaving, when the worker is known and can be ended.
     """
     resource_tracker.ensure_running()  # multiprocessing would start it now, and unblock the signal in doing so
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:
         yield
     finally:
@@ -107,7 +107,8 @@ def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arg
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise ChildProcessError(
-            f"worker process {process.pid} {how} at {task}; if memory ran out, use fewer --workers, and start again"
+            f"worker process {process.pid} {how} at {task}; if memory ran out, use fewer --workers, and go "
+            "on with --resume"
         ) from error
 
 

@@ -1,0 +1,134 @@
+"""PREFIX.partial, where an unfinished run keeps its finished parts: who may work there, and what may be taken over.
+
+A run takes over the parts of an earlier one only where they would come out the same: job.json has the settings that
+decide their bytes, and each part's own record says which range of which version of a shard it holds. So shards may be
+added, mended and left out between two runs. Several tasks of one array share the folder, each with its own parts.
+"""
+
+import fcntl
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.files import replace_file
+
+_JOB = "job.json"
+
+
+class JobFolder:
+    """The folder of one corpus in the making; a context manager that holds it for one run, or one task of an array.
+
+    On leaving, the folder stays if there is something worth resuming in it, and disappears otherwise.
+
+    Args:
+        path: PREFIX.partial; created.
+        task: Number of the array's task, which shares the folder with the other tasks; None: nobody else may use it.
+
+    Raises:
+        OutputError: The folder cannot be created, or another process uses it.
+    """
+
+    def __init__(self, path: Path, *, task: int | None = None) -> None:
+        self.path = path
+        self.task = task
+        self.standard_input = path / "standard_input"  # its copy, complete
+        self._locks: list[IO[bytes]] = []
+
+    def __enter__(self) -> "JobFolder":
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock("lock", exclusive=self.task is None)
+            if self.task is not None:
+                self._lock(f"lock.{self.task}", exclusive=True)
+        except OSError as error:
+            raise OutputError(
+                f"{self.path}: cannot be created ({error.strerror}); choose another --output-prefix"
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.task is None and not self.finished_parts() and not self.standard_input.exists():
+            self.remove()
+        for lock in self._locks:
+            lock.close()
+
+    def begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Makes the folder that of a run with these settings.
+
+        Args:
+            settings: All that decide the content of a part; must survive JSON.
+            resume: Take over finished parts; a task of an array always does.
+            overwrite: Throw away the parts of an earlier run, unless they can be taken over.
+
+        Raises:
+            OutputError: Finished parts are there, and neither resume nor overwrite says what to do with them.
+            ConfigError: The folder belongs to a run with other settings.
+        """
+        settings = json.loads(json.dumps(settings))
+        with (self.path / "lock.begin").open("wb") as turn:  # tasks of an array begin one after the other
+            with suppress(OSError):
+                fcntl.flock(turn, fcntl.LOCK_EX)
+            if not self._takes_over(settings, resume=resume or self.task is not None, overwrite=overwrite):
+                self._clear()
+                replace_file(self.path / _JOB, json.dumps(settings))
+
+    def _takes_over(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
+        earlier, finished = self._read_settings(), self.finished_parts()
+        if earlier == settings:
+            if finished and not resume and not overwrite:
+                raise OutputError(
+                    f"{self.path} holds {finished:,} finished parts of an earlier run; go on with --resume, or start "
+                    "anew with --overwrite"
+                )
+            return resume
+        if earlier is not None and (self.task is not None or (finished and not overwrite)):
+            remedy = "delete the folder" if self.task is not None else "start anew with --overwrite"
+            raise ConfigError(
+                f"{self.path} belongs to a run with {_describe_difference(earlier, settings)}; start with the same, "
+                f"or {remedy}"
+            )
+        return False
+
+    def finished_parts(self) -> int:
+        return sum(1 for file in self.path.glob("*.done"))
+
+    def remove(self) -> None:
+        """Deletes the folder; a kill in the middle leaves nothing that would be taken for finished parts."""
+        (self.path / _JOB).unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _lock(self, name: str, *, exclusive: bool) -> None:
+        lock = (self.path / name).open("wb")
+        self._locks.append(lock)
+        try:
+            fcntl.flock(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            whose = "a run" if self.task is None or name == "lock" else f"a run with --shard-index {self.task}"
+            raise OutputError(
+                f"{self.path} belongs to {whose} that is still going; wait for it or choose another prefix"
+            ) from error
+        except OSError:
+            pass  # a file system without locks: two runs with one prefix are then not told apart
+
+    def _read_settings(self) -> Any:
+        try:
+            return json.loads((self.path / _JOB).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _clear(self) -> None:
+        """Removes what an earlier run has left, but not the copy of standard input that this one has made."""
+        for leftover in self.path.iterdir():
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            elif not leftover.name.startswith("lock") and leftover != self.standard_input:
+                leftover.unlink()
+
+
+def _describe_difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:
+    """ "min_tokens 0 where this one has 5", of the first difference."""
+    name = next(name for name in [*now, *earlier] if earlier.get(name) != now.get(name))
+    return f"{name} {earlier.get(name)} where this one has {now.get(name)}"

@@ -1,0 +1,307 @@
+"""What one worker does: one part of a shard becomes token ids, lengths and rejects, in files that count once complete.
+
+The record KEY.done is written last, when the other files are on disk; a part without it is done again from its
+beginning, and so is one whose shard has changed. Memory: one batch of about 1 MB of text and its ids, whatever the
+size of the part.
+"""
+
+import base64
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus_format import token_dtype
+from megatron_neobert.data.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.shards.find import ShardVersion, shard_sha256
+from megatron_neobert.data.shards.parts import read_part
+from megatron_neobert.data.shards.records import ReadSettings, RecordBatch, Rejected, ShardPart
+from megatron_neobert.data.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
+from megatron_neobert.errors import DataError
+from megatron_neobert.files import replace_file
+
+NO_TOKENS = "no tokens"  # a text of control characters only
+TOO_FEW_TOKENS = "shorter than --min-tokens"
+TOO_MANY_TOKENS = "longer than --max-tokens"
+
+HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
+Kind = Literal["ids", "lengths", "hashes", "rejects"]
+
+
+@dataclass
+class Counts:
+    """What became of the records read so far: records = documents + rejected + dropped."""
+
+    documents: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    repaired_documents: int = 0
+    utf8_bytes: int = 0  # of the texts that were tokenised
+    rejected: Counter[str] = field(default_factory=Counter)  # records by reason: errors
+    dropped: Counter[str] = field(default_factory=Counter)  # records by the name of the filter
+
+    def add(self, other: "Counts") -> None:
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.unknown_tokens += other.unknown_tokens
+        self.repaired_documents += other.repaired_documents
+        self.utf8_bytes += other.utf8_bytes
+        self.rejected.update(other.rejected)
+        self.dropped.update(other.dropped)
+
+    @property
+    def errors(self) -> int:
+        return self.rejected.total()
+
+    @property
+    def records(self) -> int:
+        return self.documents + self.errors + self.dropped.total()
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What is the same for all parts of a run."""
+
+    read: ReadSettings
+    tokenizer_model: str
+    tokenizer_type: str
+    fingerprint: str  # of the tokenizer that the run has planned with
+    backend: Literal["fast", "reference"]
+    min_tokens: int
+    max_tokens: int | None
+    with_hashes: bool
+    on_error: Literal["skip", "fail"]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """One part of a shard, and all that a worker must know to tokenise it."""
+
+    number: int
+    part: ShardPart
+    shard: ShardVersion
+    shard_name: str  # for people: "-" for standard input, else the part's path
+    starts_shard: bool
+    settings: TaskSettings
+
+    def __str__(self) -> str:
+        return self.shard_name
+
+    @cached_property
+    def key(self) -> str:
+        """Name of the part's files: the same in a run that reads other shards as well."""
+        return hashlib.blake2b(json.dumps(asdict(self.part)).encode(), digest_size=12).hexdigest()
+
+    def file(self, kind: Kind) -> Path:
+        return self.settings.folder / f"{self.key}.{kind}"
+
+    @property
+    def record(self) -> Path:
+        """Present when the part is finished."""
+        return self.settings.folder / f"{self.key}.done"
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """A finished part; its ids, lengths, hashes and rejects wait in the task's files."""
+
+    number: int  # of the part in this run
+    shard: ShardVersion
+    counts: Counts
+    ids_sha256: str
+    file_bytes: dict[str, int]  # by kind
+    shard_sha256: str | None  # of the whole shard, with its first part; None for URLs too
+    numbers: int  # record numbers used up
+    encoder: str
+    mismatch: str | None  # why a fast back end was given up
+    first_error: str | None
+
+
+@dataclass(frozen=True)
+class PartProgress:
+    """How far a part has come, from its beginning."""
+
+    number: int
+    counts: Counts
+    fraction: float
+    first_error: str | None
+
+
+Report = Callable[[PartProgress], None]
+
+
+def tokenize_part(task: PartTask, report: Report) -> PartResult:
+    """Writes the files of a task; a fast back end that differs from the reference tokenizer is replaced by it.
+
+    Raises:
+        DataError: A record is in error and the task says to fail, the shard is damaged, or the tokenizer has changed.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
+    settings = task.settings
+    tokenizer = _tokenizer(settings.tokenizer_model, settings.tokenizer_type, settings.fingerprint)
+    try:
+        return _tokenize_with(_encoder(tokenizer, settings.backend), task, tokenizer, report, mismatch=None)
+    except BackendMismatch as mismatch:
+        return _tokenize_with(_encoder(tokenizer, "reference"), task, tokenizer, report, mismatch=str(mismatch))
+
+
+def read_result(task: PartTask) -> PartResult | None:
+    """The result of a part that an earlier run has finished; None where it must be done, or done again."""
+    try:
+        content = json.loads(task.record.read_bytes())
+    except FileNotFoundError:
+        return None
+    counts = {**content["counts"]}
+    counts |= {name: Counter(counts[name]) for name in ("rejected", "dropped")}
+    result = PartResult(
+        **{**content, "number": task.number, "counts": Counts(**counts), "shard": ShardVersion(*content["shard"])}
+    )
+    sizes = {kind: task.file(kind).stat().st_size for kind in _kinds(task) if task.file(kind).exists()}
+    return result if (result.shard, result.file_bytes) == (task.shard, sizes) else None
+
+
+def _tokenize_with(
+    encoder: Encoder, task: PartTask, tokenizer: Tokenizer, report: Report, *, mismatch: str | None
+) -> PartResult:
+    for file in (task.record, *(task.file(kind) for kind in _kinds(task))):  # a corpus may have a hard link to the ids
+        file.unlink(missing_ok=True)
+    counts, numbers = Counts(), 0
+    encoder.start_part()
+    with ExitStack() as stack:
+        streams = {kind: stack.enter_context(task.file(kind).open("wb")) for kind in _kinds(task)}
+        part = _PartFiles(task, tokenizer, streams)
+        for batch in read_part(task.part, task.settings.read):
+            counts.add(part.add(batch, encoder))
+            numbers += batch.numbers
+            report(PartProgress(task.number, counts, batch.progress, part.first_error))
+        for stream in streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+    result = PartResult(
+        number=task.number,
+        shard=task.shard,
+        counts=counts,
+        ids_sha256=part.ids_sha256,
+        file_bytes={kind: task.file(kind).stat().st_size for kind in streams},
+        shard_sha256=shard_sha256(task.part.path) if task.starts_shard else None,
+        numbers=numbers,
+        encoder=encoder.name,
+        mismatch=mismatch,
+        first_error=part.first_error,
+    )
+    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}))
+    return result
+
+
+class _PartFiles:
+    """The open files of a part, and what goes into them."""
+
+    def __init__(self, task: PartTask, tokenizer: Tokenizer, streams: Mapping[Kind, IO[bytes]]) -> None:
+        self.first_error: str | None = None
+        self._task, self._streams = task, streams
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._unknown = tokenizer.unk_id
+        self._ids_digest = hashlib.sha256()
+
+    @property
+    def ids_sha256(self) -> str:
+        return self._ids_digest.hexdigest()
+
+    def add(self, batch: RecordBatch, encoder: Encoder) -> Counts:
+        for record in batch.rejected:
+            self._reject(record)
+        counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=Counter(batch.dropped))
+        if not batch.texts:
+            return counts
+        encoded, kept, dropped = _keep(encoder.encode_batch(batch.texts), self._task.settings)
+        ids = encoded.ids.astype(self._dtype, copy=False).tobytes()
+        self._ids_digest.update(ids)
+        self._streams["ids"].write(ids)
+        self._streams["lengths"].write(encoded.lengths.astype("<i4", copy=False).tobytes())
+        if self._task.settings.with_hashes:
+            self._streams["hashes"].write(b"".join(_hash(batch.texts[place]) for place in kept))
+        counts.dropped.update(dropped)
+        counts.documents, counts.tokens = encoded.lengths.size, encoded.ids.size
+        counts.unknown_tokens = int(np.count_nonzero(encoded.ids == self._unknown))
+        counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
+        return counts
+
+    def _reject(self, record: Rejected) -> None:
+        task = self._task
+        entry: dict[str, Any] = {"file": task.shard_name, task.part.unit: record.number}
+        entry |= {"reason": record.reason, "detail": record.detail}
+        try:
+            entry["raw"] = record.raw.decode()
+        except UnicodeDecodeError:
+            entry["raw_base64"] = base64.b64encode(record.raw).decode()
+        self._streams["rejects"].write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        where = f"{task.shard_name}, {task.part.unit} {record.number}"
+        if task.part.numbers_are_relative:
+            where += f" after byte {task.part.start}"
+        problem = f"{where}: {record.reason} ({record.detail})"
+        if task.settings.on_error == "fail":
+            raise DataError(f"{problem}; mend the record, or leave such records out with --on-error skip")
+        self.first_error = self.first_error or problem
+
+
+def absolute_rejects(source: Path, target: Path, *, unit: str, before: int) -> None:
+    """Copies rejects of a part, with record numbers counted from the shard's beginning: `before` came earlier."""
+    with source.open("rb") as lines, target.open("wb") as stream:
+        for line in lines:
+            entry = json.loads(line)
+            entry[unit] += before
+            stream.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+
+
+def _keep(
+    encoded: EncodedBatch, settings: TaskSettings
+) -> tuple[EncodedBatch, NDArray[np.int64] | range, Counter[str]]:
+    """What is left of a batch, which texts these are, and how many documents each filter has taken."""
+    lengths = encoded.lengths
+    longest = settings.max_tokens or np.iinfo(np.int32).max
+    if lengths.min() >= max(1, settings.min_tokens) and lengths.max() <= longest:
+        return encoded, range(lengths.size), Counter()
+    empty = lengths == 0
+    short, long = (lengths < settings.min_tokens) & ~empty, lengths > longest
+    keep = ~(empty | short | long)
+    ids = encoded.ids[np.repeat(keep, lengths)]
+    taken = {NO_TOKENS: empty, TOO_FEW_TOKENS: short, TOO_MANY_TOKENS: long}
+    dropped = Counter({name: int(mask.sum()) for name, mask in taken.items() if mask.any()})
+    return EncodedBatch(ids, lengths[keep]), np.flatnonzero(keep), dropped
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest()
+
+
+def _kinds(task: PartTask) -> list[Kind]:
+    return [kind for kind in get_args(Kind) if kind != "hashes" or task.settings.with_hashes]
+
+
+@lru_cache(maxsize=1)  # a worker meets the same tokenizer in every task
+def _tokenizer(path: str, tokenizer_type: str, fingerprint: str) -> Tokenizer:
+    tokenizer = load_tokenizer(path, tokenizer_type=tokenizer_type)
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(f"--tokenizer-model {path} has changed since the run started; start again")
+    return tokenizer
+
+
+_encoders: dict[tuple[str, str], Encoder] = {}
+
+
+def _encoder(tokenizer: Tokenizer, backend: Literal["fast", "reference"]) -> Encoder:
+    """Kept from task to task, for a fast back end remembers the words that it has seen."""
+    key = (tokenizer.fingerprint, backend)
+    if key not in _encoders:
+        _encoders[key] = open_encoder(tokenizer, backend, probe=False)
+    return _encoders[key]

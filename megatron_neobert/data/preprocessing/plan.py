@@ -1,0 +1,257 @@
+"""What a preprocessing run will read and write: its settings, and the plan made of them before any text is read.
+
+The plan cuts the shards into parts, in an order that depends on nothing but the inputs; what is done in parts, by
+whomever and in whatever order, is joined in this one.
+"""
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_neobert import __version__
+from megatron_neobert.data.corpus_format import CorpusFiles, corpus_files, read_manifest
+from megatron_neobert.data.corpus_writer import refuse_existing
+from megatron_neobert.data.fast_backends import Encoder, open_encoder
+from megatron_neobert.data.preprocessing.job import JobFolder
+from megatron_neobert.data.preprocessing.part_tasks import PartTask, TaskSettings
+from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_version
+from megatron_neobert.data.shards.parts import check_text_key, split_into_parts
+from megatron_neobert.data.shards.records import ReadSettings, ShardPart
+from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.files import sync_to_disk
+
+STANDARD_INPUT = "-"
+_PLANNING_THREADS = 16  # shards are opened one by one, and most of that is waiting for a network
+
+
+@dataclass(frozen=True)
+class PreprocessSettings:
+    """What the command line of tools/preprocess_data.py says; its --help explains each."""
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer_model: str
+    read: ReadSettings = field(default_factory=ReadSettings)
+    tokenizer_type: str = "auto"
+    tokenizer_backend: Literal["auto", "fast", "reference"] = "auto"
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    deduplicate: Literal["exact"] | None = None
+    split_validation: float = 0.0
+    keep_shards: bool = False
+    shard_size: int | None = None  # bytes of .bin
+    workers: int | None = None  # None: one process here, all CPUs of a Ray cluster
+    executor: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    shard_index: int | None = None
+    num_shards: int | None = None
+    merge: bool = False
+    on_error: Literal["skip", "fail"] = "skip"
+    max_error_rate: float = 0.001
+    resume: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if problems := list(_find_problems(self)):
+            raise ConfigError(problems)
+
+    @property
+    def files(self) -> CorpusFiles:
+        return corpus_files(f"{self.output_prefix}_{self.read.text_key}_document")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will read and write."""
+
+    settings: PreprocessSettings
+    files: CorpusFiles
+    tokenizer: Tokenizer
+    encoder: Encoder
+    versions: dict[str, ShardVersion]  # by path or URL, in the order of reading
+    parts: list[ShardPart]
+
+    def shard_name(self, path: str) -> str:
+        return STANDARD_INPUT if path == str(JobFolder(self.files.partial).standard_input) else path
+
+    @cached_property
+    def task_settings(self) -> TaskSettings:
+        settings = self.settings
+        return TaskSettings(
+            read=settings.read,
+            tokenizer_model=settings.tokenizer_model,
+            tokenizer_type=settings.tokenizer_type,
+            fingerprint=self.tokenizer.fingerprint,
+            backend="reference" if self.encoder.is_reference else "fast",
+            min_tokens=settings.min_tokens,
+            max_tokens=settings.max_tokens,
+            with_hashes=_needs_hashes(settings),
+            on_error=settings.on_error,
+            folder=self.files.partial.absolute(),
+        )
+
+    @cached_property
+    def _parts_of(self) -> Counter[str]:
+        return Counter(part.path for part in self.parts)
+
+    def input_bytes(self, part: ShardPart) -> float:
+        """Its share of the shard, taken as equal among the shard's parts: for estimates."""
+        return self.versions[part.path].bytes / self._parts_of[part.path]
+
+    @property
+    def filters(self) -> dict[str, int | float | str | None]:
+        """The settings that decide which documents are in the corpus."""
+        settings = self.settings
+        return {
+            "min_tokens": settings.min_tokens,
+            "max_tokens": settings.max_tokens,
+            "deduplicate": settings.deduplicate,
+            "split_validation": settings.split_validation,
+            "max_document_bytes": settings.read.max_document_bytes,
+            "text_separator": settings.read.text_separator,
+        }
+
+
+def plan_preprocessing(settings: PreprocessSettings) -> Plan:
+    """Finds shards and tokenizer, and whatever would make the run fail early.
+
+    Writes nothing, but for the copy of standard input in PREFIX.partial.
+
+    Raises:
+        MissingInputError: An input or the tokenizer does not exist.
+        OutputError: The corpus exists and may not be overwritten.
+        DataError: The tokenizer or a shard's format is unusable, or the first shard has no such column.
+        ConfigError: The output of an earlier run is among the inputs, or a fast back end is asked for and unusable.
+    """
+    files = settings.files
+    if not settings.resume:
+        refuse_existing(files, overwrite=settings.overwrite)
+    tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
+    encoder = open_encoder(tokenizer, settings.tokenizer_backend)
+    if STANDARD_INPUT not in settings.inputs:
+        return _plan_parts(settings, tokenizer, encoder, find_shards(settings.inputs))
+    copy = _receive_standard_input(settings)
+    try:
+        return _plan_parts(settings, tokenizer, encoder, [copy])
+    except DataError:  # it cannot be read, now or by --resume
+        with JobFolder(files.partial) as job:
+            job.remove()
+        raise
+
+
+def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Encoder, shards: list[str]) -> Plan:
+    outputs = {str(file.resolve()) for file in settings.files}
+    if own := [shard for shard in shards if "://" not in shard and str(Path(shard).resolve()) in outputs]:
+        raise ConfigError(f"--input matches {own[0]}, which belongs to --output-prefix; write to another folder")
+    with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
+        versions = threads.map(shard_version, shards)
+        parts = threads.map(lambda shard: split_into_parts(shard, settings.read), shards)
+        plan = Plan(
+            settings=settings,
+            files=settings.files,
+            tokenizer=tokenizer,
+            encoder=encoder,
+            versions=dict(zip(shards, versions, strict=True)),
+            parts=[part for parts_of_shard in parts for part in parts_of_shard],
+        )
+    check_text_key(plan.parts[0], settings.read)
+    return plan
+
+
+def is_complete(plan: Plan) -> bool:
+    """True where the corpus of this plan is there, whole, so that --resume has nothing left to do."""
+    if not plan.files.manifest.exists() or (plan.files.partial / "job.json").exists():
+        return False
+    manifest = read_manifest(plan.files.manifest)
+    found = {name: record.bytes for name, record in manifest.inputs.items()}
+    wanted = {plan.shard_name(path): version.bytes for path, version in plan.versions.items()}
+    return (manifest.tokenizer_fingerprint, manifest.text_key, manifest.filters, found) == (
+        plan.tokenizer.fingerprint,
+        plan.settings.read.text_key,
+        plan.filters,
+        wanted,
+    )
+
+
+def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
+    if (settings.shard_index is None) != (settings.num_shards is None):
+        yield "--shard-index and --num-shards describe one task of an array together; give both or neither"
+    elif settings.num_shards is not None and not 0 <= (settings.shard_index or 0) < settings.num_shards:
+        yield (
+            f"--shard-index {settings.shard_index} is not one of the {settings.num_shards} tasks of --num-shards; they "
+            f"are numbered 0 to {settings.num_shards - 1}"
+        )
+    if settings.merge and settings.num_shards is not None:
+        yield "--merge joins the parts of all tasks; leave out --shard-index and --num-shards"
+    if settings.keep_shards and settings.shard_size is not None:
+        yield "--keep-shards cuts the corpus at the shards, --shard-size at a size; choose one"
+    if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
+        yield f"--max-tokens {settings.max_tokens} is below --min-tokens {settings.min_tokens}; exchange them"
+    if settings.ray_address is not None and settings.executor != "ray":
+        yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
+    if STANDARD_INPUT in settings.inputs:
+        if len(settings.inputs) > 1:
+            yield "--input - (standard input) stands alone; read the other shards in another run"
+        if settings.num_shards is not None:
+            yield "--input - (standard input) has one reader; give the tasks of an array files"
+    if settings.read.text_separator == "":
+        yield "--text-separator is empty; leave it out where each file is one document"
+
+
+def _receive_standard_input(settings: PreprocessSettings) -> str:
+    """Copies it to PREFIX.partial, where it can be read in parts, and again after a restart."""
+    with JobFolder(settings.files.partial) as job:
+        target = job.standard_input
+        if target.exists() and not settings.overwrite:
+            if not settings.resume:
+                raise OutputError(
+                    f"{job.path} holds the standard input of an earlier run; go on with it by --resume, or read "
+                    "another by --overwrite"
+                )
+            return str(target)
+        incoming = target.with_suffix(".incoming")
+        with incoming.open("wb") as stream:
+            shutil.copyfileobj(sys.stdin.buffer, stream, 1 << 20)
+        sync_to_disk(incoming)
+        incoming.replace(target)
+    return str(target)
+
+
+def decisive_settings(plan: Plan) -> dict[str, Any]:
+    """Those that decide the content of a part's files."""
+    settings = plan.settings
+    return {
+        "tokenizer": plan.tokenizer.fingerprint,
+        **asdict(settings.read),
+        "min_tokens": settings.min_tokens,
+        "max_tokens": settings.max_tokens,
+        "deduplicate or split_validation": _needs_hashes(settings),
+        "version": __version__,
+    }
+
+
+def _needs_hashes(settings: PreprocessSettings) -> bool:
+    return settings.deduplicate is not None or settings.split_validation > 0
+
+
+def part_tasks(plan: Plan) -> list[PartTask]:
+    """All parts in order, as work for others."""
+    paths = [None, *(part.path for part in plan.parts)]
+    return [
+        PartTask(
+            number=number,
+            part=part,
+            shard=plan.versions[part.path],
+            shard_name=plan.shard_name(part.path),
+            starts_shard=part.path != before,
+            settings=plan.task_settings,
+        )
+        for number, (part, before) in enumerate(zip(plan.parts, paths, strict=False))
+    ]

@@ -1,0 +1,65 @@
+"""A look at what a preprocessing run would do: some documents with their ids, and what the whole would cost.
+
+Reads a little of the first, the middle and the last part, so the estimates assume that the rest is like them.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus_format import token_dtype
+from megatron_neobert.data.preprocessing.plan import Plan
+from megatron_neobert.data.shards.parts import read_part
+from megatron_neobert.errors import DataError
+
+_SAMPLE_BYTES = 1 << 20  # of text, from each of three parts
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The first documents of a run, and estimates for all of it."""
+
+    examples: list[tuple[str, NDArray[np.int64]]]  # text and ids
+    documents: float
+    tokens: float
+    bin_bytes: float
+    core_seconds: float
+
+
+def preview(plan: Plan, *, examples: int = 2) -> Preview:
+    """Reads and tokenises up to 3 MB of text.
+
+    Raises:
+        DataError: No document is found there.
+    """
+    started = time.perf_counter()
+    shown: list[tuple[str, NDArray[np.int64]]] = []
+    documents = tokens = input_bytes = 0.0
+    for number in sorted({0, len(plan.parts) // 2, len(plan.parts) - 1}):
+        part, text_bytes, progress = plan.parts[number], 0, 0.0
+        plan.encoder.start_part()
+        for batch in read_part(part, plan.settings.read):
+            encoded = plan.encoder.encode_batch(batch.texts)
+            ends = np.cumsum(encoded.lengths)
+            for text, end, length in zip(batch.texts, ends, encoded.lengths, strict=True):
+                if len(shown) == examples:
+                    break
+                shown.append((text, encoded.ids[end - length : end].astype(np.int64)))
+            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
+            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
+            if text_bytes >= _SAMPLE_BYTES:
+                break
+        input_bytes += progress * plan.input_bytes(part)
+    if not documents or not input_bytes:
+        raise DataError("no document in the first, the middle and the last part; check --input and --text-key")
+    seconds = time.perf_counter() - started
+    factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
+    return Preview(
+        examples=shown,
+        documents=documents * factor,
+        tokens=tokens * factor,
+        bin_bytes=tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize,
+        core_seconds=seconds * factor,
+    )

@@ -1,0 +1,85 @@
+"""What reading a shard gives: batches of texts, and an account of every record that is not among them.
+
+A record read is kept (its text is in `RecordBatch.texts`), rejected (an error, described), or dropped (by a harmless
+rule that has a name). Nothing is lost silently; damage that hides an unknown number of records is a DataError instead.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+MALFORMED_JSON = "malformed JSON"
+MISSING_KEY = "missing key"
+NULL_TEXT = "null text"
+NOT_A_STRING = "text is not a string"
+TOO_LONG = "longer than --max-document-bytes"
+MALFORMED_RECORD = "malformed web archive record"
+
+EMPTY_TEXT = "empty text"  # dropped, like those below
+NOT_A_RESPONSE = "not a response record"
+HTTP_STATUS = "HTTP status not 200"
+NOT_HTML = "not HTML or text"
+
+BATCH_BYTES = 1 << 20  # of text, in one RecordBatch
+PART_BYTES = 256 << 20  # of text, in one part: about a minute for the reference tokenizer
+RAW_BYTES = 64 << 10  # of a rejected record that are kept
+
+Format = Literal["parquet", "arrow", "jsonl", "json", "text", "warc"]
+Compression = Literal["gzip", "zstd", "bzip2", "xz"]
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """What the user says about the shards."""
+
+    text_key: str = "content"
+    input_format: Literal["auto"] | Format = "auto"
+    text_separator: str | None = None  # between the documents of a plain text file; None: the file is one document
+    max_document_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """What one task reads from beginning to end: a shard, or the range [start, end) of one.
+
+    The range counts rows of a parquet or Arrow shard, bytes of an uncompressed shard of lines or separated texts.
+    """
+
+    path: str  # or URL
+    format: Format
+    compression: Compression | None = None
+    start: int = 0
+    end: int | None = None  # None: to the end
+
+    @property
+    def unit(self) -> str:
+        """What its records are called in messages."""
+        units = {"parquet": "row", "arrow": "row", "jsonl": "line", "json": "object", "text": "document"}
+        return units.get(self.format, "record")
+
+    @property
+    def numbers_are_relative(self) -> bool:
+        """True where record numbers count from the beginning of the part, since nobody has counted those before."""
+        return self.start > 0 and self.format in ("jsonl", "text")
+
+
+class Rejected(NamedTuple):
+    """One record without a usable text."""
+
+    reason: str  # one of the constants above
+    number: int  # of the record; rows count from 0 as in pyarrow, everything else from 1 as in editors
+    detail: str  # what was found
+    raw: bytes  # the record's first RAW_BYTES, as far as the format has such a thing
+
+
+@dataclass
+class RecordBatch:
+    """Some consecutive records of a part. `texts` are not empty, valid Unicode, in the order of the shard."""
+
+    texts: list[str] = field(default_factory=list)
+    utf8_bytes: int = 0  # of texts
+    repaired: int = 0  # texts in which invalid UTF-8 or lone surrogates became U+FFFD
+    rejected: list[Rejected] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)  # records by reason
+    numbers: int = 0  # record numbers used up, blank lines included: the next part's first number follows from it
+    progress: float = 0.0  # of the part, after this batch: 0 to 1

@@ -1,0 +1,246 @@
+"""Rows of parquet and Arrow shards: the text column, a little at a time.
+
+Neither a row group nor a mapped file stays in memory, and a part may begin within either. What is damaged is a
+DataError.
+"""
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_neobert.data.shards.records import ShardPart
+from megatron_neobert.data.shards.streams import is_url, open_shard, remote_errors
+from megatron_neobert.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+_BUFFER_BYTES = 1 << 20
+_ROWS = 64  # looked at together, about 130 kB of web text; more are not faster
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off between two batches would look whole
+
+
+class RowGroup(NamedTuple):
+    """A row group of a parquet shard, or a record batch of an Arrow shard."""
+
+    rows: int
+    text_bytes: int
+
+
+class Rows(NamedTuple):
+    """Consecutive values of the text column, and how much of the part is read with them."""
+
+    column: "pa.Array"  # not a dictionary
+    progress: float
+
+
+def row_groups(part: ShardPart, text_key: str) -> list[RowGroup]:
+    """The units that a shard consists of; none for a remote Arrow shard, which would have to be fetched for it."""
+    if part.format == "parquet":
+        with open_parquet(part.path) as shard:
+            groups = (shard.metadata.row_group(number) for number in range(shard.num_row_groups))
+            return [RowGroup(group.num_rows, _text_bytes(group, text_key)) for group in groups]
+    if is_url(part.path):
+        return []
+    with open_arrow(part.path) as arrow:
+        names = find_column(part.path, arrow.schema, text_key)
+        return [RowGroup(batch.num_rows, _take_column(batch, names).nbytes) for batch in arrow.batches]
+
+
+def _text_bytes(row_group: Any, text_key: str) -> int:
+    chunks = (row_group.column(number) for number in range(row_group.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == text_key)
+
+
+@contextmanager
+def open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
+    import pyarrow.parquet as pq  # here, because runs without such shards and --help do without its 0.2 seconds
+
+    with _named_damage(path, "parquet"), ExitStack() as stack:
+        source = stack.enter_context(open_shard(path)) if is_url(path) else path
+        # Both arguments make column chunks stream; by default a whole row group is loaded (313 MB of one: 10 MB so).
+        yield stack.enter_context(pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False))
+
+
+def parquet_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
+    with open_parquet(part.path) as shard:
+        names = find_column(part.path, shard.schema_arrow, text_key)
+        end = shard.metadata.num_rows if part.end is None else part.end
+        groups, first_row = _groups_with_rows(shard, part.start, end)
+        row = first_row
+        for batch in shard.iter_batches(_ROWS, groups, columns=[text_key], use_threads=False):
+            column = _take_column(batch, names)[max(0, part.start - row) : end - row]
+            row += batch.num_rows
+            if len(column):
+                yield Rows(_decoded(column), (min(row, end) - part.start) / (end - part.start))
+            if row >= end:
+                return
+        if row < end:
+            raise DataError(f"{part.path}: damaged parquet file (row {row} of {end} is missing); fetch the shard again")
+
+
+def _groups_with_rows(shard: "pq.ParquetFile", start: int, end: int) -> tuple[list[int], int]:
+    """The row groups that have some of the rows [start, end), and the number of their first row."""
+    groups, before, row = [], 0, 0
+    for group in range(shard.num_row_groups):
+        following = row + shard.metadata.row_group(group).num_rows
+        if following <= start:
+            before = following
+        elif row < end:
+            groups.append(group)
+        row = following
+    return groups, before
+
+
+class _Arrow(NamedTuple):
+    schema: "pa.Schema"
+    batches: "Iterator[pa.RecordBatch]"
+    progress: Callable[[], float]
+    forget: Callable[[], None]  # gives back the memory of what has been read; the file still has it
+
+
+@contextmanager
+def open_arrow(path: str) -> Iterator[_Arrow]:
+    """An Arrow file or stream, mapped if local, so that columns and rows nobody asks for are not read."""
+    import pyarrow as pa
+
+    with _named_damage(path, "Arrow"), open_shard(path) as file:
+        is_file = file.read(6) == b"ARROW1"
+        size = file.seek(0, 2)
+        file.seek(max(0, size - len(_END_OF_STREAM)))
+        if not is_file and file.read() != _END_OF_STREAM:
+            raise pa.ArrowInvalid("the mark of its end is missing")
+        file.seek(0)
+        if is_url(path):
+            source, forget = pa.PythonFile(file, "r"), lambda: None
+        else:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            source, forget = pa.BufferReader(pa.py_buffer(mapping)), lambda: mapping.madvise(mmap.MADV_DONTNEED)
+        if is_file:
+            reader = pa.ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = pa.ipc.open_stream(source)
+        yield _Arrow(reader.schema, map(_validated, batches), lambda: source.tell() / size, forget)
+
+
+def arrow_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
+    with open_arrow(part.path) as arrow:
+        names, row = find_column(part.path, arrow.schema, text_key), 0
+        for batch in arrow.batches:
+            first, row = row, row + batch.num_rows
+            if row <= part.start:
+                continue
+            column = _take_column(batch, names)
+            _check_offsets(column)
+            end = row if part.end is None else min(row, part.end)
+            for start in range(max(first, part.start), end, _ROWS):
+                stop = min(start + _ROWS, end)
+                done = arrow.progress() if part.end is None else (stop - part.start) / (part.end - part.start)
+                yield Rows(_decoded(column[start - first : stop - first]), done)
+                arrow.forget()
+            if part.end is not None and row >= part.end:
+                break
+
+
+def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
+    batch.validate()  # damage might end the process otherwise
+    return batch
+
+
+def _check_offsets(column: "pa.Array") -> None:
+    """Raises ArrowInvalid where damage would let values be taken from outside of the column.
+
+    Parquet is decoded, so its values lie where they should; Arrow is taken as it is, and would end the process.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        _check_offsets(column.dictionary)
+        pa.DictionaryArray.from_arrays(column.indices, column.dictionary)  # looks whether the indices are within
+        return
+    bytes_of = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    column.view(bytes_of.get(column.type, column.type)).validate(full=True)  # bytes, since UTF-8 is mended, not refused
+
+
+@contextmanager
+def _named_damage(path: str, kind: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    with remote_errors(path):
+        try:
+            yield
+        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the file system's trouble, not the file's
+            raise DataError(f"{path}: damaged {kind} file ({error}); fetch the shard again, or leave it out") from error
+
+
+def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
+    import pyarrow.compute as pc
+
+    column = batch.column(batch.schema.get_field_index(names[0]))
+    return pc.struct_field(column, list(names[1:])) if names[1:] else column
+
+
+def _decoded(column: "pa.Array") -> "pa.Array":
+    import pyarrow as pa
+
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def find_column(path: str, schema: "pa.Schema", text_key: str) -> list[str]:
+    """The names that lead to the text column: its own, or those of the structs around it before it.
+
+    Raises:
+        DataError: There is no such column, or it holds something else than strings.
+    """
+    import pyarrow as pa
+
+    texts = [name for name, arrow_type in _leaves(schema) if _holds_text(arrow_type)]
+    remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
+    found = _descend(schema, text_key)
+    if found is None:
+        raise DataError(f"{path} has no column '{text_key}'; {remedy}")
+    names, arrow_type = found
+    if not _holds_text(arrow_type) and not pa.types.is_null(arrow_type):
+        raise DataError(f"{path}: column '{text_key}' holds {arrow_type}, not strings; {remedy}")
+    return names
+
+
+def _descend(fields: Any, key: str) -> tuple[list[str], Any] | None:
+    """Names and type of a column `a.b`: the one of that name, else `b` within the struct `a`."""
+    by_name = {field.name: field.type for field in fields}
+    if key in by_name:
+        return [key], by_name[key]
+    first, _, rest = key.partition(".")
+    if not rest or not _is_struct(by_name.get(first)):
+        return None
+    inner = _descend(by_name[first], rest)
+    return inner and ([first, *inner[0]], inner[1])
+
+
+def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields:
+        if _is_struct(field.type):
+            yield from _leaves(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
+
+
+def _is_struct(arrow_type: Any) -> bool:
+    import pyarrow as pa
+
+    return arrow_type is not None and pa.types.is_struct(arrow_type)
+
+
+def _holds_text(arrow_type: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    tests: list[Callable[[Any], bool]] = [types.is_string, types.is_large_string, types.is_string_view]
+    tests += [types.is_binary, types.is_large_binary, types.is_binary_view]
+    return any(test(arrow_type) for test in tests)

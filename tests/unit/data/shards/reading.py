@@ -1,0 +1,58 @@
+"""A shard read as preprocessing reads it: split into parts, and all their batches together."""
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_neobert.data.shards.parts import read_part, split_into_parts
+from megatron_neobert.data.shards.records import PART_BYTES, ReadSettings, RecordBatch, Rejected, ShardPart
+
+TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
+
+
+class Reading(NamedTuple):
+    texts: list[str]
+    rejected: list[Rejected]  # numbered from the beginning of the shard
+    dropped: Counter[str]
+    repaired: int
+    numbers: int
+    batches: list[RecordBatch]
+    parts: list[ShardPart]
+
+    @property
+    def faults(self) -> list[tuple[str, int]]:
+        return [(record.reason, record.number) for record in self.rejected]
+
+
+def read(path: Path | str, *, part_bytes: int = PART_BYTES, **settings) -> Reading:
+    """Checks on the way what every reader owes: sizes that are right, and progress that ends at 1."""
+    settings = ReadSettings(**settings)
+    parts = split_into_parts(str(path), settings, part_bytes=part_bytes)
+    reading = Reading([], [], Counter(), 0, 0, [], parts)
+    for part in parts:
+        before = reading.numbers if part.numbers_are_relative else 0
+        progress = 0.0
+        for batch in read_part(part, settings):
+            reading = reading._replace(
+                texts=reading.texts + batch.texts,
+                rejected=reading.rejected + [each._replace(number=each.number + before) for each in batch.rejected],
+                dropped=reading.dropped + batch.dropped,
+                repaired=reading.repaired + batch.repaired,
+                numbers=reading.numbers + batch.numbers,
+                batches=[*reading.batches, batch],
+            )
+            assert batch.utf8_bytes == sum(len(text.encode()) for text in batch.texts)
+            assert batch.numbers >= len(batch.texts) + len(batch.rejected) + batch.dropped.total()
+            assert progress <= batch.progress <= 1
+            progress = batch.progress
+        # 0: a part without a record. The end of an Arrow stream is not known until it is there.
+        assert progress in (0, 1) or part.format == "arrow"
+    return reading
+
+
+def texts_of(path: Path | str, **settings) -> list[str]:
+    """The texts of a shard that has nothing else."""
+    reading = read(path, **settings)
+    assert not reading.rejected, reading.rejected
+    assert not reading.dropped
+    return reading.texts

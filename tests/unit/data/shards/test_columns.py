@@ -1,0 +1,300 @@
+"""Rows of parquet and Arrow tables in, texts and accounted rejects out."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from reading import TEXTS, read, texts_of
+
+from megatron_neobert.data.shards.parts import check_text_key, read_part, row_cuts, split_into_parts
+from megatron_neobert.data.shards.records import BATCH_BYTES, EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings, ShardPart
+from megatron_neobert.data.shards.tables import RowGroup
+from megatron_neobert.errors import DataError
+
+
+def write_parquet(path, table, rows=None):
+    pq.write_table(table, path, row_group_size=rows)
+
+
+def write_arrow_stream(path, table, rows=None):
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, rows)
+
+
+def write_arrow_file(path, table, rows=None):
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, rows)
+
+
+@pytest.fixture(params=[write_parquet, write_arrow_stream, write_arrow_file], ids=lambda write: write.__name__[6:])
+def write(request):
+    return request.param
+
+
+def texts_table(values, arrow_type=None):
+    return pa.table({"content": pa.array(values, arrow_type), "n": list(range(len(values)))})
+
+
+def mixed_table():
+    """300 rows, every tenth with something wrong, three row groups' worth."""
+    texts = [None if row % 30 == 7 else "" if row % 30 == 17 else f"text {row} " * (row % 13) for row in range(300)]
+    return texts_table(texts)
+
+
+@pytest.mark.parametrize(
+    "arrow_type",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+    ],
+    ids=str,
+)
+def test_every_arrow_type_that_holds_text_is_read(tmp_path, write, arrow_type):
+    values = [text.encode() for text in TEXTS] if "binary" in str(arrow_type) else TEXTS
+    write(tmp_path / "shard", texts_table(values, arrow_type))
+    assert texts_of(tmp_path / "shard") == TEXTS
+    write(tmp_path / "shard", texts_table([*values, None], arrow_type))
+    reading = read(tmp_path / "shard")
+    assert (reading.texts, reading.faults) == (TEXTS, [(NULL_TEXT, 3)])
+
+
+def test_bad_row_is_rejected_with_its_row_counted_from_zero(tmp_path, write):
+    write(tmp_path / "shard", texts_table(["a", None, "", " \u00a0", "long" * 5, "b"]), 2)
+    reading = read(tmp_path / "shard", max_document_bytes=19)
+    assert (reading.texts, reading.dropped, reading.numbers) == (["a", "b"], {EMPTY_TEXT: 2}, 6)
+    null, long = reading.rejected
+    assert (null.reason, null.number, null.raw) == (NULL_TEXT, 1, b"")
+    assert (long.reason, long.number, long.raw, long.detail) == (TOO_LONG, 4, b"long" * 5, "20 bytes")
+
+
+def test_column_of_nulls_has_one_reject_for_each(tmp_path, write):
+    write(tmp_path / "shard", texts_table([None] * 10_000))
+    reading = read(tmp_path / "shard")
+    assert reading.faults == [(NULL_TEXT, row) for row in range(10_000)]
+    assert len(reading.batches) > 1  # or memory would follow the number of nulls
+
+
+@pytest.mark.parametrize("arrow_type", [pa.string(), pa.binary()], ids=str)
+def test_invalid_utf8_is_replaced(tmp_path, write, arrow_type):
+    offsets, content = pa.py_buffer(b"\0\0\0\0\3\0\0\0\5\0\0\0"), pa.py_buffer(b"a\xffbok")
+    write(tmp_path / "shard", pa.table({"content": pa.Array.from_buffers(arrow_type, 2, [None, offsets, content])}))
+    reading = read(tmp_path / "shard")
+    assert (reading.texts, reading.repaired) == (["a\ufffdb", "ok"], 1)
+
+
+def test_table_without_rows_has_no_records(tmp_path, write):
+    write(tmp_path / "shard", texts_table([], pa.string()))
+    assert read(tmp_path / "shard").numbers == 0
+
+
+# --- which column
+
+
+@pytest.mark.parametrize("action", ["check", "read"])
+def test_missing_column_is_refused_with_the_text_columns_there_are(tmp_path, write, action):
+    inner = pa.array([{"body": "x", "deep": {"er": "y"}, "n": 1}])
+    write(tmp_path / "shard", pa.table({"content": ["x"], "data": inner, "n": [1]}))
+    part = split_into_parts(str(tmp_path / "shard"), ReadSettings())[0]
+    settings = ReadSettings(text_key="text")
+    with pytest.raises(
+        DataError,
+        match=r"no column 'text'; its text columns: content, data\.body, data\.deep\.er; choose one with --text-key",
+    ):
+        check_text_key(part, settings) if action == "check" else list(read_part(part, settings))
+
+
+@pytest.mark.parametrize(
+    ("key", "arrow_type"), [("n", "int64"), ("data", r"struct<body: string.*>"), ("tags", "list<.*string>")]
+)
+def test_column_of_something_else_is_refused_with_its_type(tmp_path, write, key, arrow_type):
+    table = {"content": ["x"], "n": [1], "data": [{"body": "x"}], "tags": [["x"]]}
+    write(tmp_path / "shard", pa.table(table))
+    with pytest.raises(
+        DataError, match=f"column '{key}' holds {arrow_type}, not strings; its text columns: content, data.body"
+    ):
+        read(tmp_path / "shard", text_key=key)
+
+
+@pytest.mark.parametrize("key", ["data.missing", "content.text", "data.", ".text", "data.text.more"])
+def test_path_that_leads_nowhere_is_a_missing_column(tmp_path, write, key):
+    write(tmp_path / "shard", pa.table({"content": ["x"], "data": [{"text": "y"}]}))
+    with pytest.raises(DataError, match=f"no column '{key}'"):
+        read(tmp_path / "shard", text_key=key)
+
+
+def test_nested_column_is_read_and_a_missing_struct_is_a_null(tmp_path, write):
+    data = pa.array([{"text": "x", "more": {"text": "deep"}}, None, {"text": None, "more": None}])
+    write(tmp_path / "shard", pa.table({"id": [1, 2, 3], "data": data}))
+    for key, text in (("data.text", "x"), ("data.more.text", "deep")):
+        reading = read(tmp_path / "shard", text_key=key)
+        assert (reading.texts, reading.faults) == ([text], [(NULL_TEXT, 1), (NULL_TEXT, 2)])
+
+
+def test_column_with_a_dot_in_its_name_comes_before_the_nested_one(tmp_path, write):
+    literal, nested = pa.array(["literal"]), pa.array([{"text": "nested"}])
+    for columns in ({"data.text": literal, "data": nested}, {"data": nested, "data.text": literal}):
+        write(tmp_path / "shard", pa.table(columns))
+        assert texts_of(tmp_path / "shard", text_key="data.text") == ["literal"]
+    write(tmp_path / "shard", pa.table({"data": nested}))
+    assert texts_of(tmp_path / "shard", text_key="data.text") == ["nested"]
+
+
+# --- parts, batches, memory
+
+
+@pytest.mark.parametrize("rows", [7, 100, None])
+def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, write, rows):
+    write(tmp_path / "shard", mixed_table(), rows)
+    whole = read(tmp_path / "shard")
+    assert len(whole.parts) == 1
+    assert [record.number for record in whole.rejected] == list(range(7, 300, 30))
+    assert whole.numbers == 300 == len(whole.texts) + len(whole.rejected) + whole.dropped.total()
+    for part_bytes in (1000, 3000):
+        split = read(tmp_path / "shard", part_bytes=part_bytes)
+        assert len(split.parts) > 4
+        assert split.texts == whole.texts
+        assert split.rejected == whole.rejected  # with the same numbers
+        assert split.dropped == whole.dropped
+
+
+def test_tables_are_cut_between_groups_and_inside_large_ones():
+    groups = [
+        RowGroup(10, 40),
+        RowGroup(10, 40),
+        RowGroup(10, 40),
+        RowGroup(100, 300),
+        RowGroup(10, 20),
+        RowGroup(3, 0),
+    ]
+    # 40 + 40 | 40 | 300 in three | the last third and 20 would be 120
+    assert row_cuts(groups, part_bytes=100) == [20, 30, 63, 96, 130]
+    assert row_cuts([RowGroup(2, 1000)], part_bytes=100) == [1]  # a row is never cut
+    assert row_cuts([], part_bytes=100) == row_cuts([RowGroup(5, 0)], part_bytes=100) == []
+
+
+def test_batches_have_about_a_mebibyte_and_a_long_document_comes_alone(tmp_path, write):
+    sizes = [1000] * 3000 + [3 * BATCH_BYTES] + [1000] * 3000 + [100, BATCH_BYTES + 1, 100]
+    write(tmp_path / "shard", texts_table(["x" * size for size in sizes]))
+    reading = read(tmp_path / "shard")
+    assert [len(text) for text in reading.texts] == sizes
+    assert [batch.utf8_bytes for batch in reading.batches if batch.utf8_bytes > BATCH_BYTES] == [sizes[3000], sizes[-2]]
+    assert len(reading.batches) <= 12  # of 6 MiB in short documents, which the long ones interrupt
+
+
+def test_large_row_group_is_streamed_not_loaded(tmp_path):
+    values = [f"{number} " + "x" * 10_000 for number in range(4000)]
+    path = tmp_path / "shard"
+    pq.write_table(texts_table(values), path, compression="none", use_dictionary=False)
+    size = path.stat().st_size  # 40 MB in one row group
+    before = pa.total_allocated_bytes()
+    batches = read_part(ShardPart(str(path), "parquet"), ReadSettings())
+    next(batches)
+    held = pa.total_allocated_bytes() - before
+    batches.close()
+    with pq.ParquetFile(path) as shard:  # control: pyarrow's defaults hold the whole column chunk
+        before = pa.total_allocated_bytes()
+        next(shard.iter_batches(1, columns=["content"]))
+        held_by_default = pa.total_allocated_bytes() - before
+    assert held < 0.5 * size < 0.9 * size < held_by_default  # measured: 12, 40 and 40 MB; 10 of a group of 313 MB
+
+
+def test_mapped_pages_of_an_arrow_shard_are_given_back(tmp_path):
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("the size of mapped files is only told on Linux")
+    path = tmp_path / "shard"
+    write_arrow_stream(path, texts_table(["x" * 10_000] * 10_000))  # 100 MB
+    process, part = psutil.Process(), ShardPart(str(path), "arrow")
+    before = process.memory_info().shared
+    mapped = [process.memory_info().shared - before for _ in read_part(part, ReadSettings())]
+    with pa.memory_map(str(path)) as source:  # control
+        lengths = [len(text) for batch in pa.ipc.open_stream(source) for text in batch["content"].to_pylist()]
+        mapped_otherwise = process.memory_info().shared - before
+    assert len(lengths) == 10_000
+    assert max(mapped) < 16 << 20 < 90 << 20 < mapped_otherwise
+
+
+# --- damage
+
+
+def test_truncated_table_is_refused(tmp_path, write):
+    write(tmp_path / "shard", texts_table(TEXTS * 100), 50)
+    content = (tmp_path / "shard").read_bytes()
+    (tmp_path / "shard").write_bytes(content[:-20])
+    with pytest.raises(DataError, match=r"damaged (parquet|Arrow) file .*fetch the shard again"):
+        read(tmp_path / "shard")
+
+
+def test_arrow_stream_cut_between_two_batches_is_refused(tmp_path):
+    write_arrow_stream(tmp_path / "shard", texts_table(TEXTS))
+    content = (tmp_path / "shard").read_bytes()
+    (tmp_path / "shard").write_bytes(content[:-8])
+    with pa.memory_map(str(tmp_path / "shard")) as source:  # control: pyarrow takes this for a whole stream
+        assert pa.ipc.open_stream(source).read_all().num_rows == 3
+    with pytest.raises(DataError, match=r"damaged Arrow file .the mark of its end is missing"):
+        read(tmp_path / "shard")
+
+
+@pytest.mark.parametrize(
+    "arrow_type", [pa.string(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_arrow_column_that_points_outside_of_itself_is_refused(tmp_path, arrow_type):
+    """Taken as it is, it would end the process."""
+    values = [chr(97 + number) * 1000 for number in range(9)]
+    table = texts_table(values, arrow_type)
+    write_arrow_stream(tmp_path / "shard", table)
+    content = (tmp_path / "shard").read_bytes()
+    chunk = table["content"].chunk(0)
+    numbers = (chunk.indices if pa.types.is_dictionary(arrow_type) else chunk).buffers()[1].to_pybytes()
+    assert content.count(numbers) == 1
+    damaged = numbers[:-1] + b"\x70"
+    (tmp_path / "shard").write_bytes(content.replace(numbers, damaged))
+    with pytest.raises(DataError, match="damaged Arrow file"):
+        read(tmp_path / "shard")
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_arrow_with_compressed_columns_is_read(tmp_path, compression):
+    table = texts_table(TEXTS)
+    with pa.ipc.new_stream(
+        tmp_path / "shard", table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
+    ) as writer:
+        writer.write_table(table)
+    assert texts_of(tmp_path / "shard") == TEXTS
+
+
+def test_parquet_page_with_flipped_bytes_is_refused(tmp_path):
+    pq.write_table(texts_table([f"{number} text" for number in range(1000)]), tmp_path / "shard")
+    content = bytearray((tmp_path / "shard").read_bytes())
+    content[100:200] = bytes(100)
+    (tmp_path / "shard").write_bytes(content)
+    with pytest.raises(DataError, match="damaged parquet file"):
+        read(tmp_path / "shard")
+
+
+# --- real shards
+
+
+def test_real_shard_gives_the_texts_that_pyarrow_reads_whole_or_in_parts(shared_data):
+    shard = sorted((shared_data / "text" / "books").glob("*.parquet"))[0]
+    expected = pq.read_table(shard)["content"].to_pylist()
+    assert texts_of(shard) == expected
+    split = read(shard, part_bytes=1 << 20)
+    assert len(split.parts) > 5
+    assert split.texts == expected
+
+
+def test_real_texts_are_the_same_as_json_lines(shared_data, tmp_path):
+    shard = sorted((shared_data / "text" / "books").glob("*.parquet"))[1]
+    expected = texts_of(shard)
+    for ascii_only in (True, False):
+        lines = (json.dumps({"content": text}, ensure_ascii=ascii_only) + "\n" for text in expected)
+        (tmp_path / "shard").write_text("".join(lines), encoding="utf-8")
+        assert texts_of(tmp_path / "shard", part_bytes=1 << 20) == expected

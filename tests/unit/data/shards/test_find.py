@@ -1,0 +1,218 @@
+"""Which shards a list of patterns stands for."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import sys
+import threading
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from reading import TEXTS, texts_of
+
+from megatron_neobert.data.shards.find import find_shards, shard_sha256, shard_version
+from megatron_neobert.data.shards.streams import open_shard
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+
+
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def test_shards_are_sorted_within_a_pattern_hidden_ones_left_out_and_repeated_ones_read_once(tmp_path):
+    touch(tmp_path, "b.jsonl", "a.jsonl", "deep/c.jsonl", ".hidden", "_SUCCESS", ".cache/d.jsonl")
+    a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
+    assert find_shards([str(tmp_path)]) == [a, b, c]
+    assert find_shards([str(tmp_path / "*.jsonl")]) == [a, b]
+    assert find_shards([str(tmp_path / "**" / "*.jsonl")]) == [a, b, c]
+    assert find_shards([b, str(tmp_path)]) == [b, a, c]
+
+
+def test_name_with_brackets_that_exists_is_no_glob(tmp_path):
+    touch(tmp_path, "shard[1].jsonl")
+    assert find_shards([str(tmp_path / "shard[1].jsonl")]) == [str(tmp_path / "shard[1].jsonl")]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*.parquet", "missing.jsonl", "empty", "file:*.parquet", "file:missing", "file:empty"]
+)
+def test_pattern_without_a_file_is_missing_input(tmp_path, pattern):
+    (tmp_path / "empty").mkdir()
+    start = f"file://{tmp_path}/" if pattern.startswith("file:") else f"{tmp_path}/"
+    pattern = pattern.removeprefix("file:")
+    with pytest.raises(MissingInputError, match=f"--input .*{pattern.lstrip('*')}: no file matches"):
+        find_shards([start + pattern])
+
+
+# --- lists
+
+
+def test_list_gives_the_patterns_in_its_lines(tmp_path):
+    touch(tmp_path, "a.jsonl", "b.jsonl", "more/c.jsonl", "with space.jsonl")
+    lines = [f"{tmp_path}/more", "", f"{tmp_path}/?.jsonl\r", f"  {tmp_path}/with space.jsonl"]
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    names = ("more/c.jsonl", "a.jsonl", "b.jsonl", "with space.jsonl")
+    assert find_shards([f"@{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
+    assert find_shards([f"@file://{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
+
+
+def test_list_that_is_missing_or_names_a_missing_file_is_missing_input(tmp_path):
+    with pytest.raises(
+        MissingInputError, match=r"--input @.*no\.txt: there is no file .*no\.txt with the names of shards"
+    ):
+        find_shards([f"@{tmp_path}/no.txt"])
+    (tmp_path / "list.txt").write_text(f"{tmp_path}/gone.jsonl\n")
+    with pytest.raises(MissingInputError, match=r"--input .*gone\.jsonl: no file matches"):
+        find_shards([f"@{tmp_path}/list.txt"])
+
+
+def test_file_whose_name_begins_with_an_at_sign_is_no_list(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path, "@odd.jsonl")
+    assert find_shards(["@odd.jsonl"]) == ["@odd.jsonl"]
+
+
+# --- data sets that the `datasets` library has saved
+
+
+def save_dataset(folder, shards, *, order=None):
+    """The files that `datasets` 5 writes for Dataset.save_to_disk."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
+    for name, texts in zip(names, shards, strict=True):
+        table = pa.table({"content": texts})
+        with pa.ipc.new_stream(folder / name, table.schema) as writer:
+            writer.write_table(table)
+    state = {"_data_files": [{"filename": names[number]} for number in order or range(len(names))], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+@pytest.mark.parametrize("start", ["", "file://"])
+def test_saved_dataset_gives_its_shards_in_its_own_order(tmp_path, start):
+    save_dataset(tmp_path / "saved", [["a"], ["b"], ["c"]], order=[2, 0, 1])
+    touch(tmp_path / "saved", "cache-0123456789abcdef.arrow")
+    shards = find_shards([f"{start}{tmp_path}/saved"])
+    assert [shard[-20:-15] for shard in shards] == ["00002", "00000", "00001"]
+    assert [text for shard in shards for text in texts_of(shard)] == ["c", "a", "b"]
+
+
+def test_saved_dataset_dictionary_gives_the_shards_of_all_its_splits(tmp_path):
+    for split in ("train", "test"):
+        save_dataset(tmp_path / split, [[split]])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert find_shards([str(tmp_path)]) == [
+        str(tmp_path / split / "data-00000-of-00001.arrow") for split in ("test", "train")
+    ]
+
+
+def test_files_called_like_those_of_a_dataset_are_data_elsewhere(tmp_path):
+    (tmp_path / "state.json").write_text('{"content": "of the art"}')
+    touch(tmp_path, "dataset_dict.json")
+    assert find_shards([str(tmp_path)]) == [str(tmp_path / "dataset_dict.json"), str(tmp_path / "state.json")]
+
+
+# --- URLs
+
+
+@pytest.fixture
+def memory():
+    """A store that has nothing but URLs, as object stores have."""
+    file_system = fsspec.filesystem("memory")
+    yield file_system
+    file_system.rm("/bucket", recursive=True)
+
+
+def test_urls_of_files_folders_and_globs_keep_their_full_address(memory):
+    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "_SUCCESS", ".hidden/d.jsonl"):
+        memory.pipe(f"/bucket/{name}", b'{"content": "x"}')
+    a, b, c = (f"memory:///bucket/{name}" for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
+    assert find_shards(["memory:///bucket"]) == find_shards(["memory:///bucket/"]) == [a, b, c]
+    assert find_shards(["memory:///bucket/*.jsonl"]) == [a, b]
+    assert find_shards(["memory:///bucket/**/*.jsonl"]) == [a, b, c]
+    assert find_shards(["memory://bucket/b.jsonl"]) == ["memory://bucket/b.jsonl"]
+
+
+def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
+    table = pa.table({"content": TEXTS})
+    pq.write_table(table, tmp_path / "parquet", row_group_size=1)
+    with pa.ipc.new_stream(tmp_path / "arrow", table.schema) as writer:
+        writer.write_table(table)
+    lines = "".join(json.dumps({"content": text}) + "\n" for text in TEXTS).encode()
+    (tmp_path / "jsonl").write_bytes(lines)
+    (tmp_path / "gzip").write_bytes(gzip.compress(lines))
+    (tmp_path / "json").write_text(json.dumps([{"content": text} for text in TEXTS]))
+    for path in tmp_path.iterdir():
+        url = f"memory://bucket/{path.name}"
+        memory.pipe(f"/bucket/{path.name}", path.read_bytes())
+        assert texts_of(url) == texts_of(path) == TEXTS
+        assert texts_of(url, part_bytes=20) == TEXTS  # in several parts, where the format has them
+
+
+def test_version_of_a_url_follows_its_content(memory):
+    memory.pipe("/bucket/shard", b"12345")
+    before = shard_version("memory://bucket/shard")
+    assert before.bytes == 5
+    assert shard_version("memory://bucket/shard") == before
+    memory.pipe("/bucket/shard", b"54321")
+    assert shard_version("memory://bucket/shard") != before
+
+
+def test_version_and_hash_of_a_file(tmp_path):
+    (tmp_path / "shard").write_bytes(b"12345")
+    before = shard_version(str(tmp_path / "shard"))
+    assert before.bytes == 5
+    assert shard_sha256(str(tmp_path / "shard")) == hashlib.sha256(b"12345").hexdigest()
+    assert shard_sha256(f"file://{tmp_path}/shard") is None
+    os.utime(tmp_path / "shard", ns=(0, 0))
+    assert shard_version(str(tmp_path / "shard")) != before
+
+
+def test_url_without_content_is_missing_input(memory):
+    memory.pipe("/bucket/shard", b"")
+    with pytest.raises(MissingInputError, match="memory://bucket/gone: no such file"):
+        open_shard("memory://bucket/gone")
+
+
+def test_kind_of_address_that_nothing_here_can_open_is_a_setting_to_mend(monkeypatch):
+    with pytest.raises(ConfigError, match=r"nowhere://bucket/shard cannot be opened .Protocol not known"):
+        find_shards(["nowhere://bucket/shard"])
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match=r"s3://bucket/shard: .*s3fs.*; install the package"):
+        find_shards(["s3://bucket/shard"])
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A web server that knows no ranges: files come from their beginning or not at all."""
+    pytest.importorskip("aiohttp")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    handler.log_message = lambda *_: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def test_shard_on_a_web_server_is_read(server, tmp_path):
+    lines = "".join(json.dumps({"content": text}) + "\n" for text in TEXTS).encode()
+    (tmp_path / "shard.jsonl.gz").write_bytes(gzip.compress(lines))
+    url = f"{server}/shard.jsonl.gz"
+    assert find_shards([url]) == [url]
+    assert shard_version(url).bytes == (tmp_path / "shard.jsonl.gz").stat().st_size
+    assert texts_of(url) == TEXTS
+    with pytest.raises(MissingInputError, match="gone"):
+        find_shards([f"{server}/gone.jsonl"])
+
+
+def test_file_behind_a_url_that_changes_into_damage_is_named(memory):
+    memory.pipe("/bucket/shard", b"PAR1 and nothing more")
+    with pytest.raises(DataError, match="memory://bucket/shard: damaged parquet file"):
+        texts_of("memory://bucket/shard")

@@ -1,0 +1,179 @@
+"""A shard is what its content says, whatever its name."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from backports import zstd
+from reading import TEXTS, read, texts_of
+
+from megatron_neobert.data.shards.recognise import recognise
+from megatron_neobert.data.shards.records import MALFORMED_JSON, ReadSettings
+from megatron_neobert.errors import DataError
+
+JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text in TEXTS).encode()
+TABLE = pa.table({"content": TEXTS})
+WET = b"".join(
+    b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n"
+    % (len(text.encode()), text.encode())
+    for text in TEXTS
+)
+COMPRESS = {"gzip": gzip.compress, "zstd": zstd.compress, "bzip2": bz2.compress, "xz": lzma.compress}
+
+
+def in_memory(write):
+    sink = pa.BufferOutputStream()
+    write(sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow_bytes(new_writer):
+    def write(sink):
+        with new_writer(sink, TABLE.schema) as writer:
+            writer.write_table(TABLE)
+
+    return in_memory(write)
+
+
+CONTENT = {
+    "parquet": in_memory(lambda sink: pq.write_table(TABLE, sink)),
+    "arrow": arrow_bytes(pa.ipc.new_stream),
+    "jsonl": JSON_LINES,
+    "json": json.dumps([json.loads(line) for line in JSON_LINES.splitlines()], indent=2).encode(),
+    "warc": WET,
+}
+
+
+def found(path, **settings):
+    part = recognise(str(path), ReadSettings(**settings))
+    return part.format, part.compression
+
+
+@pytest.mark.parametrize("name", ["shard.parquet", "shard.jsonl.gz", "shard.txt", "shard"])
+@pytest.mark.parametrize("form", CONTENT)
+def test_format_is_recognised_by_content_whatever_the_name(tmp_path, name, form):
+    path = tmp_path / name
+    path.write_bytes(CONTENT[form])
+    assert found(path) == (form, None)
+    assert texts_of(path) == TEXTS
+
+
+def test_arrow_file_is_recognised_beside_the_arrow_stream(tmp_path):
+    (tmp_path / "shard").write_bytes(arrow_bytes(pa.ipc.new_file))
+    assert found(tmp_path / "shard") == ("arrow", None)
+    assert texts_of(tmp_path / "shard") == TEXTS
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "warc"])
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_format_is_recognised_below_every_compression(tmp_path, form, compression):
+    (tmp_path / "shard").write_bytes(COMPRESS[compression](CONTENT[form]))
+    assert found(tmp_path / "shard") == (form, compression)
+    assert texts_of(tmp_path / "shard") == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("content", "form"),
+    [
+        (b"A plain text.\nWith two lines.\n", "text"),
+        (b"\xef\xbb\xbfA plain text.", "text"),
+        (b"[see above] and so on", "text"),
+        (b"", "jsonl"),
+        (b" \n\n", "jsonl"),
+        (b"not json\n" + JSON_LINES, "jsonl"),
+        (b'["content"]\n' + JSON_LINES, "jsonl"),
+        (b'{"content": "cut o\n' + JSON_LINES, "jsonl"),
+        (b'{"content": "cut o\n{}', "jsonl"),
+        (b'{"content": \n' + JSON_LINES, "jsonl"),
+        (b'{"content": "' + b"x" * 100_000 + b'"}\n', "jsonl"),  # the first line is longer than what is looked at
+        (b'{"content": NaN}\n{"content": "x"}', "jsonl"),
+        (b"\xef\xbb\xbf" + JSON_LINES, "jsonl"),
+        (b'[{"content": "x"}]', "json"),
+        (b' [\n\n {"content": "x"}]', "json"),
+        (b"[]", "json"),
+        (b'{\n  "content": "x"\n}\n', "json"),
+        (b'{"url": "u",\n "content": "x"}\n', "json"),
+        (b'{\n  "content": "' + b"x" * 100_000 + b'"\n}\n', "json"),
+        (b'{\n  "n": [' + b"1,\n" * 50_000 + b'1],\n "content": "x"\n}\n', "json"),
+    ],
+)
+def test_text_json_lines_and_json_are_told_apart(tmp_path, content, form):
+    (tmp_path / "shard").write_bytes(content)
+    assert found(tmp_path / "shard") == (form, None)
+
+
+def test_bad_first_line_is_a_reject_and_the_other_lines_are_read(tmp_path):
+    (tmp_path / "shard").write_bytes(b"not json\n" + JSON_LINES)
+    reading = read(tmp_path / "shard")
+    assert (reading.texts, reading.faults) == (TEXTS, [(MALFORMED_JSON, 1)])
+
+
+def test_name_decides_where_no_line_is_an_object(tmp_path):
+    for name in ("shard.txt", "shard.jsonl", "shard.ndjson"):
+        (tmp_path / name).write_bytes(b"one\ntwo\n")
+    assert found(tmp_path / "shard.txt") == ("text", None)
+    assert found(tmp_path / "shard.jsonl") == found(tmp_path / "shard.ndjson") == ("jsonl", None)
+    assert read(tmp_path / "shard.jsonl").faults == [(MALFORMED_JSON, 1), (MALFORMED_JSON, 2)]
+
+
+def test_asked_format_counts_more_than_the_content(tmp_path):
+    (tmp_path / "shard").write_bytes(JSON_LINES)
+    assert texts_of(tmp_path / "shard", input_format="text") == [JSON_LINES.decode()]
+    with pytest.raises(DataError, match="shard does not begin like parquet, which --input-format asks for"):
+        read(tmp_path / "shard", input_format="parquet")
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (b"PK\x03\x04", "a zip archive; .*: unpack it"),
+        (b"7z\xbc\xaf\x27\x1c", "a 7-zip archive"),
+        (b"\x04\x22\x4d\x18", "lz4-compressed; .*unlz4"),
+        ('{"content": "x"}'.encode("utf-16"), "UTF-16 text.*iconv -f UTF-16"),
+        ('{"content": "x"}'.encode("utf-16-be"), "neither a format that is read here nor UTF-8 text"),
+        (b"%PDF-1.7\n", "a PDF document.*extract its text"),
+        (b"\x89PNG\r\n", "an image"),
+        (b"Obj\x01", "an Avro file; .*: write it again as parquet"),
+        (b"FEA1", "a Feather file"),
+        (bytes(range(256)) * 20, "neither a format that is read here"),
+        (
+            "Привет, мир, как дела?".encode("koi8-r"),
+            r"neither .* \(16 of its first 22 characters are none\); .*iconv -t UTF-8",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["shard.jsonl", "shard"])
+def test_content_that_is_not_read_is_refused_with_a_remedy(tmp_path, name, head, message):
+    (tmp_path / name).write_bytes(head)
+    with pytest.raises(DataError, match=f"{name} is {message}"):
+        read(tmp_path / name)
+
+
+def test_text_with_some_bytes_of_another_encoding_is_still_text(tmp_path):
+    (tmp_path / "shard").write_bytes("Ein schöner Tag in München, sagte der Mann zu mir.".encode("latin-1"))
+    reading = read(tmp_path / "shard")
+    assert reading.texts == ["Ein sch\ufffdner Tag in M\ufffdnchen, sagte der Mann zu mir."]
+    assert reading.repaired == 1
+
+
+def test_head_cut_within_a_character_is_no_junk(tmp_path):
+    for shift in range(4):
+        (tmp_path / "shard").write_bytes(b"x" * shift + "🚀".encode() * 100_000)
+        assert found(tmp_path / "shard") == ("text", None)
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_compressed_table_is_refused(tmp_path, form):
+    (tmp_path / "shard").write_bytes(gzip.compress(CONTENT[form]))
+    with pytest.raises(DataError, match=f"a gzip-compressed {form} file, which has to be decompressed"):
+        read(tmp_path / "shard")
+
+
+def test_shard_compressed_twice_is_refused(tmp_path):
+    (tmp_path / "shard").write_bytes(gzip.compress(zstd.compress(JSON_LINES)))
+    with pytest.raises(DataError, match="compressed twice"):
+        read(tmp_path / "shard")

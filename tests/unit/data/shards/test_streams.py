@@ -1,0 +1,126 @@
+"""Compressed shards: whatever the compressors write is read, and damage is never taken for an end."""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+import tracemalloc
+import zlib
+
+import pytest
+from backports import zstd
+from reading import TEXTS, read, texts_of
+
+from megatron_neobert.data.shards.parts import read_part
+from megatron_neobert.data.shards.records import ReadSettings, ShardPart
+from megatron_neobert.data.shards.streams import PartStream
+from megatron_neobert.errors import DataError
+
+
+def compress_zstd(content):
+    return zstd.compress(content, options={zstd.CompressionParameter.checksum_flag: 1})  # as the command line tool does
+
+
+COMPRESS = {"gzip": gzip.compress, "zstd": compress_zstd, "bzip2": bz2.compress, "xz": lzma.compress}
+LINES = [json.dumps({"content": text}).encode() + b"\n" for text in TEXTS]
+MANY = [json.dumps({"content": f"{number} " * 50}).encode() + b"\n" for number in range(20_000)]
+SKIPPABLE_FRAME = b"\x53\x2a\x4d\x18\x04\x00\x00\x00meta"  # what zstd's tools put in front of or between frames
+
+
+@pytest.fixture(params=COMPRESS)
+def compression(request):
+    return request.param
+
+
+def test_members_one_after_the_other_are_one_stream(tmp_path, compression):
+    (tmp_path / "shard").write_bytes(b"".join(map(COMPRESS[compression], LINES)))
+    assert texts_of(tmp_path / "shard") == TEXTS
+
+
+def test_line_may_go_on_in_the_next_member(tmp_path, compression):
+    content = b"".join(LINES)
+    pieces = [content[at : at + 9] for at in range(0, len(content), 9)]
+    (tmp_path / "shard").write_bytes(b"".join(map(COMPRESS[compression], pieces)))
+    assert texts_of(tmp_path / "shard") == TEXTS
+
+
+def test_zeros_after_the_end_are_no_damage(tmp_path, compression):
+    (tmp_path / "shard").write_bytes(COMPRESS[compression](b"".join(LINES)) + bytes(700_000))
+    assert texts_of(tmp_path / "shard") == TEXTS
+
+
+def test_frames_without_content_are_passed_over(tmp_path):
+    frames = (SKIPPABLE_FRAME, zstd.compress(LINES[0]), SKIPPABLE_FRAME, zstd.compress(b""), zstd.compress(LINES[1]))
+    (tmp_path / "shard").write_bytes(b"".join(frames))
+    assert texts_of(tmp_path / "shard") == TEXTS[:2]
+
+
+def test_zstd_stream_with_a_window_beyond_the_usual_limit_is_read(tmp_path):
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 28})
+    packed = compressor.compress(b"".join(LINES)) + compressor.flush()
+    with pytest.raises(zstd.ZstdError, match="too much memory"):  # control: what decompressors do by default
+        zstd.ZstdDecompressor().decompress(packed)
+    (tmp_path / "shard").write_bytes(packed)
+    assert texts_of(tmp_path / "shard") == TEXTS
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "end cut off"])
+def test_damaged_stream_is_refused_with_the_last_good_line(tmp_path, compression, damage):
+    packed = bytearray(COMPRESS[compression](b"".join(MANY)))
+    if damage == "truncated":
+        del packed[len(packed) // 2 :]
+    elif damage == "end cut off":
+        del packed[-1:]
+    else:
+        packed[len(packed) // 2] ^= 0xFF
+    (tmp_path / "shard").write_bytes(packed)
+    with pytest.raises(DataError, match=rf"shard: the {compression} stream .* after line \d+ .*fetch the shard again"):
+        read(tmp_path / "shard")
+
+
+def test_truncated_stream_gives_every_line_before_its_end(tmp_path):
+    packed = gzip.compress(b"".join(MANY))
+    (tmp_path / "shard").write_bytes(packed[: len(packed) // 2])
+    there = zlib.decompressobj(wbits=31).decompress(packed[: len(packed) // 2])
+    lines = there.count(b"\n")
+    with pytest.raises(DataError, match=rf"after line {lines} "):
+        read(tmp_path / "shard")
+
+
+def test_something_else_after_the_end_of_the_stream_is_damage(tmp_path, compression):
+    (tmp_path / "shard").write_bytes(COMPRESS[compression](b"".join(LINES)) + b"something else")
+    with pytest.raises(DataError, match=f"after line 3 .*what follows is not {compression}"):
+        read(tmp_path / "shard")
+
+
+def test_stream_that_is_damaged_from_its_beginning_is_refused(tmp_path, compression):
+    packed = bytearray(COMPRESS[compression](b"".join(LINES)))
+    (tmp_path / "shard").write_bytes(packed[:8])
+    with pytest.raises(DataError, match=f"the {compression} stream (is|breaks off)"):
+        read(tmp_path / "shard")
+
+
+def test_progress_follows_the_compressed_bytes(tmp_path):
+    (tmp_path / "shard").write_bytes(gzip.compress(random.Random(0).randbytes(5_900_000), 1))
+    with PartStream(ShardPart(str(tmp_path / "shard"), "jsonl", "gzip")) as stream:
+        seen = []
+        while stream.read():
+            seen.append(stream.progress)
+    assert len(seen) == 6  # of 5.9 MB
+    assert seen == sorted(seen)
+    assert seen[0] < 0.3
+    assert seen[-1] == 1
+
+
+def test_memory_does_not_grow_with_the_shard(tmp_path):
+    content = b"".join(MANY)
+    peaks = []
+    for name, repetitions in (("small", 1), ("large", 20)):
+        (tmp_path / name).write_bytes(gzip.compress(content, 1) * repetitions)
+        tracemalloc.start()
+        for _ in read_part(ShardPart(str(tmp_path / name), "jsonl", "gzip"), ReadSettings()):
+            pass
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] < 16 << 20  # of 118 MB

@@ -1,0 +1,311 @@
+"""Web archives in, texts of pages and an account of every other record out."""
+
+import gzip
+import io
+import sys
+import tracemalloc
+
+import pytest
+from reading import read
+
+from megatron_neobert.data.shards.parts import read_part
+from megatron_neobert.data.shards.records import (
+    EMPTY_TEXT,
+    HTTP_STATUS,
+    MALFORMED_RECORD,
+    NOT_A_RESPONSE,
+    NOT_HTML,
+    TOO_LONG,
+    ReadSettings,
+    ShardPart,
+)
+from megatron_neobert.errors import ConfigError, DataError
+
+pytest.importorskip("fastwarc")
+pytest.importorskip("resiliparse")
+
+HTTP = b"application/http; msgtype=response"
+
+
+def record(kind, block, content_type=HTTP, *, length=None):
+    header = (
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:1>\r\nWARC-Date: 2024-01-01T00:00:00Z\r\n"
+        f"Content-Type: {content_type.decode()}\r\nContent-Length: {len(block) if length is None else length}\r\n\r\n"
+    )
+    return header.encode() + block + b"\r\n\r\n"
+
+
+def http(body, content_type="text/html", *, status="200 OK", more=""):
+    return f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n{more}\r\n".encode() + body
+
+
+def page(text, content_type="text/html; charset=utf-8", **facts):
+    return record("response", http(f"<html><body><p>{text}</p></body></html>".encode(), content_type, **facts))
+
+
+BEFORE, AFTER = page("The page before."), page("The page after.")
+
+
+def read_between(tmp_path, *records, **settings):
+    """What is read from an archive with these records between two good ones, which must stay as they are."""
+    (tmp_path / "shard").write_bytes(BEFORE + b"".join(records) + AFTER)
+    reading = read(tmp_path / "shard", **settings)
+    assert reading.texts[0] == "The page before."
+    assert reading.texts[-1] == "The page after."
+    return reading._replace(texts=reading.texts[1:-1])
+
+
+def text_of(tmp_path, *records):
+    reading = read_between(tmp_path, *records)
+    assert (reading.rejected, reading.dropped) == ([], {})
+    (text,) = reading.texts
+    return text
+
+
+# --- pages
+
+
+def test_main_text_is_taken_without_navigation_and_with_its_paragraphs(tmp_path):
+    html = """<html><head><title>Title</title><style>p {color: red}</style><script>var x = 1;</script></head><body>
+      <nav><ul><li><a href="/">Home</a><li><a href="/more">More</a></ul></nav>
+      <main><article><h1>Über uns</h1><p>First <b>bold</b> &amp; plain\n   text.</p><p>Second.</p>
+      <pre>a\n  b</pre><img src="x.png" alt="A picture"></article></main>
+      <footer>Copyright</footer></body></html>"""
+    text = text_of(tmp_path, record("response", http(html.encode())))
+    assert text == "Über uns\n\nFirst bold & plain text.\n\nSecond.\n\na\n  b"
+
+
+CHUNKED = b"5\r\n<p>Th\r\n1F \r\nis page was sent in small piece\r\n6\r\ns.</p>\r\n0\r\nTrailer: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (http(CHUNKED, more="Transfer-Encoding: chunked\r\n"), "This page was sent in small pieces."),
+        (http(gzip.compress(b"<p>Packed.</p>"), more="Content-Encoding: gzip\r\n"), "Packed."),
+        (
+            http(
+                b"%x\r\n%s\r\n0\r\n\r\n" % (len(gzip.compress(b"Both.", mtime=0)), gzip.compress(b"Both.", mtime=0)),
+                more="Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n",
+            ),
+            "Both.",
+        ),
+        (http(b"<p>Unpacked.</p>", more="X-Crawler-Content-Encoding: gzip\r\n"), "Unpacked."),
+        (http(b"<p>X.</p>", "application/xhtml+xml"), "X."),
+        (http(b"<p>Loud.</p>", "TEXT/HTML ; Charset=UTF-8"), "Loud."),
+        (http(b"1 < 2 <b>stays</b>\n", "text/plain"), "1 < 2 <b>stays</b>\n"),
+        (b"HTTP/2 200 \r\ncontent-type: text/html\r\n\r\n<p>New.</p>", "New."),
+    ],
+)
+def test_what_http_did_to_a_page_is_undone(tmp_path, block, text):
+    assert text_of(tmp_path, record("response", block)) == text
+
+
+GERMAN = "<p>Schöne Grüße aus München, größter Ort der Überlegung</p>"
+JAPANESE = "<p>これは日本語のページです</p>"
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "text"),
+    [
+        (GERMAN.encode("latin-1"), "text/html; charset=ISO-8859-1", GERMAN),
+        (b"<meta charset=iso-8859-1>" + GERMAN.encode("latin-1"), "text/html", GERMAN),
+        (GERMAN.encode("latin-1"), "text/html", GERMAN),  # guessed
+        (GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),  # the server is wrong: this is UTF-8
+        (b"\xef\xbb\xbf" + GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),
+        (GERMAN.encode("utf-16"), "text/html", GERMAN),
+        (GERMAN.encode("utf-16-be"), "text/html; charset=utf-16be", GERMAN),
+        (JAPANESE.encode("shift_jis"), "text/html; charset=Shift_JIS", JAPANESE),
+        (b"<meta charset=euc-jp>" + JAPANESE.encode("euc-jp"), "text/html; charset=nonsense", JAPANESE),
+        (JAPANESE.encode("iso2022_jp"), "text/html; charset=ISO-2022-JP", JAPANESE),
+    ],
+)
+def test_encoding_of_a_page_is_found(tmp_path, body, content_type, text):
+    reading = read_between(tmp_path, record("response", http(body, content_type)))
+    assert (reading.texts, reading.repaired) == ([text[3:-4]], 0)
+
+
+def test_bytes_that_the_encoding_does_not_have_are_replaced_and_counted(tmp_path):
+    reading = read_between(tmp_path, record("response", http(b"<p>a\xffb", "text/html; charset=utf-8")))
+    assert (reading.texts, reading.repaired) == (["a\ufffdb"], 1)
+
+
+def test_wet_records_are_texts_as_they_are(tmp_path, monkeypatch):
+    texts = ["Grüße\n東京 <b>\n", "  zweiter  "]
+    blocks = [record("conversion", text.encode(), b"text/plain") for text in texts]
+    blocks += [record("conversion", b"\xff", b"text/plain"), record("conversion", b" \n", b"text/plain")]
+    (tmp_path / "shard").write_bytes(record("warcinfo", b"x", b"application/warc-fields") + b"".join(blocks))
+    monkeypatch.setitem(sys.modules, "fastwarc.warc", None)  # which WET files do without
+    reading = read(tmp_path / "shard")
+    assert (reading.texts, reading.repaired) == ([*texts, "\ufffd"], 1)
+    assert reading.dropped == {NOT_A_RESPONSE: 1, EMPTY_TEXT: 1}
+
+
+# --- what is no text
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (record("request", b"GET / HTTP/1.1\r\n\r\n", b"application/http; msgtype=request"), NOT_A_RESPONSE),
+        (record("metadata", b"fetchTimeMs: 1\r\n", b"application/warc-fields"), NOT_A_RESPONSE),
+        (record("revisit", http(b"")), NOT_A_RESPONSE),
+        (record("resource", b"<p>x", b"text/html"), NOT_A_RESPONSE),
+        (record("something new", b"x"), NOT_A_RESPONSE),
+        (page("gone", status="404 Not Found"), HTTP_STATUS),
+        (page("moved", status="301 Moved Permanently"), HTTP_STATUS),
+        (record("response", http(b"%PDF", "application/pdf")), NOT_HTML),
+        (record("response", http(b"{}", "application/json")), NOT_HTML),
+        (record("response", b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<p>x"), NOT_HTML),  # nobody says what it is
+        (record("response", b"dns", b"text/dns"), NOT_HTML),
+        (record("conversion", b"\x89PNG", b"image/png"), NOT_HTML),
+        (page(""), EMPTY_TEXT),
+        (page("<script>only()</script>"), EMPTY_TEXT),
+        (record("response", http(b"")), EMPTY_TEXT),
+    ],
+)
+def test_record_without_a_text_is_dropped_with_its_reason(tmp_path, block, reason):
+    reading = read_between(tmp_path, block)
+    assert (reading.texts, reading.rejected, reading.dropped) == ([], [], {reason: 1})
+    assert reading.numbers == 3
+
+
+NEVER_GZIP = http(b"<p>never packed", more="Content-Encoding: gzip\r\n")
+
+
+@pytest.mark.parametrize(
+    ("block", "detail"),
+    [
+        (record("response", b"no HTTP at all"), "no HTTP status"),
+        (record("response", b""), "no HTTP status"),
+        (record("response", http(b"<p>x", status="OK")), "no HTTP status"),
+        (record("response", NEVER_GZIP), "HTTP: Gzip decompression error"),
+        (record("response", http(b"zzz", more="Transfer-Encoding: chunked\r\n")), "HTTP: Invalid chunk header"),
+        (record("response", http(b"<p>x", more="Content-Encoding: unheard-of\r\n")), "HTTP: Unsupported"),
+        (record("response", http(b"<div>" * 10_000 + b"deep")), "HTML: elements are nested 10,"),
+        (record("response", b"x" * 50, length=20), "no record follows after its 20 bytes"),
+        (record("response", b"x" * 50, length=80), "no record follows after its 80 bytes"),
+        (record("response", b"x" * 50, length=2000), "no record follows after its 2,000 bytes"),
+        (record("response", b"x" * 50, length="many"), "its Content-Length is many"),
+        (record("response", b"x" * 50, length="9" * 5000), "its Content-Length is 9999"),
+        (record("response", b"x").replace(b"Content-Length", b"Other"), "its Content-Length is none"),
+        (b"some garbage\r\n\r\n", "no WARC header where a record should begin"),
+        (b"\x00" * 200_000 + b"\r\n", "no WARC header where a record should begin"),
+        (b"WARC/1.0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", "no WARC header where a record should begin"),
+    ],
+)
+def test_faulty_record_is_rejected_and_its_neighbours_are_not(tmp_path, block, detail):
+    for packed in (False, True):
+        content = b"".join(map(gzip.compress, (BEFORE, block, AFTER))) if packed else BEFORE + block + AFTER
+        (tmp_path / "shard").write_bytes(content)
+        reading = read(tmp_path / "shard")
+        assert reading.texts == ["The page before.", "The page after."]
+        ((reason, number, found, raw),) = reading.rejected
+        assert (reason, number) == (MALFORMED_RECORD, 2)
+        assert found.startswith(detail)
+        assert raw[:50] in block
+
+
+def test_faulty_records_one_after_the_other_are_told_apart(tmp_path):
+    faulty = record("response", b"x" * 50, length=20)
+    reading = read_between(tmp_path, faulty, faulty, page("Between."), b"garbage\r\n", faulty)
+    assert reading.texts == ["Between."]
+    assert [number for _, number in reading.faults] == [2, 3, 5, 6]
+
+
+def test_page_nested_less_deep_is_read(tmp_path):
+    """Beside thousands of elements that have no end tag, which are not nested."""
+    body = b"<div>" * 1000 + b"<br>word " * 3000 + b"</div>" * 1000
+    assert text_of(tmp_path, record("response", http(body))).count("word") == 3000
+
+
+def test_block_that_quotes_a_record_is_not_cut(tmp_path):
+    quoted = record("conversion", b"A text about archives:\r\n\r\n" + BEFORE + b"!", b"text/plain")
+    assert text_of(tmp_path, quoted).endswith("\r\n\r\n!")
+
+
+@pytest.mark.parametrize("line_ends", [b"", b"\r\n", b"\n", b"\r\n" * 4])
+def test_line_ends_between_records_may_differ(tmp_path, line_ends):
+    (tmp_path / "shard").write_bytes(BEFORE.rstrip(b"\r\n") + line_ends + AFTER.rstrip(b"\r\n") + line_ends)
+    assert read(tmp_path / "shard").texts == ["The page before.", "The page after."]
+
+
+def test_header_with_bare_line_feeds_is_read(tmp_path):
+    head, _, rest = page("Text.").partition(b"\r\n\r\n")
+    assert text_of(tmp_path, head.replace(b"\r\n", b"\n") + b"\n\n" + rest) == "Text."
+
+
+def test_too_long_record_is_rejected_whether_packed_or_not(tmp_path):
+    long = b"<p>" + b"word " * 100_000
+    blocks = [http(long), http(gzip.compress(long), more="Content-Encoding: gzip\r\n")]
+    reading = read_between(tmp_path, *(record("response", block) for block in blocks), max_document_bytes=200_000)
+    assert reading.faults == [(TOO_LONG, 2), (TOO_LONG, 3)]
+    assert reading.rejected[0].detail == f"{len(blocks[0]):,} bytes"
+    assert reading.rejected[1].detail == "more than 200,000 bytes"
+
+
+# --- whole archives
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_truncated_archive_is_refused_wherever_it_is_cut(tmp_path, packed):
+    records = [page(f"Page {number}.") for number in range(3)]
+    content = b"".join(gzip.compress(each, mtime=0) if packed else each for each in records)
+    end = len(content) if packed else len(content) - 4  # the line ends after the last record may be missing
+    start = len(content) - len(gzip.compress(records[2], mtime=0) if packed else records[2])
+    for cut in range(start + 1, end, 7):
+        (tmp_path / "shard").write_bytes(content[:cut])
+        with pytest.raises(
+            DataError, match=r"shard: the (gzip stream|warc file) breaks off .* after record [23] .*fetch"
+        ):
+            read(tmp_path / "shard", input_format="warc")
+    (tmp_path / "shard").write_bytes(content[:start])  # control: cut between two records, which nobody can notice
+    assert len(read(tmp_path / "shard").texts) == 2
+
+
+def test_archives_of_another_writer_are_read(tmp_path):
+    """fastwarc's own, compressed record by record and with all headers and digests."""
+    from fastwarc.stream_io import GzipWriter
+    from fastwarc.warc import WarcRecord, WarcRecordType
+
+    written = io.BytesIO()
+    writer = GzipWriter(written)
+    for number in range(100):
+        each = WarcRecord()
+        each.init_headers(record_type=WarcRecordType.response)
+        each.headers["WARC-Target-URI"] = f"https://example.org/{number}"
+        each.headers["Content-Type"] = HTTP.decode()
+        each.set_bytes_content(http(f"<p>Page {number}.</p>".encode()))
+        each.write(writer, checksum_data=True)
+    writer.close()
+    (tmp_path / "shard").write_bytes(written.getvalue())
+    reading = read(tmp_path / "shard")
+    assert reading.texts == [f"Page {number}." for number in range(100)]
+    assert not reading.rejected
+    assert not reading.dropped
+
+
+def test_missing_package_is_a_setting_to_mend(tmp_path, monkeypatch):
+    (tmp_path / "shard").write_bytes(BEFORE)
+    for module in ("fastwarc.warc", "resiliparse.parse.encoding"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)  # as where it is not installed
+            with pytest.raises(ConfigError, match=r"pip install 'megatron-neobert\[warc\]'"):
+                read(tmp_path / "shard")
+
+
+def test_memory_does_not_grow_with_the_archive(tmp_path):
+    peaks = []
+    records = page("word " * 2000) + record("request", b"x" * 20_000)
+    for count in (200, 2000):  # 6 and 60 MB
+        with gzip.open(tmp_path / "shard", "wb", 1) as stream:
+            for _ in range(count):
+                stream.write(records)
+        tracemalloc.start()
+        read_texts = sum(
+            len(batch.texts) for batch in read_part(ShardPart(str(tmp_path / "shard"), "warc", "gzip"), ReadSettings())
+        )
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert read_texts == count
+    assert peaks[1] < 1.3 * peaks[0] < 16 << 20

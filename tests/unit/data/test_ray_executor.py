@@ -1,0 +1,71 @@
+"""Preprocessing on Ray: a real cluster on this machine, whose workers may die."""
+
+import signal
+import threading
+
+import pytest
+from preprocess_place import Place, add_mixed_shards
+from small_corpus import write_vocabulary
+
+from megatron_neobert.data.preprocessing.plan import plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.errors import ConfigError, DataError
+
+pytest.importorskip("ray", reason="the extra [ray] is not installed")
+psutil = pytest.importorskip("psutil")
+
+ON_RAY = {"executor": "ray", "ray_address": "local", "workers": 2}
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_ray_gives_the_bytes_of_a_local_run(place):
+    add_mixed_shards(place)
+    place.run("local")
+    place.run("ray", **ON_RAY)
+    assert place.contents("ray") == place.contents("local")
+
+
+def ray_workers():
+    return [process for process in psutil.Process().children(recursive=True) if "ray::_tokenize" in process.name()]
+
+
+def test_ray_worker_that_is_killed_costs_its_part_another_try(place):
+    write_vocabulary(place.vocab, [chr(code) for code in range(97, 123)])
+    for name in ("a", "b"):
+        place.add_texts(f"{name}.jsonl", *["x y z " * 5000] * 100)  # 3 MB: about a second
+    place.run("local", tokenizer_backend="reference")
+    killed = []
+
+    def kill_one():
+        while not killed and not ended.wait(0.05):
+            for worker in ray_workers()[:1]:
+                worker.send_signal(signal.SIGKILL)
+                killed.append(worker.pid)
+
+    ended = threading.Event()
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        place.run("ray", tokenizer_backend="reference", **ON_RAY)
+    finally:
+        ended.set()
+        killer.join()
+    assert len(killed) == 1
+    assert place.contents("ray") == place.contents("local")
+
+
+def test_error_of_a_part_arrives_as_it_was_raised(place):
+    place.add_lines("a.jsonl", "broken")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: malformed JSON"):
+        place.run(on_error="fail", **ON_RAY)
+
+
+def test_absent_cluster_is_a_wrong_setting(place):
+    place.add_texts("a.jsonl", "hello")
+    plan = plan_preprocessing(place.settings(executor="ray", ray_address="127.0.0.1:1"))
+    with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers there"):
+        preprocess(plan, on_progress=lambda progress: None)

@@ -1,0 +1,134 @@
+"""The command that shows documents of a corpus, as a user starts it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
+
+from megatron_neobert.data.tokenizer import load_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
+
+
+def inspect(*arguments, **environment):
+    command = [sys.executable, str(REPOSITORY / "tools" / "inspect_data.py"), *map(str, arguments)]
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8", **environment}
+    ended = subprocess.run(command, check=False, env=environment, capture_output=True, timeout=60)
+    return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """P, five documents in three volumes, and vocab.txt."""
+    folder = tmp_path_factory.mktemp("inspect")
+    tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", ["hello", "world", "word", "##ly", "привет"]))
+    documents = [[tokenizer.backend.token_to_id(word) for word in text.split()] for text in TEXTS]
+    manifest = write_corpus(folder / "P", documents, tokenizer, shard_bytes=8)
+    assert len(manifest.volumes) == 3
+    return folder
+
+
+def documents_shown(output):
+    return [int(line.split(":")[0].split()[1]) for line in output.splitlines() if line.startswith("document")]
+
+
+def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
+    code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 3, 0)
+    assert (code, errors) == (0, "")
+    assert output.splitlines() == [
+        "document 3: 3 tokens",
+        "  text               wordly hello",
+        "  ids                7 8 5",
+        "",
+        "document 0: 2 tokens",
+        "  text               hello world",
+        "  ids                5 6",
+        "",
+    ]
+
+
+def test_long_document_is_cut_and_says_so(place):
+    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 2, "--tokens", 2)
+    lines = inspect(*arguments)[1].splitlines()
+    assert lines[:3] == [
+        "document 2: 4 tokens, the first 2",
+        "  text               привет world",
+        "  ids                9 6",
+    ]
+
+
+def test_longest_documents_come_with_the_first_of_equal_ones_first(place):
+    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt")
+    assert documents_shown(inspect(*arguments, "--longest", 3)[1]) == [2, 3, 0]
+    assert documents_shown(inspect(*arguments, "--longest", 5)[1]) == [2, 3, 0, 1, 4]
+
+
+def test_random_documents_are_different_ones_and_follow_from_the_seed(place):
+    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--random")
+    orders = [documents_shown(inspect(*arguments, 5, "--seed", seed)[1]) for seed in (0, 0, 1)]
+    assert sorted(orders[0]) == [0, 1, 2, 3, 4]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(place):
+    code, output, errors = inspect(place / "P")
+    assert (code, errors) == (0, "")
+    rows = {line[2:20].strip(): line[21:] for line in output.splitlines()}
+    assert rows["documents"] == "5"
+    assert rows["tokens"] == "11, 0.000% of them unknown"
+    assert rows["volumes"].startswith("3, 22 bytes of uint16 and ")
+    assert rows["tokens/document"].startswith("mean 2.2, shortest 1, ")
+    assert rows["rejected"] == rows["dropped"] == rows["filters"] == "none"
+    assert len(rows["sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--document", "5"], "--document 5 is none of the 5 documents of"),
+        (["--document", "0", "-1"], "they are numbered 0 to 4"),
+        (["--random", "6"], "--random 6 is not a number of documents of"),
+        (["--longest", "0"], "which has 5; give 1 to 5"),
+        (["--document", "0", "--tokens", "0"], "--tokens 0 shows nothing; give at least 1"),
+        (["--document", "x"], "invalid int value: 'x'"),
+        (["--document", "0", "--random", "1"], "not allowed with argument"),
+    ],
+)
+def test_wrong_numbers_end_with_2_and_one_sentence(place, more, message):
+    code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", *more)
+    assert (code, output) == (2, "")
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(place, tmp_path):
+    code, _, errors = inspect(place / "P", "--document", 0)
+    assert code == 2 and "give --tokenizer-model" in errors
+    other = write_vocabulary(tmp_path / "vocab.txt", ["other"])
+    code, _, errors = inspect(place / "P", "--document", 0, "--tokenizer-model", other)
+    assert code == 65 and "written with tokenizer" in errors
+
+
+def test_terminal_without_unicode_gets_escapes(place):
+    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 2)
+    code, output, errors = inspect(*arguments, PYTHONIOENCODING="ascii")
+    assert (code, errors) == (0, "")
+    assert "\\u043f\\u0440\\u0438\\u0432\\u0435\\u0442 world" in output
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
+    """A vocabulary may hold an escape sequence, and a text the character that turns its surroundings around."""
+    pieces = [*SPECIAL, "\x1b[2J", "a\u202eb", "\n", "é\u200d"]
+    backend = Tokenizer(models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, "[UNK]"))
+    backend.add_special_tokens(list(SPECIAL))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write_corpus(tmp_path / "P", [[5, 6, 7, 8]], load_tokenizer(tmp_path / "tokenizer.json"))
+    code, output, errors = inspect(tmp_path / "P", "--document", 0, "--tokenizer-model", tmp_path / "tokenizer.json")
+    assert (code, errors) == (0, "")
+    assert output.splitlines()[1:3] == ["  text               \\x1b[2J a\\u202eb", " " * 21 + " é\u200d"]

@@ -1,0 +1,157 @@
+"""Shows what is in a corpus: a summary, or documents as text and token ids.
+
+    python tools/inspect_data.py corpus/web_content_document
+    python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --random 3
+    python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
+
+The text is what the tokenizer makes of the ids, so white space, and for an uncased vocabulary case and accents, are not
+those of the original. Characters that a terminal would act upon are shown as escapes.
+"""
+
+import argparse
+import io
+import random
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import ConfigError, run_command
+
+_WIDTH = 120
+_NAME_WIDTH = 18
+_CHUNK = 1 << 20  # lengths compared at a time
+_REORDERING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # characters that turn the text around them
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
+    corpus = Corpus(arguments.prefix)
+    numbers = choose_documents(corpus, arguments)
+    if numbers is None:
+        print_summary(corpus)
+        return
+    if arguments.tokenizer_model is None:
+        raise ConfigError(
+            "--document, --random and --longest show text, which takes the corpus's tokenizer; give --tokenizer-model"
+        )
+    tokenizer = load_tokenizer(arguments.tokenizer_model, arguments.tokenizer_type)
+    corpus.check_tokenizer(tokenizer)
+    for number in numbers:
+        print_document(corpus, number, tokenizer, tokens=arguments.tokens)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show what is in a corpus written by tools/preprocess_data.py.")
+    parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
+    which.add_argument("--random", type=int, metavar="K", help="show K documents chosen at random")
+    which.add_argument("--longest", type=int, metavar="K", help="show the K longest documents")
+    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="at most N of each (default: 200)")
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="that the corpus was written with")
+    parser.add_argument("--tokenizer-type", default="auto", metavar="TYPE", help="as in preprocessing (default: auto)")
+    return parser.parse_args()
+
+
+def choose_documents(corpus: Corpus, arguments: argparse.Namespace) -> Sequence[int] | None:
+    """Numbers of the documents to show; None: none was asked for.
+
+    Raises:
+        ConfigError: A number that the corpus does not have.
+    """
+    documents = len(corpus)
+    if arguments.tokens < 1:
+        raise ConfigError(f"--tokens {arguments.tokens} shows nothing; give at least 1")
+    if arguments.document is not None:
+        if outside := [number for number in arguments.document if not 0 <= number < documents]:
+            raise ConfigError(
+                f"--document {outside[0]} is none of the {documents:,} documents of {corpus.prefix}; they are numbered "
+                f"0 to {documents - 1}"
+            )
+        return list(arguments.document)
+    for name in ("random", "longest"):
+        count = getattr(arguments, name)
+        if count is not None and not 1 <= count <= documents:
+            raise ConfigError(
+                f"--{name} {count} is not a number of documents of {corpus.prefix}, which has {documents:,}; give 1 to "
+                f"{documents}"
+            )
+    if arguments.random is not None:
+        return random.Random(arguments.seed).sample(range(documents), arguments.random)
+    return None if arguments.longest is None else find_longest(corpus, arguments.longest)
+
+
+def print_summary(corpus: Corpus) -> None:
+    manifest = corpus.manifest
+    filters = ", ".join(f"{name} {value}" for name, value in manifest.filters.items() if value is not None)
+    print_rows(
+        {
+            "corpus": f"{corpus.prefix}, format {manifest.format_version}, megatron-neobert {manifest.project_version}",
+            "inputs": f"{len(manifest.inputs):,} with {sum(i.bytes for i in manifest.inputs.values()):,} bytes, "
+            f"text from '{manifest.text_key}'",
+            "filters": filters or "none",
+            **manifest.describe(),
+            "volumes": f"{len(manifest.volumes):,}, {sum(v.bin.bytes for v in manifest.volumes):,} bytes of "
+            f"{manifest.dtype} and {sum(v.idx.bytes for v in manifest.volumes):,} of index",
+            "tokenizer": f"{manifest.tokenizer_fingerprint[:12]}, {manifest.vocab_size:,} ids",
+            "sha256": manifest.sha256,
+        }
+    )
+
+
+def print_document(corpus: Corpus, number: int, tokenizer: Tokenizer, *, tokens: int) -> None:
+    ids = corpus.document(number)
+    cut = f", the first {tokens:,}" if tokens < ids.size else ""
+    shown = ids[:tokens].tolist()
+    text = tokenizer.backend.decode(shown, skip_special_tokens=False)
+    print(f"document {number:,}: {ids.size:,} tokens{cut}")
+    print_rows({"text": visible(text), "ids": " ".join(map(str, shown))})
+    print()
+
+
+def find_longest(corpus: Corpus, count: int) -> list[int]:
+    """Numbers of the `count` longest documents, the longest first, among equals the first first."""
+    first, best = 0, np.zeros((0, 2), dtype=np.int64)  # -length, number
+    for volume in corpus.volumes:
+        for begin in range(0, volume.lengths.size, _CHUNK):
+            lengths = volume.lengths[begin : begin + _CHUNK].astype(np.int64)
+            numbers = np.arange(first + begin, first + begin + lengths.size)
+            long = lengths >= np.partition(lengths, -min(count, lengths.size))[-min(count, lengths.size)]
+            best = np.concatenate([best, np.stack([-lengths, numbers], axis=1)[long]])
+            best = best[np.lexsort((best[:, 1], best[:, 0]))][:count]
+        first += volume.lengths.size
+    return [int(number) for number in best[:, 1]]
+
+
+def print_rows(rows: dict[str, str]) -> None:
+    """Names to the left, values to the right of them, their lines wrapped."""
+    for name, value in rows.items():
+        lines = [
+            line
+            for paragraph in value.split("\n")
+            for line in textwrap.wrap(paragraph, _WIDTH - _NAME_WIDTH - 3, break_on_hyphens=False) or [""]
+        ]
+        print(f"  {name:<{_NAME_WIDTH}} {lines[0]}")
+        for line in lines[1:]:
+            print(" " * (_NAME_WIDTH + 3) + line)
+
+
+def visible(text: str) -> str:
+    """The text with escapes for what would make a terminal do something else than show a character."""
+    return "".join(ascii(character)[1:-1] if _acts_on_terminal(character) else character for character in text)
+
+
+def _acts_on_terminal(character: str) -> bool:
+    return ord(character) in _REORDERING or (unicodedata.category(character) == "Cc" and character not in "\n\t")
+
+
+if __name__ == "__main__":
+    run_command(main)
