@@ -23,7 +23,6 @@ REQUIREMENTS = [
     "numpy>=1.26",
     "pyarrow>=16",
     "orjson>=3.9",
-    "ijson>=3.2",
     "backports.zstd>=1",
     "fsspec>=2023.6",
     "tokenizers>=0.22",

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_neobert.data.corpus_format import token_dtype
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
 from megatron_neobert.data.preprocessing.preview import preview
-from megatron_neobert.data.preprocessing.run import PreprocessReport, Progress, preprocess
+from megatron_neobert.data.preprocessing.run import PreprocessReport, Progress, preprocess, start_workers
 from megatron_neobert.data.shards.records import ReadSettings
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, ConfigError, DataError, run_command
 
@@ -49,16 +49,22 @@ def main() -> int:
 
 
 def run(settings: PreprocessSettings, *, dry_run: bool) -> int:
-    plan = plan_preprocessing(settings)
     if dry_run:
-        print_plan(plan)
-    elif settings.resume and is_complete(plan):
-        print(f"{plan.files.manifest} is complete; nothing to do")
-    else:
+        print_plan(plan_preprocessing(settings))
+        return 0
+    workers = start_workers(settings)
+    try:
+        plan = plan_preprocessing(settings)
+        if settings.resume and is_complete(plan):
+            print(f"{plan.files.manifest} is complete; nothing to do")
+            return 0
         with ProgressLine(plan) as progress:
-            report = preprocess(plan, on_progress=progress.show)
+            report = preprocess(plan, on_progress=progress.show, workers=workers)
         print_report(plan, report)
-    return 0
+        return 0
+    finally:
+        if workers:
+            workers.close()
 
 
 def say_what_is_kept(settings: PreprocessSettings, why: str) -> None:

@@ -11,9 +11,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -26,7 +26,7 @@ from megatron_neobert.data.shards.find import ShardVersion, shard_sha256
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.records import ReadSettings, RecordBatch, Rejected, ShardPart
 from megatron_neobert.data.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
-from megatron_neobert.errors import DataError
+from megatron_neobert.errors import DataError, NeoBERTError
 from megatron_neobert.files import replace_file
 
 NO_TOKENS = "no tokens"  # a text of control characters only
@@ -148,7 +148,7 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
     settings = task.settings
-    tokenizer = _tokenizer(settings.tokenizer_model, settings.tokenizer_type, settings.fingerprint)
+    tokenizer = _tokenizer(settings)
     try:
         return _tokenize_with(_encoder(tokenizer, settings.backend), task, tokenizer, report, mismatch=None)
     except BackendMismatch as mismatch:
@@ -288,19 +288,38 @@ def _kinds(task: PartTask) -> list[Kind]:
     return [kind for kind in get_args(Kind) if kind != "hashes" or task.settings.with_hashes]
 
 
-@lru_cache(maxsize=1)  # a worker meets the same tokenizer in every task
-def _tokenizer(path: str, tokenizer_type: str, fingerprint: str) -> Tokenizer:
-    tokenizer = load_tokenizer(path, tokenizer_type=tokenizer_type)
-    if tokenizer.fingerprint != fingerprint:
-        raise DataError(f"--tokenizer-model {path} has changed since the run started; start again")
-    return tokenizer
-
-
+# Loaded once in a process: a worker meets the same tokenizer in every task, and a fast back end remembers the words
+# that it has seen.
+_tokenizers: dict[str, Tokenizer] = {}
 _encoders: dict[tuple[str, str], Encoder] = {}
 
 
+def remember(tokenizer: Tokenizer, encoder: Encoder) -> None:
+    """Spares this process the loading of what it has loaded already."""
+    _tokenizers[tokenizer.fingerprint] = tokenizer
+    _encoders[tokenizer.fingerprint, "reference" if encoder.is_reference else "fast"] = encoder
+
+
+def load_early(path: str, tokenizer_type: str, backend: Literal["auto", "fast", "reference"]) -> None:
+    """Loads in a worker what its first task will probably need. What goes wrong is told by the parent, and once."""
+    with suppress(NeoBERTError, OSError):
+        tokenizer = load_tokenizer(path, tokenizer_type=tokenizer_type)
+        remember(tokenizer, open_encoder(tokenizer, backend, probe=False))
+        import pyarrow.parquet  # noqa: F401
+
+
+def _tokenizer(settings: TaskSettings) -> Tokenizer:
+    if settings.fingerprint not in _tokenizers:
+        tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
+        if tokenizer.fingerprint != settings.fingerprint:
+            raise DataError(
+                f"--tokenizer-model {settings.tokenizer_model} has changed since the run started; start again"
+            )
+        _tokenizers[tokenizer.fingerprint] = tokenizer
+    return _tokenizers[settings.fingerprint]
+
+
 def _encoder(tokenizer: Tokenizer, backend: Literal["fast", "reference"]) -> Encoder:
-    """Kept from task to task, for a fast back end remembers the words that it has seen."""
     key = (tokenizer.fingerprint, backend)
     if key not in _encoders:
         _encoders[key] = open_encoder(tokenizer, backend, probe=False)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_neobert.data.corpus_format import InputRecord, describe_reasons
 from megatron_neobert.data.corpus_writer import (
@@ -27,12 +28,16 @@ from megatron_neobert.data.preprocessing.part_tasks import (
     PartTask,
     Report,
     absolute_rejects,
+    load_early,
     read_result,
+    remember,
     tokenize_part,
 )
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, decisive_settings, part_tasks
-from megatron_neobert.data.preprocessing.workers import run_in_workers
+from megatron_neobert.data.preprocessing.workers import Workers
 from megatron_neobert.errors import DataError, MissingInputError
+
+LocalWorkers = Workers[PartTask, PartResult]
 
 _RATE_AFTER_RECORDS = 10_000  # the error rate of fewer records is not judged before the end
 
@@ -74,8 +79,13 @@ class PreprocessReport:
     mismatches: list[str]
 
 
-def preprocess(plan: Plan, *, on_progress: Callable[[Progress], None]) -> PreprocessReport:
+def preprocess(
+    plan: Plan, *, on_progress: Callable[[Progress], None], workers: LocalWorkers | None = None
+) -> PreprocessReport:
     """Does the parts that are not finished and joins all of them, as far as the settings ask for either.
+
+    Args:
+        workers: From `start_workers`, before the plan was made; None: started here, where the settings want them.
 
     Raises:
         DataError: Too many records are in error, a shard is damaged, or there is no document at all.
@@ -108,7 +118,7 @@ def preprocess(plan: Plan, *, on_progress: Callable[[Progress], None]) -> Prepro
             on_progress(progress)
             _check_error_rate(progress, settings, at_end=False)
 
-        with closing(run_tasks(missing, settings, report)) as new_results:
+        with closing(_run_tasks(missing, plan, workers, report)) as new_results:
             for result in new_results:
                 results[result.number] = result
                 _count(plan, progress, result)
@@ -134,19 +144,32 @@ def preprocess(plan: Plan, *, on_progress: Callable[[Progress], None]) -> Prepro
     )
 
 
-def run_tasks(
-    tasks: Sequence[PartTask], settings: PreprocessSettings, report: Report
+def start_workers(settings: PreprocessSettings) -> LocalWorkers | None:
+    """The processes that a run will need, if any; they load the tokenizer while the run is planned.
+
+    They end with the run, or when they are closed.
+    """
+    if settings.executor != "local" or (settings.workers or 1) == 1 or settings.merge:
+        return None
+    load = partial(load_early, settings.tokenizer_model, settings.tokenizer_type, settings.tokenizer_backend)
+    return Workers(tokenize_part, count=settings.workers or 1, prepare=load)
+
+
+def _run_tasks(
+    tasks: Sequence[PartTask], plan: Plan, workers: LocalWorkers | None, report: Report
 ) -> Generator[PartResult, None, None]:
-    """Results in the order in which they finish. One worker is this process: nothing to start, nothing to send."""
+    """Results in the order in which they finish."""
+    settings = plan.settings
     if settings.executor == "ray":
         from megatron_neobert.data.preprocessing.ray_executor import run_on_ray
 
         yield from run_on_ray(tasks, workers=settings.workers, address=settings.ray_address)
-    elif (settings.workers or 1) == 1:
+    elif workers := workers or start_workers(settings):
+        yield from workers.run(tasks, on_report=report)
+    else:  # one worker is this process: nothing to start, nothing to send
+        remember(plan.tokenizer, plan.encoder)
         for task in tasks:
             yield tokenize_part(task, report)
-    else:
-        yield from run_in_workers(tokenize_part, tasks, workers=settings.workers or 1, on_report=report)
 
 
 def _count(plan: Plan, progress: Progress, result: PartResult) -> None:

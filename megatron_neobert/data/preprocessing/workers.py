@@ -7,9 +7,10 @@ worker whose parent is killed finds its pipe closed at its next report and ends.
 import multiprocessing
 import signal
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -32,55 +33,81 @@ class _Failed:
     error: Exception
 
 
-def run_in_workers(
-    function: Callable[[Task, Report], Result], tasks: Sequence[Task], *, workers: int, on_report: Report
-) -> Generator[Result, None, None]:
-    """Results of function(task, report) in the order in which they finish; closing the iterator ends all workers.
+class Workers(Generic[Task, Result]):
+    """Processes that wait for tasks, until they are closed.
 
     Args:
-        function: Importable by its name, since workers are fresh interpreters.
-        tasks: Handed out in order.
-        workers: Number of processes; not more than tasks are started.
-        on_report: Called here with whatever a function reports. A function that reports often ends soon when its
-            parent is killed.
-
-    Raises:
-        ChildProcessError: A worker died, most often for want of memory.
-        NeoBERTError, OSError: As raised by a function; anything else becomes a RuntimeError with the worker's trace.
+        function: Called as function(task, report); importable by its name, since workers are fresh interpreters.
+        count: Number of processes.
+        prepare: Called first in each of them, while the parent is still busy with what comes before the tasks.
     """
-    context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads in any state
-    waiting = iter(tasks)
-    processes: dict[Connection, SpawnProcess] = {}
-    running: dict[Connection, Task] = {}
-    try:
-        for _, task in zip(range(workers), waiting, strict=False):
-            connection, far_end = context.Pipe()
-            process = context.Process(target=_work, args=(function, far_end), daemon=True)
-            with _signals_held_back():
-                process.start()
-                processes[connection] = process
-            far_end.close()
-            running[connection] = task
-            _exchange(processes[connection], task, connection.send, task)
+
+    def __init__(
+        self,
+        function: Callable[[Task, Report], Result],
+        *,
+        count: int,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self._processes: dict[Connection, SpawnProcess] = {}
+        context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads in any state
+        try:
+            for _ in range(count):
+                connection, far_end = context.Pipe()
+                process = context.Process(target=_work, args=(function, prepare, far_end), daemon=True)
+                with _signals_held_back():
+                    process.start()
+                    self._processes[connection] = process
+                far_end.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends all of them, whatever they are at."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+
+    def run(self, tasks: Iterable[Task], *, on_report: Report) -> Generator[Result, None, None]:
+        """Results in the order in which they finish. All workers end with the last one, or when this is closed.
+
+        Args:
+            tasks: Handed out in order.
+            on_report: Called here with whatever a function reports. A function that reports often ends soon when its
+                parent is killed.
+
+        Raises:
+            ChildProcessError: A worker died, most often for want of memory.
+            NeoBERTError, OSError: As raised by a function; anything else becomes a RuntimeError with the trace.
+        """
+        try:
+            yield from self._results(tasks, on_report)
+        finally:
+            self.close()
+
+    def _results(self, tasks: Iterable[Task], on_report: Report) -> Iterator[Result]:
+        waiting = iter(tasks)
+        running: dict[Connection, Task] = {}
+        for connection, task in zip(self._processes, waiting, strict=False):
+            self._send(connection, task, running)
         while running:
             for connection in [end for end in wait(list(running)) if isinstance(end, Connection)]:
-                message = _exchange(processes[connection], running[connection], connection.recv)
+                message = _exchange(self._processes[connection], running[connection], connection.recv)
                 if isinstance(message, _Failed):
                     raise message.error
                 if not isinstance(message, _Finished):
                     on_report(message)
                     continue
                 del running[connection]
-                for task in waiting:
-                    running[connection] = task
-                    _exchange(processes[connection], task, connection.send, task)
-                    break
+                for task in islice(waiting, 1):
+                    self._send(connection, task, running)
                 yield message.result
-    finally:
-        for process in processes.values():
-            process.kill()
-        for process in processes.values():
-            process.join()
+
+    def _send(self, connection: Connection, task: Task, running: dict[Connection, Task]) -> None:
+        running[connection] = task
+        _exchange(self._processes[connection], task, connection.send, task)
 
 
 @contextmanager
@@ -112,7 +139,11 @@ def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arg
         ) from error
 
 
-def _work(function: Callable[[Task, Report], Result], connection: Connection) -> None:
+def _work(
+    function: Callable[[Task, Report], Result], prepare: Callable[[], None] | None, connection: Connection
+) -> None:
+    if prepare:
+        prepare()
     try:
         while True:
             task = connection.recv()

@@ -55,8 +55,9 @@ def _cut_by_bytes(column: "pa.Array") -> "Iterator[tuple[pa.Array, int]]":
 
     if any(test(column.type) for test in (pa.types.is_null, pa.types.is_string_view, pa.types.is_binary_view)):
         column = column.cast(pa.large_binary())  # not to a string: what is no UTF-8 is mended later
-    first, held, lengths = 0, 0, pc.binary_length(column).fill_null(0).to_pylist()
-    for row, length in enumerate(lengths):
+    first = held = 0
+    for row, length in enumerate(pc.binary_length(column).to_pylist()):
+        length = length or 0  # of a null; not by fill_null, which imports pandas where it is installed
         if row > first and held + length > BATCH_BYTES:
             yield column[first:row], held
             first, held = row, 0

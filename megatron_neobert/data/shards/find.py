@@ -1,16 +1,22 @@
 """Which shards there are: files named by paths, globs, folders, URLs and lists, and what shows that one has changed."""
 
 import glob
-import hashlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from megatron_neobert.data.shards.streams import is_url, open_shard, remote_errors
+from megatron_neobert.data.shards.texts import BYTE_ORDER_MARK
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.files import sha256_of
 
-_HASH_BYTES = 1 << 20
+# Found in folders of shards, and read only where they are named themselves.
+_ABOUT_THE_DATA = re.compile(r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)([._-].*)?", re.IGNORECASE)
+# What the file systems of fsspec call it, the surest first.
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "last_modified", "created")
 
 
 class ShardVersion(NamedTuple):
@@ -23,7 +29,8 @@ class ShardVersion(NamedTuple):
 def find_shards(patterns: Sequence[str]) -> list[str]:
     """Files and URLs named by paths, globs (`**` descends), folders and `@lists`, each glob and folder sorted.
 
-    A folder gives all files below it except hidden ones and those that start with an underscore (`_SUCCESS`). A data
+    A folder gives all files below it except hidden ones, those that start with an underscore (`_SUCCESS`), and what is
+    there about the data (README, LICENSE, checksums). A data
     set that `datasets` has saved to disk gives its shards in its own order. The lines of a file `list.txt` are
     patterns for `@list.txt`. A file that several patterns name is read once.
 
@@ -49,30 +56,13 @@ def shard_version(path: str) -> ShardVersion:
         facts: dict[str, Any] = file_system.info(inner)
     if facts.get("size") is None:
         raise DataError(f"{path}: its server does not tell how large it is; copy it to a disk and name that file")
-    keys = (
-        "ETag",
-        "etag",
-        "md5Hash",
-        "crc32c",
-        "checksum",
-        "mtime",
-        "LastModified",
-        "last_modified",
-        "updated",
-        "created",
-    )
-    return ShardVersion(int(facts["size"]), next((str(facts[key]) for key in keys if facts.get(key)), ""))
+    versions = (str(facts[key]) for key in _VERSION_KEYS if facts.get(key))
+    return ShardVersion(int(facts["size"]), next(versions, ""))
 
 
 def shard_sha256(path: str) -> str | None:
     """Of a local file; None for a URL, since what is transferred twice is paid for twice."""
-    if is_url(path):
-        return None
-    digest = hashlib.sha256()
-    with Path(path).open("rb", buffering=0) as stream:
-        while block := stream.read(_HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    return None if is_url(path) else sha256_of(Path(path))
 
 
 def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
@@ -84,7 +74,7 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
         if not is_url(path) and not Path(path).is_file():
             raise MissingInputError(f"--input {pattern}: there is no file {path} with the names of shards")
         with remote_errors(path), open_shard(path) as file:
-            yield from filter(None, map(str.strip, file.read().decode().splitlines()))
+            yield from filter(None, map(str.strip, os.fsdecode(file.read().removeprefix(BYTE_ORDER_MARK)).splitlines()))
 
 
 def _local_files(pattern: str) -> list[str]:
@@ -139,6 +129,7 @@ def _remote_files_below(file_system: Any, folder: str) -> list[str]:
 def _data_among(names: Iterable[str], read: Callable[[str], bytes]) -> list[str]:
     """The shards among the files below a folder, all given by their paths within it."""
     paths = sorted(path for path in map(PurePosixPath, names) if not any(part[0] in "._" for part in path.parts))
+    paths = [path for path in paths if not _ABOUT_THE_DATA.fullmatch(path.name)]
     saved = {path.parent: _saved_shards(read(str(path))) for path in paths if path.name == "state.json"}
     saved = {folder: shards for folder, shards in saved.items() if shards}
     found: dict[str, None] = {}

@@ -67,7 +67,7 @@ class _Scanner:
             if end is not None:
                 yield from self._value(self._buffer[start:end])
                 start = token.end()
-        self._buffer = self._buffer[start:]
+        self._buffer = self._buffer[start:].lstrip()
         self._scanned = len(self._buffer)
         if len(self._buffer) > self._limit or (self._head is not None and self._buffer):
             self._head = self._head or self._buffer[:RAW_BYTES]
@@ -116,12 +116,13 @@ class _Scanner:
 
     def _value(self, value: bytes) -> Iterator[tuple[bytes, bool]]:
         head, self._head = self._head, None
+        value = value.strip()
         if head is not None:
             yield head, True
         elif len(value) > self._limit:
             yield value[:RAW_BYTES], True
-        elif value.strip():
-            yield value.strip(), False
+        elif value:
+            yield value, False
 
 
 def _is_escaped(content: bytes, place: int) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from megatron_neobert.data.shards.records import BATCH_BYTES, RAW_BYTES
-from megatron_neobert.data.shards.streams import PartStream, open_shard, open_size, remote_errors
+from megatron_neobert.data.shards.streams import PartStream, file_size, open_shard, remote_errors
 
 _READ_BYTES = 64 << 10
 
@@ -22,16 +22,19 @@ def read_records(stream: PartStream, *, separator: bytes, limit: int) -> Iterato
     No record of more than `limit` bytes is held, and the rest after the last separator is a record unless empty.
     """
     rest = b""
+    begun = len(separator) - 1  # bytes at the end of `rest` that may belong to a separator
     while block := stream.read(max(BATCH_BYTES, len(rest))):  # growing, or a long record would be copied too often
         *whole, rest = (rest + block).split(separator)
         if whole:
             yield from _group(whole, limit)
-        if len(rest) > limit:
-            head = rest[:RAW_BYTES]
-            rest = _skip_record(stream, rest, separator)
+        while len(rest) - begun > limit:
+            head = rest[: len(rest) - begun][:RAW_BYTES]
+            *whole, rest = _skip_record(stream, rest, separator).split(separator)
             yield Records([], head)
-    if rest:  # several records where an over-long one came before them
-        yield from _group(rest.removesuffix(separator).split(separator), limit)
+            if whole:
+                yield from _group(whole, limit)
+    if rest:
+        yield from _group([rest], limit)
 
 
 def _skip_record(stream: PartStream, rest: bytes, separator: bytes) -> bytes:
@@ -73,7 +76,7 @@ def find_cuts(path: str, separator: bytes, *, part_bytes: int) -> list[int]:
     width = len(separator)
     cuts: list[int] = []
     with open_shard(path) as file, remote_errors(path):
-        size = open_size(file, path)
+        size = file_size(file, path)
         while (target := (cuts[-1] if cuts else 0) + part_bytes) < size:
             start = max(target - 2 * width, 0)
             file.seek(start)

@@ -17,15 +17,14 @@ from typing import Any, BinaryIO, Protocol, cast
 from megatron_neobert.data.shards.records import BATCH_BYTES, Compression, ShardPart
 from megatron_neobert.errors import ConfigError, MissingInputError, NeoBERTError
 
-COMPRESSION_MAGIC: dict[bytes, Compression] = {
+_MAGIC: dict[bytes, Compression] = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
-    **{
-        b"\x2a\x4d\x18".rjust(4, bytes([first])): "zstd" for first in range(0x50, 0x60)
-    },  # a skippable frame comes first
     b"BZh": "bzip2",
     b"\xfd7zXZ\x00": "xz",
 }
+_MAGIC_BYTES = 6  # at most
+_ZSTD_FRAME_TO_SKIP = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # may stand in front of the others
 _READ_BYTES = 256 << 10
 _STEP_BYTES = 128 << 10  # decompressed at a time; what a step has done is lost when it meets damage
 _ZSTD_WINDOW_LOG = 31  # archives written with `zstd --long=31` need windows of 2 GiB, and say so in their header
@@ -76,10 +75,12 @@ def open_shard(path: str) -> BinaryIO:
 
 def compression_of(head: bytes) -> Compression | None:
     """The compression that the first bytes of a file show."""
-    return next((name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)), None)
+    if _ZSTD_FRAME_TO_SKIP.match(head):
+        return "zstd"
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def open_size(file: Any, path: str) -> int:
+def file_size(file: Any, path: str) -> int:
     """Bytes in an open file; 0 where a server does not say."""
     return file.size or 0 if is_url(path) else os.fstat(file.fileno()).st_size
 
@@ -140,7 +141,7 @@ class PartStream:
     def __init__(self, part: ShardPart) -> None:
         self._part = part
         self._file = open_shard(part.path)
-        self._size = part.end or open_size(self._file, part.path)
+        self._size = part.end or file_size(self._file, part.path)
         self._position = self._file.seek(part.start) if part.start else 0  # a URL may give a stream that cannot seek
         self._file_ended = False
         self._decoder: _Decoder | None = None
@@ -212,12 +213,9 @@ class PartStream:
 
     def _begin_member(self) -> bool:
         """Whether another member follows: concatenated streams are one, and zeros may fill up the end."""
-        while True:
-            self._ahead = self._ahead.lstrip(b"\0")
-            if len(self._ahead) < 6 and (more := self._read_file(_READ_BYTES)):
-                self._ahead += more
-                continue
-            break
+        self._ahead = self._ahead.lstrip(b"\0")
+        while len(self._ahead) < _MAGIC_BYTES and (more := self._read_file(_READ_BYTES)):
+            self._ahead = (self._ahead + more).lstrip(b"\0")
         if not self._ahead:
             return False
         compression = cast(Any, self._part.compression)

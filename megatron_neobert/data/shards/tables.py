@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _BUFFER_BYTES = 1 << 20
-_ROWS = 64  # looked at together, about 130 kB of web text; more are not faster
+_ROWS = 256  # looked at together, about 500 kB of web text: 64 cost a quarter more time, 1,024 are not faster
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off between two batches would look whole
 
 

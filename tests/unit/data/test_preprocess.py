@@ -258,9 +258,9 @@ def test_pattern_without_a_file_is_a_missing_input(place):
         plan_preprocessing(place.settings(inputs=(str(place.folder / "nowhere" / "*"),)))
 
 
-def test_tokenizer_that_changes_during_the_run_is_refused(place):
+def test_tokenizer_that_changes_before_the_workers_start_is_refused(place):
     place.add_texts("a.jsonl", "hello")
-    plan = plan_preprocessing(place.settings())
+    plan = plan_preprocessing(place.settings(workers=2))
     write_vocabulary(place.vocab, [*WORDS, "more"])
     with pytest.raises(DataError, match="has changed since the run started"):
         preprocess(plan, on_progress=lambda progress: None)

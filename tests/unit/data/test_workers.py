@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from child_processes import has_ended, needs_proc, wait_for
+from child_processes import children_of, has_ended, needs_proc, wait_for
 
-from megatron_neobert.data.preprocessing.workers import run_in_workers
+from megatron_neobert.data.preprocessing.workers import Workers
 from megatron_neobert.errors import DataError
 
 
@@ -48,6 +48,18 @@ def report_for_ever(task, report):
         time.sleep(0.05)
 
 
+def prepared_in_the_environment():
+    os.environ["PREPARED"] = "yes"
+
+
+def was_prepared(task, report):
+    return os.environ.get("PREPARED")
+
+
+def run_in_workers(function, tasks, *, workers, on_report, prepare=None):
+    yield from Workers(function, count=workers, prepare=prepare).run(tasks, on_report=on_report)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 9])
 def test_every_task_is_done_once_and_every_report_arrives(workers):
     reports = []
@@ -83,11 +95,35 @@ def test_interrupt_reaches_the_parent_and_no_worker():
     assert not holds_back_interrupts(None, None)
 
 
+def test_every_worker_prepares_itself_before_its_first_task():
+    prepared = run_in_workers(was_prepared, range(4), workers=2, on_report=print, prepare=prepared_in_the_environment)
+    assert list(prepared) == ["yes"] * 4
+    assert list(run_in_workers(was_prepared, range(2), workers=2, on_report=print)) == [None] * 2
+
+
+@needs_proc
+@pytest.mark.parametrize("end", ["run without a task", "run that is closed", "close"])
+def test_workers_end_whether_they_had_a_task_or_not(end):
+    before = set(children_of(os.getpid()))
+    workers = Workers(square, count=3)
+    started = wait_for(lambda: len(found := set(children_of(os.getpid())) - before) == 3 and found)
+    if end == "run without a task":
+        assert list(workers.run([], on_report=print)) == []
+    elif end == "run that is closed":
+        results = workers.run(range(9), on_report=print)
+        assert next(results) in range(0, 81)
+        results.close()
+    else:
+        workers.close()
+    assert all(has_ended(worker) for worker in started)
+
+
 @needs_proc
 def test_worker_ends_when_its_parent_is_killed(tmp_path):
     script = (
-        "import test_workers, megatron_neobert.data.preprocessing.workers as w\n"
-        f"list(w.run_in_workers(test_workers.report_for_ever, [{str(tmp_path / 'pid')!r}], workers=1, on_report=id))"
+        "import test_workers\n"
+        f"task = {str(tmp_path / 'pid')!r}\n"
+        "list(test_workers.run_in_workers(test_workers.report_for_ever, [task], workers=1, on_report=id))"
     )
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})

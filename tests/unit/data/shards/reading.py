@@ -5,9 +5,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.records import PART_BYTES, ReadSettings, RecordBatch, Rejected, ShardPart
+from megatron_neobert.data.shards.records import BATCH_BYTES, PART_BYTES, ReadSettings, RecordBatch, Rejected, ShardPart
 
 TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
+
+
+class Drip:
+    """A stream that gives a few bytes at a time, so that blocks end anywhere."""
+
+    def __init__(self, content: bytes, width: int) -> None:
+        self._content, self._width = content, width
+
+    def read(self, size: int = BATCH_BYTES) -> bytes:
+        block = self._content[: min(self._width, size)]
+        self._content = self._content[len(block) :]
+        return block
 
 
 class Reading(NamedTuple):

@@ -212,7 +212,16 @@ def test_shard_on_a_web_server_is_read(server, tmp_path):
         find_shards([f"{server}/gone.jsonl"])
 
 
-def test_file_behind_a_url_that_changes_into_damage_is_named(memory):
+def test_damaged_table_behind_a_url_is_named(memory):
     memory.pipe("/bucket/shard", b"PAR1 and nothing more")
     with pytest.raises(DataError, match="memory://bucket/shard: damaged parquet file"):
         texts_of("memory://bucket/shard")
+
+
+def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
+    about = ["README.md", "readme", "LICENSE", "LICENCE.txt", "SHA256SUMS", "md5sum.txt", "NOTICE", "checksums-v2.txt"]
+    data = ["a.jsonl", "licensed.jsonl", "readmes.txt", "summary.txt"]
+    for name in (*about, *data):
+        (tmp_path / name).touch()
+    assert find_shards([str(tmp_path)]) == [str(tmp_path / name) for name in data]
+    assert find_shards([str(tmp_path / "LICENSE")]) == [str(tmp_path / "LICENSE")]

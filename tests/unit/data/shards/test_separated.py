@@ -1,14 +1,16 @@
 """Records between separators, in one piece or cut into parts at any byte."""
 
+import gzip
 import itertools
 import random
 import tracemalloc
 
 import pytest
-from reading import read
+from reading import Drip, read
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.records import BATCH_BYTES, RAW_BYTES, TOO_LONG, ReadSettings, ShardPart
+from megatron_neobert.data.shards.separated import read_records
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", "aa", "aba", "<|end|>"])
@@ -33,6 +35,26 @@ def test_parts_of_any_size_give_the_records_of_the_whole(tmp_path, separator):
     assert more_than_one > 600  # or the test would have shown nothing
 
 
+@pytest.mark.parametrize("separator", [b"\n", b"\n\n", b"aba"])
+def test_records_are_the_same_wherever_the_blocks_end(separator):
+    rng = random.Random(0)
+    for _ in range(300):
+        content = b"".join(rng.choices([b"a", b"b", b"\n", b"0123456789", separator], k=rng.randint(0, 30)))
+        limit = rng.choice([1, 4, 15, 1000])
+        expected = content.split(separator)
+        if not expected[-1]:
+            expected.pop()  # nothing follows the last separator
+        for width in (1, 2, 3, 11, 1000):
+            found = []
+            for records in read_records(Drip(content, width), separator=separator, limit=limit):
+                found += [(record, False) for record in records.whole]
+                found += [(records.too_long, True)] if records.too_long is not None else []
+            assert len(found) == len(expected)
+            for (record, too_long), whole in zip(found, expected, strict=True):
+                assert too_long == (len(whole) > limit)
+                assert whole.startswith(record) if too_long else whole == record
+
+
 def test_record_is_rejected_in_a_part_with_its_number_in_the_shard(tmp_path):
     lines = [f'{{"content": "text {number}"}}\n' for number in range(100)]
     lines[60] = "\n"
@@ -46,8 +68,6 @@ def test_record_is_rejected_in_a_part_with_its_number_in_the_shard(tmp_path):
 
 
 def test_compressed_shard_is_one_part(tmp_path):
-    import gzip
-
     (tmp_path / "shard").write_bytes(gzip.compress(b'{"content": "text"}\n' * 100))
     assert len(split_into_parts(str(tmp_path / "shard"), ReadSettings(), part_bytes=10)) == 1
 
