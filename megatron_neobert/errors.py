@@ -5,6 +5,7 @@ these classes (or an operating-system error) is our own bug and keeps its traceb
 """
 
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NoReturn
@@ -12,6 +13,7 @@ from typing import ClassVar, NoReturn
 EXIT_IO_ERROR = 74
 EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: whoever read our output has left, and the work may be half done
 
 
 class NeoBERTError(Exception):
@@ -76,16 +78,23 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             error, same_on_all_ranks=isinstance(error, (ConfigError, MissingInputError, OutputError, CheckpointError))
         )
         code = error.exit_code
-    except BrokenPipeError:  # the reader of our output went away (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except OSError as error:
-        _print_error(error, same_on_all_ranks=False)
-        code = EXIT_IO_ERROR
+        if isinstance(error, BrokenPipeError) and _nobody_reads_output():  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = EXIT_BROKEN_PIPE
+        else:
+            _print_error(error, same_on_all_ranks=False)
+            code = EXIT_IO_ERROR
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.stdout.flush()
     sys.exit(code)
+
+
+def _nobody_reads_output() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _print_error(error: Exception, *, same_on_all_ranks: bool) -> None:

@@ -18,8 +18,9 @@ def sha256_of(path: Path) -> str:
 
 def replace_file(path: Path, content: str) -> None:
     """Writes a small file so that a reader sees the old or the new content and nothing between."""
+    data = content.encode()  # before there is a file that would stay behind
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(content, encoding="utf-8")
+    temporary.write_bytes(data)
     sync_to_disk(temporary)
     temporary.replace(path)
     sync_to_disk(path.parent)

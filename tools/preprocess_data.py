@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from itertools import groupby
 from types import FrameType
 from typing import Any
@@ -58,7 +59,7 @@ def run(settings: PreprocessSettings, *, dry_run: bool) -> int:
         if settings.resume and is_complete(plan):
             print(f"{plan.files.manifest} is complete; nothing to do")
             return 0
-        with ProgressLine(plan) as progress:
+        with ProgressLine() as progress:
             report = preprocess(plan, on_progress=progress.show, workers=workers)
         print_report(plan, report)
         return 0
@@ -83,13 +84,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def read_settings(arguments: argparse.Namespace) -> PreprocessSettings:
     given: dict[str, Any] = vars(arguments) | {"inputs": tuple(arguments.input)}
-    separator = given.pop("text_separator")
     if arguments.dry_run and "-" in given["inputs"]:
         raise ConfigError("--dry-run cannot look at standard input and leave it there; write some of it to a file")
     read = ReadSettings(
         text_key=given.pop("text_key"),
         input_format=given.pop("input_format"),
-        text_separator=separator and separator.encode("latin-1", "backslashreplace").decode("unicode_escape"),
+        text_separator=given.pop("text_separator"),
         max_document_bytes=given.pop("max_document_bytes"),
     )
     return PreprocessSettings(
@@ -120,6 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add(
         "--text-separator",
+        type=_separator,
         metavar="STRING",
         help=r"between the documents of a plain text file: '\n' for one a line, '\n\n' for empty lines; without it a "
         "file is one document",
@@ -127,9 +128,9 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--max-document-bytes",
         type=_bytes,
-        default=64 << 20,
+        default=16 << 20,
         metavar="SIZE",
-        help="longer documents are rejected; bounds the memory (64MiB)",
+        help="longer documents are rejected; bounds the memory (16MiB)",
     )
 
     add = parser.add_argument_group("how it is tokenized").add_argument
@@ -242,11 +243,11 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
         share = counts.unknown_tokens / counts.tokens
         print(f"warning: {share:.1%} of the tokens are unknown; is the vocabulary of this language?", file=sys.stderr)
-    megabytes = counts.utf8_bytes / 1e6
-    encoders = ", ".join(f"{name}" for name in report.encoders)
+    megabytes = report.new_text_bytes / 1e6
+    speed = f"{megabytes:,.1f} MB of text in {report.seconds:.1f} s, {megabytes / report.seconds:.2f} MB/s | "
     print(
-        f"{counts.documents:,} documents | {counts.tokens:,} tokens | {megabytes:,.1f} MB of text in "
-        f"{report.seconds:.1f} s, {megabytes / report.seconds:.2f} MB/s | {encoders}"
+        f"{counts.documents:,} documents | {counts.tokens:,} tokens | {speed if report.new_text_bytes else ''}"
+        f"{', '.join(report.encoders)}"
     )
     if report.written is None:
         print(
@@ -267,9 +268,6 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
 class ProgressLine:
     """One line on standard error: rewritten twice a second on a terminal, a new one every minute in a log."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
     def __enter__(self) -> "ProgressLine":
         self._terminal = sys.stderr.isatty()
         self._interval_seconds = 0.5 if self._terminal else 60.0
@@ -282,11 +280,14 @@ class ProgressLine:
             return
         self._shown = now
         line = self._describe(progress, now - self._started)
-        print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
-        sys.stderr.flush()
+        with suppress(OSError):  # nobody reads it any more; the run goes on
+            print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
+            sys.stderr.flush()
 
     def _describe(self, progress: Progress, seconds: float) -> str:
-        counts, done = progress.counts, progress.read_bytes(self._plan)
+        counts, done = progress.counts, progress.read_bytes
+        if progress.joined_bytes:
+            return f"joining the parts: {_size(progress.joined_bytes)} of token ids"
         new = done - progress.taken_over_bytes
         megabytes = new / 1e6 / seconds
         left = (progress.input_bytes - done) * seconds / new if new else 0.0
@@ -298,7 +299,8 @@ class ProgressLine:
 
     def __exit__(self, *_: object) -> None:
         if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _shortened(text: str, width: int = 100) -> str:
@@ -327,29 +329,45 @@ def _bytes(text: str) -> int:
     scales |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
     try:
         size = int(float(number) * scales[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         size = 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size; use a number of bytes, or one like 10GB or 64MiB")
     return size
 
 
+def _separator(text: str) -> str:
+    try:
+        separator = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        separator.encode()
+    except UnicodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no text with escapes like \\n ({error})") from error
+    return separator
+
+
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below 0")
-    return number
+    return _whole_number(text, minimum=0)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of processes or tasks; use 1 or more")
+    return _whole_number(text, minimum=1)
+
+
+def _whole_number(text: str, *, minimum: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = minimum - 1
+    if number < minimum:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of {minimum} or more")
     return number
 
 
 def _fraction(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
     if not 0.0 <= number <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not a fraction of the records; use 0 to 1")
     return number

@@ -56,9 +56,9 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Every .bin and .idx of this prefix, sorted, whether the corpus has one volume or several."""
+        """Every .bin and .idx that is called like one of this prefix, sorted, whoever wrote it."""
         folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}(_\d{{5,}})?\.(bin|idx)")
+        pattern = re.compile(rf"{re.escape(self.name)}(_\d{{5}})?\.(bin|idx)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
 
 
@@ -168,7 +168,7 @@ def read_manifest(path: Path) -> Manifest:
     """Raises DataError where the file is not a manifest of this version, or contradicts itself."""
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a manifest ({error}); {DAMAGED}") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
@@ -194,7 +194,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     content = asdict(manifest)
     for volume in content["volumes"]:
         del volume["name"]
-    replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
+    replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def find_contradictions(manifest: Manifest) -> Iterator[str]:

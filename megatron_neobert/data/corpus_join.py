@@ -114,7 +114,7 @@ def _choose(
     """
     fates = np.zeros(part.documents, dtype=np.uint8)
     if validation_fraction:
-        below, first = np.uint64(math.ceil(validation_fraction * 2**64)), 0
+        below, first = np.uint64(min(math.ceil(validation_fraction * 2**64), 2**64 - 1)), 0
         for hashes in read_chunks(_hashes(part), HASH_DTYPE):
             fates[first : first + hashes.size][hashes["high"] < below] = _HELD_OUT
             first += hashes.size

@@ -8,6 +8,7 @@ side by side; a part that becomes a whole volume is linked and costs none.
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from pathlib import Path
 
 from megatron_neobert import __version__
@@ -19,6 +20,7 @@ from megatron_neobert.data.corpus_format import (
     Manifest,
     Volume,
     find_contradictions,
+    read_manifest,
     token_dtype,
     validation_files,
     volume_name,
@@ -78,8 +80,11 @@ def write_corpus(
     try:
         joined = join_parts(parts, output, work, tokenizer, on_progress)
         manifests = _build_manifests(joined, output, facts, tokenizer)
+        write_manifest(work / "training.json", manifests.manifest)
+        if manifests.validation:
+            write_manifest(work / "validation.json", manifests.validation)
         rejects = _join_rejects(parts, work / "rejects")
-        _commit(output.files, joined, manifests, rejects)
+        _commit(output.files, joined, manifests, work, rejects)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return manifests
@@ -87,19 +92,15 @@ def write_corpus(
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
     """Raises OutputError where a corpus, or a piece of one, would be replaced unasked."""
-    existing = [str(file) for file in _existing(files)]
+    both = (files, validation_files(files))
+    manifests = [one.manifest for one in both if one.manifest.exists()]
+    existing = [str(file) for file in [volume for one in both for volume in one.existing_volumes()] + manifests]
     if existing and not overwrite:
         shown = existing[:4] + ([f"{len(existing) - 4:,} more files"] if len(existing) > 4 else [])
         raise OutputError(
             f"{' and '.join(shown)} exist{'s' if len(existing) == 1 else ''} already; "
             "choose another --output-prefix, or replace with --overwrite"
         )
-
-
-def _existing(files: CorpusFiles) -> list[Path]:
-    both = (files, validation_files(files))
-    manifests = [one.manifest for one in both if one.manifest.exists()]
-    return [file for one in both for file in one.existing_volumes()] + manifests
 
 
 def _build_manifests(
@@ -177,31 +178,47 @@ def _join_rejects(parts: Sequence[PartFiles], target: Path) -> Path | None:
     return target if target.stat().st_size else None
 
 
-def _commit(files: CorpusFiles, joined: JoinedParts, manifests: WrittenCorpus, rejects: Path | None) -> None:
-    """Moves what is complete to its names.
+def _commit(
+    files: CorpusFiles, joined: JoinedParts, manifests: WrittenCorpus, work: Path, rejects: Path | None
+) -> None:
+    """Moves what is complete in `work` to its names.
 
     The old manifests go first: a new .bin beside an old .idx must not pass for a corpus. Then the old volumes, of which
     there may have been more.
     """
-    folder, held_out_files = files.manifest.parent, validation_files(files)
+    held_out_files = validation_files(files)
+    old = [file for one in (files, held_out_files) for file in _old_volumes(one)]
     for one in (files, held_out_files):
         one.manifest.unlink(missing_ok=True)
-    sync_to_disk(folder)
-    for file in (*_existing(files), files.rejects):
+    sync_to_disk(files.manifest.parent)
+    for file in (*old, files.rejects):
         file.unlink(missing_ok=True)
     if joined.validation and manifests.validation:
-        _move(joined.validation, manifests.validation, held_out_files)
-        sync_to_disk(folder)
-        write_manifest(held_out_files.manifest, manifests.validation)
-    _move(joined.training, manifests.manifest, files)
+        _move(joined.validation, manifests.validation, work / "validation.json", held_out_files)
     if rejects:
         rejects.replace(files.rejects)
-    sync_to_disk(folder)
-    write_manifest(files.manifest, manifests.manifest)
+    _move(joined.training, manifests.manifest, work / "training.json", files)
 
 
-def _move(writer: VolumesWriter, manifest: Manifest, files: CorpusFiles) -> None:
+def _old_volumes(files: CorpusFiles) -> list[Path]:
+    """The .bin and .idx of the corpus that is replaced, the last volume first; files that it did not write stay.
+
+    Its manifest lists them. Without one that can be read it was of version 1, in one volume, or a run was killed in its
+    commit: volumes are removed from the last and moved from the first, so a kill leaves numbers without a gap.
+    """
+    try:
+        names = [volume.name for volume in read_manifest(files.manifest).volumes]
+    except (DataError, OSError):
+        numbered = (volume_name(files.name, number, volumes=2) for number in count())
+        names = list(takewhile(lambda name: any(file.exists() for file in files.volume_files(name)), numbered))
+    return [file for name in (*reversed(names), files.name) for file in files.volume_files(name)]
+
+
+def _move(writer: VolumesWriter, manifest: Manifest, written_manifest: Path, files: CorpusFiles) -> None:
     for written, volume in zip(writer.finish(), manifest.volumes, strict=True):
         bin_file, idx_file = files.volume_files(volume.name)
         written.bin.replace(bin_file)
         written.idx.replace(idx_file)
+    sync_to_disk(files.manifest.parent)
+    written_manifest.replace(files.manifest)
+    sync_to_disk(files.manifest.parent)

@@ -1,8 +1,8 @@
 """Which documents repeat an earlier one, found from 16 bytes of hash per document, for more of them than memory holds.
 
 Hashes are spread over bucket files by their first bits and each bucket is sorted alone, so that memory is about three
-buckets and one byte per document: 1.2 GB for 10^9 documents, with 24 GB of temporary files. Two million documents a
-second. Documents count as equal where all 128 bits are.
+buckets and one byte per document: 1.2 GB for 10^9 documents, with 24 GB of temporary files beside the 16 GB of hashes.
+Two million documents a second. Documents count as equal where all 128 bits are.
 """
 
 import shutil

@@ -5,17 +5,21 @@ decide their bytes, and each part's own record says which range of which version
 added, mended and left out between two runs. Several tasks of one array share the folder, each with its own parts.
 """
 
+import errno
 import fcntl
 import json
+import os
 import shutil
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.files import replace_file
+from megatron_neobert.files import sync_to_disk
 
 _JOB = "job.json"
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
 
 
 class JobFolder:
@@ -55,53 +59,65 @@ class JobFolder:
         for lock in self._locks:
             lock.close()
 
-    def begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+    def begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool, merge: bool = False) -> None:
         """Makes the folder that of a run with these settings.
 
         Args:
             settings: All that decide the content of a part; must survive JSON.
-            resume: Take over finished parts; a task of an array always does.
-            overwrite: Throw away the parts of an earlier run, unless they can be taken over.
+            resume: Take over finished parts; a task of an array and a merge always do.
+            overwrite: Throw away the parts of an earlier run, unless they can be taken over. Tasks and merges never do.
 
         Raises:
             OutputError: Finished parts are there, and neither resume nor overwrite says what to do with them.
             ConfigError: The folder belongs to a run with other settings.
         """
         settings = json.loads(json.dumps(settings))
+        may_clear = self.task is None and not merge
         with (self.path / "lock.begin").open("wb") as turn:  # tasks of an array begin one after the other
-            with suppress(OSError):
+            try:
                 fcntl.flock(turn, fcntl.LOCK_EX)
-            if not self._takes_over(settings, resume=resume or self.task is not None, overwrite=overwrite):
-                self._clear()
-                replace_file(self.path / _JOB, json.dumps(settings))
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            if not self._takes_over(settings, resume=resume, overwrite=overwrite, may_clear=may_clear):
+                if may_clear:
+                    self._clear()
+                _write_whole(self.path / _JOB, json.dumps(settings))
 
-    def _takes_over(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
+    def _takes_over(self, settings: dict[str, Any], *, resume: bool, overwrite: bool, may_clear: bool) -> bool:
         earlier, finished = self._read_settings(), self.finished_parts()
         if earlier == settings:
-            if finished and not resume and not overwrite:
+            if finished and may_clear and not resume and not overwrite:
                 raise OutputError(
                     f"{self.path} holds {finished:,} finished parts of an earlier run; go on with --resume, or start "
                     "anew with --overwrite"
                 )
-            return resume
-        if earlier is not None and (self.task is not None or (finished and not overwrite)):
-            remedy = "delete the folder" if self.task is not None else "start anew with --overwrite"
+            return resume or not may_clear
+        if earlier is not None and (not may_clear or (finished and not overwrite)):
+            remedy = "start anew with --overwrite" if may_clear else f"delete {self.path.name}"
             raise ConfigError(
                 f"{self.path} belongs to a run with {_describe_difference(earlier, settings)}; start with the same, "
                 f"or {remedy}"
             )
         return False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a run has been here that is not over."""
+        return (self.path / _JOB).exists()
+
     def finished_parts(self) -> int:
         return sum(1 for file in self.path.glob("*.done"))
 
     def remove(self) -> None:
         """Deletes the folder; a kill in the middle leaves nothing that would be taken for finished parts."""
-        (self.path / _JOB).unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        removed = self.path.with_name(f"{self.path.name}.removed-{os.getpid()}")
+        with suppress(FileNotFoundError):
+            self.path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def _lock(self, name: str, *, exclusive: bool) -> None:
-        lock = (self.path / name).open("wb")
+        lock = (self.path / name).open("w+b")  # NFS wants it readable for a shared lock
         self._locks.append(lock)
         try:
             fcntl.flock(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -110,8 +126,12 @@ class JobFolder:
             raise OutputError(
                 f"{self.path} belongs to {whose} that is still going; wait for it or choose another prefix"
             ) from error
-        except OSError:
-            pass  # a file system without locks: two runs with one prefix are then not told apart
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return  # two runs with one prefix are then not told apart
+        if not (self.path / name).exists() or os.fstat(lock.fileno()).st_ino != (self.path / name).stat().st_ino:
+            raise OutputError(f"{self.path} belonged to a run that has just ended; start again")
 
     def _read_settings(self) -> Any:
         try:
@@ -126,6 +146,14 @@ class JobFolder:
                 shutil.rmtree(leftover)
             elif not leftover.name.startswith("lock") and leftover != self.standard_input:
                 leftover.unlink()
+
+
+def _write_whole(path: Path, content: str) -> None:
+    """Tasks that begin together write the same, each under a name of its own first."""
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
+    temporary.write_text(content)
+    sync_to_disk(temporary)
+    temporary.replace(path)
 
 
 def _describe_difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:

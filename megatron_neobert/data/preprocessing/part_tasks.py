@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -22,17 +23,18 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus_format import token_dtype
 from megatron_neobert.data.fast_backends import BackendMismatch, Encoder, open_encoder
-from megatron_neobert.data.shards.find import ShardVersion, shard_sha256
+from megatron_neobert.data.shards.find import ShardVersion, shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.records import ReadSettings, RecordBatch, Rejected, ShardPart
 from megatron_neobert.data.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
-from megatron_neobert.files import replace_file
+from megatron_neobert.files import sync_to_disk
 
 NO_TOKENS = "no tokens"  # a text of control characters only
 TOO_FEW_TOKENS = "shorter than --min-tokens"
 TOO_MANY_TOKENS = "longer than --max-tokens"
 
+_PROCESS = f"{socket.gethostname()}-{os.getpid()}"
 HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
 Kind = Literal["ids", "lengths", "hashes", "rejects"]
 
@@ -75,7 +77,7 @@ class TaskSettings:
     tokenizer_model: str
     tokenizer_type: str
     fingerprint: str  # of the tokenizer that the run has planned with
-    backend: Literal["fast", "reference"]
+    backend: Literal["auto", "fast", "reference"]
     min_tokens: int
     max_tokens: int | None
     with_hashes: bool
@@ -173,33 +175,44 @@ def read_result(task: PartTask) -> PartResult | None:
 def _tokenize_with(
     encoder: Encoder, task: PartTask, tokenizer: Tokenizer, report: Report, *, mismatch: str | None
 ) -> PartResult:
-    for file in (task.record, *(task.file(kind) for kind in _kinds(task))):  # a corpus may have a hard link to the ids
-        file.unlink(missing_ok=True)
     counts, numbers = Counts(), 0
     encoder.start_part()
     with ExitStack() as stack:
-        streams = {kind: stack.enter_context(task.file(kind).open("wb")) for kind in _kinds(task)}
+        # Names of this process's own: a worker that everybody thought dead may be at the same part.
+        growing = {kind: task.file(kind).with_suffix(f".{kind}.{_PROCESS}") for kind in _kinds(task)}
+        streams = {kind: stack.enter_context(file.open("wb")) for kind, file in growing.items()}
+        for file in growing.values():
+            stack.callback(file.unlink, missing_ok=True)
         part = _PartFiles(task, tokenizer, streams)
         for batch in read_part(task.part, task.settings.read):
             counts.add(part.add(batch, encoder))
             numbers += batch.numbers
             report(PartProgress(task.number, counts, batch.progress, part.first_error))
+        if shard_version(task.part.path) != task.shard:
+            raise DataError(f"{task} has changed since the run started; start again with --resume, which reads it anew")
         for stream in streams.values():
             stream.flush()
             os.fsync(stream.fileno())
+        file_bytes = {str(kind): stream.tell() for kind, stream in streams.items()}
+        for kind, file in growing.items():
+            file.replace(task.file(kind))
     result = PartResult(
         number=task.number,
         shard=task.shard,
         counts=counts,
         ids_sha256=part.ids_sha256,
-        file_bytes={kind: task.file(kind).stat().st_size for kind in streams},
+        file_bytes=file_bytes,
         shard_sha256=shard_sha256(task.part.path) if task.starts_shard else None,
         numbers=numbers,
         encoder=encoder.name,
         mismatch=mismatch,
         first_error=part.first_error,
     )
-    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}))
+    record = task.record.with_suffix(f".record.{_PROCESS}")
+    record.write_text(json.dumps(vars(result) | {"counts": vars(counts)}))
+    sync_to_disk(record)
+    record.replace(task.record)
+    sync_to_disk(task.record.parent)
     return result
 
 
@@ -244,14 +257,18 @@ class _PartFiles:
             entry["raw"] = record.raw.decode()
         except UnicodeDecodeError:
             entry["raw_base64"] = base64.b64encode(record.raw).decode()
-        self._streams["rejects"].write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        self._streams["rejects"].write(_json_line(entry))
         where = f"{task.shard_name}, {task.part.unit} {record.number}"
         if task.part.numbers_are_relative:
             where += f" after byte {task.part.start}"
-        problem = f"{where}: {record.reason} ({record.detail})"
+        self.first_error = self.first_error or f"{where}: {record.reason} ({record.detail})"
         if task.settings.on_error == "fail":
-            raise DataError(f"{problem}; mend the record, or leave such records out with --on-error skip")
-        self.first_error = self.first_error or problem
+            raise error_record(self.first_error)
+
+
+def error_record(first_error: str) -> DataError:
+    """What ends a run that is to fail on errors."""
+    return DataError(f"{first_error}; mend the record, or leave such records out with --on-error skip")
 
 
 def absolute_rejects(source: Path, target: Path, *, unit: str, before: int) -> None:
@@ -260,7 +277,12 @@ def absolute_rejects(source: Path, target: Path, *, unit: str, before: int) -> N
         for line in lines:
             entry = json.loads(line)
             entry[unit] += before
-            stream.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+            stream.write(_json_line(entry))
+
+
+def _json_line(entry: dict[str, Any]) -> bytes:
+    """Readable, but for lone surrogates (of file names, of keys), which become the escapes that JSON has for them."""
+    return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _keep(
@@ -268,7 +290,7 @@ def _keep(
 ) -> tuple[EncodedBatch, NDArray[np.int64] | range, Counter[str]]:
     """What is left of a batch, which texts these are, and how many documents each filter has taken."""
     lengths = encoded.lengths
-    longest = settings.max_tokens or np.iinfo(np.int32).max
+    longest = np.iinfo(np.int32).max if settings.max_tokens is None else settings.max_tokens
     if lengths.min() >= max(1, settings.min_tokens) and lengths.max() <= longest:
         return encoded, range(lengths.size), Counter()
     empty = lengths == 0
@@ -319,8 +341,8 @@ def _tokenizer(settings: TaskSettings) -> Tokenizer:
     return _tokenizers[settings.fingerprint]
 
 
-def _encoder(tokenizer: Tokenizer, backend: Literal["fast", "reference"]) -> Encoder:
-    key = (tokenizer.fingerprint, backend)
+def _encoder(tokenizer: Tokenizer, backend: Literal["auto", "fast", "reference"]) -> Encoder:
+    key = (tokenizer.fingerprint, "reference" if backend == "reference" else "fast")
     if key not in _encoders:
         _encoders[key] = open_encoder(tokenizer, backend, probe=False)
     return _encoders[key]

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from megatron_neobert.data.corpus_writer import refuse_existing
 from megatron_neobert.data.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.preprocessing.job import JobFolder
 from megatron_neobert.data.preprocessing.part_tasks import PartTask, TaskSettings
-from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_version
+from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
 from megatron_neobert.data.shards.parts import check_text_key, split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings, ShardPart
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
@@ -79,17 +79,18 @@ class Plan:
     parts: list[ShardPart]
 
     def shard_name(self, path: str) -> str:
-        return STANDARD_INPUT if path == str(JobFolder(self.files.partial).standard_input) else path
+        """What messages, rejects and the manifest call it."""
+        return STANDARD_INPUT if path == str(JobFolder(self.files.partial).standard_input) else shard_label(path)
 
     @cached_property
     def task_settings(self) -> TaskSettings:
         settings = self.settings
         return TaskSettings(
             read=settings.read,
-            tokenizer_model=settings.tokenizer_model,
+            tokenizer_model=str(Path(settings.tokenizer_model).absolute()),  # other machines stand elsewhere
             tokenizer_type=settings.tokenizer_type,
             fingerprint=self.tokenizer.fingerprint,
-            backend="reference" if self.encoder.is_reference else "fast",
+            backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
             min_tokens=settings.min_tokens,
             max_tokens=settings.max_tokens,
             with_hashes=_needs_hashes(settings),
@@ -114,6 +115,7 @@ class Plan:
             "max_tokens": settings.max_tokens,
             "deduplicate": settings.deduplicate,
             "split_validation": settings.split_validation,
+            "input_format": settings.read.input_format,
             "max_document_bytes": settings.read.max_document_bytes,
             "text_separator": settings.read.text_separator,
         }
@@ -131,7 +133,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         ConfigError: The output of an earlier run is among the inputs, or a fast back end is asked for and unusable.
     """
     files = settings.files
-    if not settings.resume:
+    if not (settings.resume or settings.merge):
         refuse_existing(files, overwrite=settings.overwrite)
     tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
@@ -147,9 +149,16 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
 
 
 def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Encoder, shards: list[str]) -> Plan:
-    outputs = {str(file.resolve()) for file in settings.files}
-    if own := [shard for shard in shards if "://" not in shard and str(Path(shard).resolve()) in outputs]:
-        raise ConfigError(f"--input matches {own[0]}, which belongs to --output-prefix; write to another folder")
+    output = settings.files.manifest.resolve()
+    for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
+        if folder in output.parents:
+            raise ConfigError(
+                f"--output-prefix {settings.output_prefix} lies below --input {folder}, where a later run would find "
+                "the corpus among the shards; write to another folder"
+            )
+    for shard in (Path(name) for name in shards if "://" not in name):
+        if shard.parent.resolve() == output.parent and shard.name.startswith(f"{settings.files.name}."):
+            raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = threads.map(shard_version, shards)
         parts = threads.map(lambda shard: split_into_parts(shard, settings.read), shards)
@@ -167,17 +176,31 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
 
 def is_complete(plan: Plan) -> bool:
     """True where the corpus of this plan is there, whole, so that --resume has nothing left to do."""
-    if not plan.files.manifest.exists() or (plan.files.partial / "job.json").exists():
+    files, settings = plan.files, plan.settings
+    if not files.manifest.exists() or JobFolder(files.partial).has_begun:
         return False
-    manifest = read_manifest(plan.files.manifest)
-    found = {name: record.bytes for name, record in manifest.inputs.items()}
-    wanted = {plan.shard_name(path): version.bytes for path, version in plan.versions.items()}
-    return (manifest.tokenizer_fingerprint, manifest.text_key, manifest.filters, found) == (
-        plan.tokenizer.fingerprint,
-        plan.settings.read.text_key,
-        plan.filters,
-        wanted,
+    try:
+        manifest = read_manifest(files.manifest)
+    except DataError:
+        return False
+    written = files.manifest.stat().st_mtime_ns
+    local = (Path(path) for path in plan.versions if "://" not in path)
+    volumes = [(*files.volume_files(volume.name), volume) for volume in manifest.volumes]
+    return (
+        (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
+        and manifest.filters == plan.filters
+        and [(name, record.bytes) for name, record in manifest.inputs.items()]
+        == [(plan.shard_name(path), version.bytes) for path, version in plan.versions.items()]
+        and all(shard.stat().st_mtime_ns < written for shard in local)
+        and (len(volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
+        and all(volume.bin.bytes <= (settings.shard_size or volume.bin.bytes) for *_, volume in volumes)
+        and all(_has_size(bin_file, volume.bin.bytes) for bin_file, _, volume in volumes)
+        and all(_has_size(idx_file, volume.idx.bytes) for _, idx_file, volume in volumes)
     )
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.exists() and file.stat().st_size == size
 
 
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
@@ -192,6 +215,8 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield "--merge joins the parts of all tasks; leave out --shard-index and --num-shards"
     if settings.keep_shards and settings.shard_size is not None:
         yield "--keep-shards cuts the corpus at the shards, --shard-size at a size; choose one"
+    if settings.split_validation >= 1:
+        yield f"--split-validation {settings.split_validation} leaves nothing for training; use a fraction below 1"
     if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
         yield f"--max-tokens {settings.max_tokens} is below --min-tokens {settings.min_tokens}; exchange them"
     if settings.ray_address is not None and settings.executor != "ray":
@@ -247,7 +272,7 @@ def part_tasks(plan: Plan) -> list[PartTask]:
     return [
         PartTask(
             number=number,
-            part=part,
+            part=part if "://" in part.path else replace(part, path=str(Path(part.path).absolute())),
             shard=plan.versions[part.path],
             shard_name=plan.shard_name(part.path),
             starts_shard=part.path != before,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus_format import token_dtype
+from megatron_neobert.data.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.preprocessing.plan import Plan
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.errors import DataError
@@ -34,14 +35,21 @@ def preview(plan: Plan, *, examples: int = 2) -> Preview:
     Raises:
         DataError: No document is found there.
     """
+    try:
+        return _preview(plan, plan.encoder, examples=examples)
+    except BackendMismatch:  # the run would do such parts again, and say so
+        return _preview(plan, open_encoder(plan.tokenizer, "reference"), examples=examples)
+
+
+def _preview(plan: Plan, encoder: Encoder, *, examples: int) -> Preview:
     started = time.perf_counter()
     shown: list[tuple[str, NDArray[np.int64]]] = []
     documents = tokens = input_bytes = 0.0
     for number in sorted({0, len(plan.parts) // 2, len(plan.parts) - 1}):
         part, text_bytes, progress = plan.parts[number], 0, 0.0
-        plan.encoder.start_part()
+        encoder.start_part()
         for batch in read_part(part, plan.settings.read):
-            encoded = plan.encoder.encode_batch(batch.texts)
+            encoded = encoder.encode_batch(batch.texts)
             ends = np.cumsum(encoded.lengths)
             for text, end, length in zip(batch.texts, ends, encoded.lengths, strict=True):
                 if len(shown) == examples:

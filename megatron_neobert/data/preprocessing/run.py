@@ -28,6 +28,7 @@ from megatron_neobert.data.preprocessing.part_tasks import (
     PartTask,
     Report,
     absolute_rejects,
+    error_record,
     load_early,
     read_result,
     remember,
@@ -39,17 +40,21 @@ from megatron_neobert.errors import DataError, MissingInputError
 
 LocalWorkers = Workers[PartTask, PartResult]
 
-_RATE_AFTER_RECORDS = 10_000  # the error rate of fewer records is not judged before the end
+_TELL_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
+_HOPELESS_AFTER_RECORDS = 10_000
+_HOPELESS = 2.0  # times as many errors as all of the input may have, by an estimate that may be wrong
 
 
 @dataclass
 class Progress:
     """How far a run is; parts in work count as far as they have reported."""
 
+    plan: Plan
     input_bytes: float
     finished: Counts = field(default_factory=Counts)
-    finished_bytes: float = 0.0
-    taken_over_bytes: float = 0.0  # of parts that an earlier run has finished
+    finished_bytes: float = 0.0  # of inputs
+    taken_over_bytes: float = 0.0  # of inputs, in parts that an earlier run has finished
+    joined_bytes: int = 0  # of token ids, after all parts are finished
     in_work: dict[int, PartProgress] = field(default_factory=dict)
     first_error: str | None = None
 
@@ -60,10 +65,18 @@ class Progress:
             total.add(counts)
         return total
 
-    def read_bytes(self, plan: Plan) -> float:
+    @property
+    def read_bytes(self) -> float:
         """Of the inputs, in this run and in the one that it continues."""
-        parts = ((plan.parts[number], part.fraction) for number, part in self.in_work.items())
-        return self.finished_bytes + sum(fraction * plan.input_bytes(part) for part, fraction in parts)
+        parts = ((self.plan.parts[number], part.fraction) for number, part in self.in_work.items())
+        return self.finished_bytes + sum(fraction * self.plan.input_bytes(part) for part, fraction in parts)
+
+    def finish(self, result: PartResult) -> None:
+        """Counts a part that is in work, or was finished by an earlier run."""
+        self.in_work.pop(result.number, None)
+        self.finished.add(result.counts)
+        self.finished_bytes += self.plan.input_bytes(self.plan.parts[result.number])
+        self.first_error = self.first_error or result.first_error
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,7 @@ class PreprocessReport:
 
     written: WrittenCorpus | None  # None: one task of an array, whose parts wait for the merge
     counts: Counts  # of its own parts, taken over ones included
+    new_text_bytes: int  # UTF-8, without those
     parts: int
     finished_parts: int  # of the whole array
     seconds: float
@@ -95,11 +109,13 @@ def preprocess(
     """
     started = time.monotonic()
     settings = plan.settings
-    if settings.resume:
-        refuse_existing(plan.files, overwrite=settings.overwrite or (plan.files.partial / "job.json").exists())
     with JobFolder(plan.files.partial, task=settings.shard_index) as job:
-        job.begin(decisive_settings(plan), resume=settings.resume or settings.merge, overwrite=settings.overwrite)
-        tasks = part_tasks(plan)[settings.shard_index or 0 :: settings.num_shards or 1]
+        # Files under final names may be those of this run, killed while it put them there.
+        committing = (settings.resume or settings.merge) and job.has_begun
+        refuse_existing(plan.files, overwrite=settings.overwrite or committing)
+        job.begin(decisive_settings(plan), resume=settings.resume, overwrite=settings.overwrite, merge=settings.merge)
+        all_tasks = part_tasks(plan)
+        tasks = all_tasks[settings.shard_index or 0 :: settings.num_shards or 1]
         results = {task.number: result for task in tasks if (result := read_result(task))}
         missing = [task for task in tasks if task.number not in results]
         if settings.merge and missing:
@@ -107,35 +123,51 @@ def preprocess(
                 f"{len(missing):,} of {len(tasks):,} parts are not finished, the first is number {missing[0].number} "
                 f"in {missing[0]}: run the tasks of the array that are missing, then merge"
             )
-        progress = Progress(input_bytes=sum(plan.input_bytes(task.part) for task in tasks))
+        progress = Progress(plan, sum(plan.input_bytes(task.part) for task in tasks))
         for result in results.values():
-            _count(plan, progress, result)
-        progress.taken_over_bytes = progress.finished_bytes
+            progress.finish(result)
+            if result.first_error and settings.on_error == "fail":
+                raise error_record(result.first_error)
+        progress.taken_over_bytes, text_before = progress.finished_bytes, progress.finished.utf8_bytes
+        shown = 0.0
+
+        def tell() -> None:
+            nonlocal shown
+            if time.monotonic() - shown >= _TELL_SECONDS:
+                shown = time.monotonic()
+                on_progress(progress)
+                _check_hopelessness(progress, settings)
 
         def report(news: PartProgress) -> None:
             progress.in_work[news.number] = news
-            progress.first_error = progress.first_error or news.first_error
-            on_progress(progress)
-            _check_error_rate(progress, settings, at_end=False)
+            tell()
 
         with closing(_run_tasks(missing, plan, workers, report)) as new_results:
             for result in new_results:
                 results[result.number] = result
-                _count(plan, progress, result)
-                on_progress(progress)
-        finished_parts = job.finished_parts()
-        if settings.shard_index is None and not progress.finished.documents:
-            job.remove()  # there is nothing in it that could be of use
-        _check_error_rate(progress, settings, at_end=True)
+                progress.finish(result)
+                tell()
+        on_progress(progress)
         written = None
-        if settings.shard_index is None:
+        if settings.shard_index is None:  # whether too much is in error is known when all parts are there
+            if not progress.finished.documents:
+                job.remove()  # there is nothing in it that could be of use
+            _check_error_rate(progress.finished, progress.first_error, settings)
             if not progress.finished.documents:
                 raise _nothing_found(plan, progress.finished)
-            written = _join(plan, tasks, [results[task.number] for task in tasks], progress.finished)
+
+            def joined(new_bytes: int) -> None:
+                progress.joined_bytes += new_bytes
+                tell()
+
+            written = _join(plan, tasks, [results[task.number] for task in tasks], progress.finished, joined)
+        finished_parts = sum(task.record.exists() for task in all_tasks)
+        if written:
             job.remove()
     return PreprocessReport(
         written=written,
         counts=progress.finished,
+        new_text_bytes=progress.finished.utf8_bytes - text_before,
         parts=len(plan.parts),
         finished_parts=finished_parts,
         seconds=time.monotonic() - started,
@@ -160,7 +192,7 @@ def _run_tasks(
 ) -> Generator[PartResult, None, None]:
     """Results in the order in which they finish."""
     settings = plan.settings
-    if settings.executor == "ray":
+    if settings.executor == "ray" and tasks:
         from megatron_neobert.data.preprocessing.ray_executor import run_on_ray
 
         yield from run_on_ray(tasks, workers=settings.workers, address=settings.ray_address)
@@ -172,25 +204,37 @@ def _run_tasks(
             yield tokenize_part(task, report)
 
 
-def _count(plan: Plan, progress: Progress, result: PartResult) -> None:
-    progress.in_work.pop(result.number, None)
-    progress.finished.add(result.counts)
-    progress.finished_bytes += plan.input_bytes(plan.parts[result.number])
-    progress.first_error = progress.first_error or result.first_error
+def _check_hopelessness(progress: Progress, settings: PreprocessSettings) -> None:
+    """Ends a run early that would end with too many errors even if all that is left were faultless."""
+    counts, read = progress.counts, progress.read_bytes / progress.input_bytes if progress.input_bytes else 1.0
+    if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
+        expected_records = counts.records / min(read, 1.0)
+        if counts.errors > _HOPELESS * settings.max_error_rate * expected_records:
+            errors = (part.first_error for part in progress.in_work.values())
+            raise _too_many_errors(counts, progress.first_error or next(filter(None, errors), None), settings)
 
 
-def _check_error_rate(progress: Progress, settings: PreprocessSettings, *, at_end: bool) -> None:
-    counts = progress.counts
-    if (at_end or counts.records >= _RATE_AFTER_RECORDS) and counts.errors > settings.max_error_rate * counts.records:
-        raise DataError(
-            f"{counts.errors:,} of {counts.records:,} records have no usable text "
-            f"({counts.errors / counts.records:.2%}), more than --max-error-rate {settings.max_error_rate} allows "
-            f"({describe_reasons(counts.rejected)}); for example: {progress.first_error}. Mend the shards, check "
-            "--text-key, or allow more"
-        )
+def _check_error_rate(counts: Counts, first_error: str | None, settings: PreprocessSettings) -> None:
+    if counts.errors > settings.max_error_rate * counts.records:
+        raise _too_many_errors(counts, first_error, settings)
 
 
-def _join(plan: Plan, tasks: Sequence[PartTask], results: Sequence[PartResult], counts: Counts) -> WrittenCorpus:
+def _too_many_errors(counts: Counts, first_error: str | None, settings: PreprocessSettings) -> DataError:
+    return DataError(
+        f"{counts.errors:,} of {counts.records:,} records have no usable text "
+        f"({counts.errors / counts.records:.2%}), more than --max-error-rate {settings.max_error_rate} allows "
+        f"({describe_reasons(counts.rejected)}); for example: {first_error}. Mend the shards, check "
+        "--text-key, or allow more"
+    )
+
+
+def _join(
+    plan: Plan,
+    tasks: Sequence[PartTask],
+    results: Sequence[PartResult],
+    counts: Counts,
+    on_progress: Callable[[int], None],
+) -> WrittenCorpus:
     settings = plan.settings
     inputs = {
         task.shard_name: InputRecord(task.shard.bytes, result.shard_sha256)
@@ -217,6 +261,7 @@ def _join(plan: Plan, tasks: Sequence[PartTask], results: Sequence[PartResult], 
         ),
         plan.tokenizer,
         folder=plan.files.partial,
+        on_progress=on_progress,
     )
 
 

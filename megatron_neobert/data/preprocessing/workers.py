@@ -139,22 +139,31 @@ def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arg
         ) from error
 
 
+class _ParentIsGone(BaseException):
+    """Nobody reads what this worker reports. No Exception, so that no task can take it for an error of its own."""
+
+
 def _work(
     function: Callable[[Task, Report], Result], prepare: Callable[[], None] | None, connection: Connection
 ) -> None:
     if prepare:
         prepare()
+
+    def report(news: Any) -> None:
+        try:
+            connection.send(news)
+        except OSError as error:
+            raise _ParentIsGone from error
+
     try:
         while True:
             task = connection.recv()
             try:
-                message: Any = _Finished(function(task, connection.send))
-            except ConnectionError:
-                raise
+                message: Any = _Finished(function(task, report))
             except (NeoBERTError, OSError) as error:
                 message = _Failed(error)
             except Exception:  # our own bug: it may not be picklable, its trace is
                 message = _Failed(RuntimeError(f"in a worker process:\n{traceback.format_exc()}"))
             connection.send(message)
-    except (EOFError, ConnectionError):  # no parent any more
+    except (EOFError, ConnectionError, _ParentIsGone):
         return

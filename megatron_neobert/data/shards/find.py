@@ -148,3 +148,13 @@ def _saved_shards(state: bytes) -> list[str]:
         return [entry["filename"] for entry in content["_data_files"]]
     except (ValueError, TypeError, KeyError):
         return []
+
+
+def shard_label(path: str) -> str:
+    """The name for people: a URL without its password and query, which may hold a signature."""
+    if not is_url(path):
+        return path
+    scheme, _, rest = path.partition("://")
+    address, _, _ = rest.partition("?")
+    host, slash, file = address.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{file}"

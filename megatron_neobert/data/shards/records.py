@@ -35,7 +35,7 @@ class ReadSettings:
     text_key: str = "content"
     input_format: Literal["auto"] | Format = "auto"
     text_separator: str | None = None  # between the documents of a plain text file; None: the file is one document
-    max_document_bytes: int = 64 << 20
+    max_document_bytes: int = 16 << 20  # bounds the memory: a text without spaces takes some 100 times its size
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from small_corpus import FIRST_ORDINARY, made_up_facts, numbered_tokenizer, text
 
 from megatron_neobert.data import corpus_join
 from megatron_neobert.data.corpus import Corpus, check_content
-from megatron_neobert.data.corpus_format import corpus_files, validation_files
+from megatron_neobert.data.corpus_format import InputRecord, corpus_files, read_manifest, validation_files
 from megatron_neobert.data.corpus_writer import OutputSettings, refuse_existing, write_corpus
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
+from megatron_neobert.files import replace_file
 
 TOKENIZER = numbered_tokenizer(100)
 UNKNOWN = 1
@@ -56,7 +57,7 @@ class Place:
         ids = generator.integers(FIRST_ORDINARY, 100, length)
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
-    def write(self, on_progress=lambda _: None, **options):
+    def write(self, on_progress=lambda _: None, *, inputs=None, **options):
         output = OutputSettings(
             **{
                 "files": self.files,
@@ -68,7 +69,13 @@ class Place:
             }
         )
         facts = made_up_facts(self.parts)
-        facts = replace(facts, records=facts.records + 3, rejected={"malformed JSON": 2}, dropped={"empty text": 1})
+        facts = replace(
+            facts,
+            inputs=inputs or {},
+            records=facts.records + 3,
+            rejected={"malformed JSON": 2},
+            dropped={"empty text": 1},
+        )
         return write_corpus(self.parts, output, facts, TOKENIZER, folder=self.files.partial, on_progress=on_progress)
 
     def corpus_bytes(self):
@@ -244,11 +251,85 @@ def test_new_corpus_leaves_nothing_of_the_one_it_replaces(place):
 
 
 def test_files_of_other_corpora_with_similar_names_are_left_alone(place):
-    others = [place.folder / name for name in ("P_1.bin", "P_00000x.bin", "PP.bin", "P_00000.json", "P_test.idx")]
+    names = ("P_1.bin", "P_00000x.bin", "PP.bin", "P_00000.json", "P_test.idx", "P_20240101.bin", "P_20240101.idx")
+    others = [place.folder / name for name in names]
     for other in others:
         other.write_text("keep")
+    refuse_existing(place.files, overwrite=False)
+    for _ in range(2):  # with no corpus there, and with one
+        place.write()
+        assert all(other.read_text() == "keep" for other in others)
+
+
+def test_only_volumes_that_the_old_manifest_lists_are_removed(place):
+    place.write(keep_shards=True)
+    lost, other = place.folder / "P_00001", place.folder / "P_00003.bin"
+    for end in (".bin", ".idx"):
+        lost.with_suffix(end).unlink()
+    other.write_text("keep")
     place.write()
-    assert all(other.read_text() == "keep" for other in others)
+    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl", other.name]
+    assert other.read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"format_version": 1, "documents": 3}', "{", "[" * 100_000, None],
+    ids=["v1", "cut", "deep", "dead link"],
+)
+def test_old_manifest_that_cannot_be_read_is_replaced_with_the_volumes_beside_it(tmp_path, content):
+    place = Place(tmp_path)
+    place.write(keep_shards=True)
+    if content is not None:
+        place.files.manifest.write_text(content)
+        with pytest.raises(DataError):  # control
+            read_manifest(place.files.manifest)
+    else:
+        place.files.manifest.unlink()
+        place.files.manifest.symlink_to(tmp_path / "nowhere")
+    refuse_existing(place.files, overwrite=True)
+    place.write()
+    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl"]
+    assert documents_of(tmp_path / "P") == place.documents
+
+
+def test_shard_whose_name_is_not_utf8_is_in_the_manifests_under_that_name(place):
+    inputs = {os.fsdecode(b"caf\xe9.jsonl"): InputRecord(1, None), "caf\u00e9.jsonl": InputRecord(2, None)}
+    for _ in range(2):  # the second time over a corpus
+        place.write(inputs=inputs, validation_fraction=0.4)
+        for files in (place.files, validation_files(place.files)):
+            assert read_manifest(files.manifest).inputs == inputs
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_shards": True, "validation_fraction": 0.4}], ids=str)
+def test_all_of_the_new_corpus_is_on_disk_before_anything_of_the_old_is_removed(place, monkeypatch, options):
+    place.write(shard_bytes=20, validation_fraction=0.4)
+    synced, before_removal = {part.ids.stat().st_ino for part in place.parts}, []  # parts are complete when they come
+    fsync, unlink = os.fsync, os.unlink
+
+    def note_sync(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def note_removal(path, **keywords):
+        if os.path.dirname(path) == str(place.folder) and not before_removal:  # noqa: PTH120
+            before_removal.append(set(synced))
+        unlink(path, **keywords)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "unlink", note_removal)
+    place.write(**options)
+    new = {name: (place.folder / name).stat().st_ino for name in place.corpus_bytes()}
+    assert len(new) == (11 if options else 4)
+    assert {name for name, inode in new.items() if inode not in before_removal[0]} == set()
+
+
+def test_small_file_is_not_replaced_by_text_that_cannot_be_encoded(tmp_path):
+    replace_file(tmp_path / "file", "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(tmp_path / "file", "\udce9")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("name", ["P.bin", "P.idx", "P.json", "P_00017.bin", "P_validation.json", "P_validation.idx"])
@@ -272,6 +353,7 @@ def test_many_volumes_that_exist_are_counted_and_not_all_named(place):
     [
         (1e-9, "--split-validation 1e-09 of 20 documents holds out 0 and leaves 20;"),
         (0.999999, "holds out 20 and leaves 0;"),
+        (1.0, "holds out 20 and leaves 0;"),
     ],
 )
 def test_split_that_leaves_one_corpus_empty_is_refused_before_the_old_corpus_is_touched(place, fraction, message):

@@ -100,7 +100,7 @@ def test_task_of_an_array_never_clears_what_others_have_done(folder):
     begin(folder, task=1, finish=["b"])
     assert begin(folder, task=0) == {"b"}
     assert begin(folder, task=0, overwrite=True) == {"b"}
-    with pytest.raises(ConfigError, match=r"min_tokens 0 where this one has 5; .* delete the folder"):
+    with pytest.raises(ConfigError, match=r"min_tokens 0 where this one has 5; .* delete run\.partial"):
         begin(folder, {**SETTINGS, "min_tokens": 5}, task=0, overwrite=True)
 
 

@@ -13,9 +13,10 @@ from small_corpus import write_vocabulary
 from megatron_neobert.data.corpus import check_content
 from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.part_tasks import Counts, tokenize_part
-from megatron_neobert.data.preprocessing.plan import plan_preprocessing
+from megatron_neobert.data.preprocessing.part_tasks import Counts, read_result, tokenize_part
+from megatron_neobert.data.preprocessing.plan import part_tasks, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.data.preprocessing.workers import Workers
 from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
@@ -181,6 +182,16 @@ def test_error_rate_ends_the_run_only_above_its_bound(place, good, allowed):
         assert not list((place.folder / "out").glob("*.bin"))
 
 
+@pytest.mark.parametrize("bad_shard", ["a.jsonl", "z.jsonl"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_errors_that_the_whole_input_may_have_are_allowed_wherever_they_stand(place, bad_shard, workers):
+    """15 of 20,015 are below 0.001; of the first half they would be above."""
+    place.add_lines("m.jsonl", *['{"content": "hello"}'] * 10_000)
+    place.add_lines(bad_shard, *["broken"] * 15, *['{"content": "hello"}'] * 10_000)
+    place.run(max_error_rate=0.001, workers=workers)
+    assert place.corpus().manifest.rejected == {"malformed JSON": 15}
+
+
 def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
     place.add_lines("a.jsonl", *['{"text": "hello"}'] * 10_000)
     place.add_texts("b.jsonl", "hello")
@@ -246,11 +257,14 @@ def test_existing_corpus_is_kept_without_overwrite_and_found_before_reading(plac
 def test_output_of_an_earlier_run_is_no_input(place):
     place.add_texts("a.jsonl", "hello")
     inside = {"output_prefix": str(place.shards / "run")}
-    place.run(**inside)
+    with pytest.raises(ConfigError, match=r"--output-prefix .*run lies below --input .*shards, where a later run"):
+        place.run(**inside)
+    by_glob = {**inside, "inputs": (str(place.shards / "*"),)}
+    place.run(**by_glob)
     with pytest.raises(
         ConfigError, match=r"--input matches .*run_content_document\.bin, which belongs to --output-prefix"
     ):
-        place.run(**inside, overwrite=True)
+        place.run(**by_glob, overwrite=True)
 
 
 def test_pattern_without_a_file_is_a_missing_input(place):
@@ -266,13 +280,47 @@ def test_tokenizer_that_changes_before_the_workers_start_is_refused(place):
         preprocess(plan, on_progress=lambda progress: None)
 
 
+def test_shard_that_changes_while_it_is_read_is_refused(place):
+    place.add_texts("a.jsonl", "hello")
+    plan = plan_preprocessing(place.settings())
+    place.add_texts("a.jsonl", "hello", "world")
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since the run started; .*--resume"):
+        preprocess(plan, on_progress=lambda progress: None)
+    place.run()
+    assert decoded(place) == ["hello", "world"]
+
+
+def test_corpus_that_another_run_has_finished_meanwhile_is_not_replaced(place):
+    place.add_texts("a.jsonl", "hello")
+    plan = plan_preprocessing(place.settings())
+    place.run()
+    with pytest.raises(OutputError, match="exist already"):
+        preprocess(plan, on_progress=lambda progress: None)
+
+
+def test_part_that_two_processes_do_at_once_is_whole(place):
+    place.add_texts("a.jsonl", *("hello world " * 200 for _ in range(2000)))
+    plan = plan_preprocessing(place.settings(tokenizer_backend="reference"))
+    (task,) = part_tasks(plan)
+    plan.files.partial.mkdir(parents=True)
+    first, second = Workers(tokenize_part, count=2).run([task, task], on_report=id)
+    assert first == second == read_result(task)
+    assert sorted(file.suffix for file in plan.files.partial.iterdir()) == [".done", ".ids", ".lengths", ".rejects"]
+
+
+def test_max_tokens_of_zero_is_a_bound(place):
+    place.add_texts("a.jsonl", "hello")
+    with pytest.raises(DataError, match="1 longer than --max-tokens"):
+        place.run(max_tokens=0)
+
+
 def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(place):
     add_mixed_shards(place)
     seen = []
     plan = plan_preprocessing(place.settings(workers=2))
 
     def note(progress):
-        seen.append((progress.read_bytes(plan), progress.counts.documents, progress.counts.errors))
+        seen.append((progress.read_bytes, progress.counts.documents, progress.counts.errors))
 
     report = preprocess(plan, on_progress=note)
     assert [documents for _, documents, _ in seen] == sorted(documents for _, documents, _ in seen)
@@ -361,6 +409,7 @@ def test_text_below_a_path_of_keys_is_found_and_names_the_corpus(place):
         ({"inputs": ("-", "a.jsonl")}, "stands alone"),
         ({"inputs": ("-",), "shard_index": 0, "num_shards": 2}, "has one reader"),
         ({"text_separator": ""}, "--text-separator is empty"),
+        ({"split_validation": 1.0}, "--split-validation 1.0 leaves nothing for training"),
     ],
 )
 def test_contradictory_settings_are_refused(place, settings, message):

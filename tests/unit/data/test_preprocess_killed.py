@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_nothing(place):
     before = sorted(place.iterdir())
     process = start(place, "--workers", "2")
     workers = wait_for(lambda: len(found := children_of(process.pid)) == 2 and found)
-    wait_for(lambda: list(place.glob("run_content_document.partial/*.ids")))
+    wait_for(lambda: list(place.glob("run_content_document.partial/*.ids*")))
     os.kill(workers[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 74
@@ -82,7 +83,7 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_nothing(place):
 def test_killed_run_leaves_nothing_under_final_names_and_is_resumed_to_the_same_bytes(place, workers):
     large_shards(place, shards=2, megabytes=1.2)
     process = start(place, "--workers", workers)
-    wait_for(lambda: any(file.stat().st_size for file in place.glob("run_content_document.partial/*.ids")))
+    wait_for(lambda: any(file.stat().st_size for file in place.glob("run_content_document.partial/*.ids*")))
     children = children_of(process.pid)
     process.kill()
     process.wait()
@@ -106,7 +107,7 @@ def test_interrupted_run_leaves_nothing_and_ends_with_130(place, moment):
     process = start(place, "--workers", "2")
     begun = {
         "workers start": lambda: children_of(process.pid),
-        "workers work": lambda: len(list(place.glob("run_content_document.partial/*.ids"))) == 2,
+        "workers work": lambda: len(list(place.glob("run_content_document.partial/*.ids*"))) == 2,
     }[moment]
     wait_for(begun)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: to the workers too
@@ -150,7 +151,7 @@ def test_run_told_to_stop_ends_with_75_keeps_finished_parts_and_is_resumed(place
     os.killpg(process.pid, number)  # as a scheduler does: to the workers too
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert errors.startswith(f"stopped by {number.name}: 1 finished parts are kept in ")
+    assert re.match(f"stopped by {number.name}: [12] finished parts are kept in ", errors)
     finish(place, "--resume")
     finish(place, "--output-prefix", place / "fresh")
     for end in ("bin", "idx", "json"):

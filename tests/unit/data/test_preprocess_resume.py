@@ -133,6 +133,33 @@ def test_parts_of_other_settings_are_refused(place, done, changed, message):
     place.run(resume=True)
 
 
+def test_resumed_run_that_is_to_fail_on_errors_fails_on_those_of_finished_parts(place, done):
+    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
+    place.add_texts("b.jsonl", "world")
+    stop_after(place, done, 1)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: malformed JSON .*--on-error skip"):
+        place.run(resume=True, on_error="fail")
+
+
+@pytest.mark.parametrize("change", ["order", "layout", "volume", "newer input"])
+def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
+    place.add_texts("a.jsonl", "hello")
+    place.add_texts("b.jsonl", "world")
+    inputs = tuple(str(place.shards / name) for name in ("a.jsonl", "b.jsonl"))
+    place.run(inputs=inputs, keep_shards=True)
+    same = {"inputs": inputs, "keep_shards": True, "resume": True}
+    assert is_complete(plan_preprocessing(place.settings(**same)))
+    if change == "order":
+        same["inputs"] = inputs[::-1]
+    elif change == "layout":
+        same["keep_shards"] = False
+    elif change == "volume":
+        (place.folder / "out" / "run_content_document_00001.bin").unlink()
+    else:
+        place.add_texts("a.jsonl", "hallo")
+    assert not is_complete(plan_preprocessing(place.settings(**same)))
+
+
 def test_finished_corpus_is_recognised_and_another_one_is_not(place):
     add_mixed_shards(place)
     place.run()
@@ -183,6 +210,28 @@ def test_merge_waits_for_all_tasks(place):
     place.run(resume=True)  # does what is missing by itself
     place.run("whole")
     assert place.contents() == place.contents("whole")
+
+
+def test_merge_never_clears_what_the_tasks_have_done(place):
+    add_mixed_shards(place)
+    for task in range(2):
+        place.run(min_tokens=3, shard_index=task, num_shards=2)
+    with pytest.raises(
+        ConfigError, match=r"min_tokens 3 where this one has 0; .*or delete run_content_document\.partial"
+    ):
+        place.run(merge=True, overwrite=True)
+    place.run(min_tokens=3, merge=True, overwrite=True)
+    assert place.corpus().manifest.filters["min_tokens"] == 3
+
+
+def test_task_of_an_array_leaves_the_error_rate_to_the_merge(place):
+    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
+    place.add_texts("b.jsonl", *["world"] * 98)
+    for task in range(2):
+        place.run(shard_index=task, num_shards=2, max_error_rate=0.001)
+    with pytest.raises(DataError, match=r"1 of 100 records .*--max-error-rate 0\.001"):
+        place.run(merge=True, max_error_rate=0.001)
+    place.run(merge=True, max_error_rate=0.01)
 
 
 def test_merge_without_any_task_is_a_missing_input(place):

@@ -90,7 +90,12 @@ def test_many_unknown_tokens_are_warned_of(place):
         (["--text-key", "body"], 65, "2 of 2 records have no usable text (100.00%), more than --max-error-rate 0.001"),
         (["--input", "nowhere*"], 66, "--input nowhere*: no file matches"),
         (["--tokenizer-model", "bert-base-uncased"], 66, "--tokenizer-model bert-base-uncased: no such file or folder"),
-        (["--workers", "0"], 2, "0 is not a number of processes"),
+        (["--workers", "0"], 2, "0 is not a whole number of 1 or more"),
+        (["--min-tokens", "x"], 2, "x is not a whole number of 0 or more"),
+        (["--shard-size", "inf"], 2, "inf is not a size"),
+        (["--text-separator", "\\"], 2, "is no text with escapes"),
+        (["--text-separator", "\\ud800"], 2, "is no text with escapes"),
+        (["--split-validation", "1"], 2, "--split-validation 1.0 leaves nothing for training"),
         (["--max-error-rate", "1.5"], 2, "1.5 is not a fraction"),
         (["--max-error-rate", "nan"], 2, "nan is not a fraction"),
         (["--on-error", "ignore"], 2, "invalid choice: 'ignore'"),
@@ -152,6 +157,14 @@ def test_help_and_a_whole_run_import_neither_torch_nor_transformers(place, tool)
         assert imported == ("imported: []" if tool == "validate_data" else "imported: ['tokenizers']")
 
 
+def test_reader_of_the_output_that_leaves_is_no_success(place):
+    command = f'"{sys.executable}" "{REPOSITORY}/tools/preprocess_data.py" "$@" | true; exit "${{PIPESTATUS[0]}}"'
+    arguments = ["bash", "-c", command, "bash", *map(str, arguments_of(place))]
+    ended = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (141, "")
+    assert (place / "run_content_document.json").exists()  # the corpus is whole all the same
+
+
 # --- standard input, separators, resuming
 
 
@@ -200,7 +213,7 @@ def test_resuming_a_finished_corpus_does_nothing_and_says_so(place):
 # --- Slurm
 
 
-def run_on_slurm(place, **variables):
+def run_on_slurm(place, *more, **variables):
     """The batch script of an array's task, or of the job that follows the array."""
     tools = place / "bin"
     tools.mkdir(exist_ok=True)
@@ -214,7 +227,7 @@ def run_on_slurm(place, **variables):
         "SLURM_SUBMIT_DIR": str(REPOSITORY),
         **variables,
     }
-    command = ["bash", str(REPOSITORY / "examples" / "slurm" / "preprocess.sh"), *map(str, arguments_of(place))]
+    command = ["bash", str(REPOSITORY / "examples" / "slurm" / "preprocess.sh"), *map(str, arguments_of(place, *more))]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -239,12 +252,12 @@ def test_slurm_array_and_the_job_after_it_write_the_corpus_of_one_run(place):
 
 def test_slurm_task_that_is_told_to_stop_is_queued_again(place):
     with (place / "shards" / "a.jsonl").open("w") as stream:
-        stream.writelines(json.dumps({"content": "a b c " * 20_000}) + "\n" for _ in range(200))  # 24 MB
+        stream.writelines(json.dumps({"content": "a b c " * 20_000}) + "\n" for _ in range(200))  # 24 MB: seconds
     task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
-    job = run_on_slurm(place, SLURM_JOB_ID="7", **task)
+    job = run_on_slurm(place, "--tokenizer-backend", "reference", SLURM_JOB_ID="7", **task)
     try:
         end = time.monotonic() + 60
-        while not list(place.glob("run_content_document.partial/*.ids")):
+        while not list(place.glob("run_content_document.partial/*.ids*")):
             assert time.monotonic() < end and job.poll() is None
             time.sleep(0.02)
         job.terminate()
