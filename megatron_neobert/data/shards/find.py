@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron_neobert.data.shards.streams import is_url, open_shard, remote_errors
+from megatron_neobert.data.shards.streams import is_url, named_errors, open_shard
 from megatron_neobert.data.shards.texts import BYTE_ORDER_MARK
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.files import sha256_of
 
 # Found in folders of shards, and read only where they are named themselves.
-_ABOUT_THE_DATA = re.compile(r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)([._-].*)?", re.IGNORECASE)
+_ABOUT_THE_DATA = re.compile(
+    r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)(\.(md|txt|rst|html))?", re.IGNORECASE
+)
+# In a URL, also where others are put in front of it (`simplecache::https://`).
+_CREDENTIALS = re.compile("(?<!abfs:)(?<!abfss:)(?<!az:)//[^/]*@")
+_WITH_QUERY = re.compile(r"(?:^|::)(?:https?|s3a?|gs|gcs|abfss?|az|adl)://")
 # What the file systems of fsspec call it, the surest first.
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "last_modified", "created")
 
@@ -30,20 +35,22 @@ def find_shards(patterns: Sequence[str]) -> list[str]:
     """Files and URLs named by paths, globs (`**` descends), folders and `@lists`, each glob and folder sorted.
 
     A folder gives all files below it except hidden ones, those that start with an underscore (`_SUCCESS`), and what is
-    there about the data (README, LICENSE, checksums). A data
-    set that `datasets` has saved to disk gives its shards in its own order. The lines of a file `list.txt` are
-    patterns for `@list.txt`. A file that several patterns name is read once.
+    there about the data (README, LICENSE, checksums). A data set that `datasets` has saved to disk gives its shards in
+    its own order. The lines of a file `list.txt` are patterns for `@list.txt`. A file that is found several times, be
+    it by a symbolic link, is read once.
 
     Raises:
-        MissingInputError: A pattern matches no file.
+        MissingInputError: A pattern matches no file, or something that is none, as a link to nowhere.
+        DataError: A data set saved to disk names shards outside of its folder.
     """
-    shards: dict[str, None] = {}
+    shards: dict[str, str] = {}
     for pattern in _with_lists(patterns):
         files = _remote_files(pattern) if is_url(pattern) else _local_files(pattern)
         if not files:
             raise MissingInputError(f"--input {pattern}: no file matches; check the path, and quote globs in scripts")
-        shards.update(dict.fromkeys(files))
-    return list(shards)
+        for file in files:
+            shards.setdefault(file if is_url(file) else os.path.realpath(file), file)
+    return list(shards.values())
 
 
 def shard_version(path: str) -> ShardVersion:
@@ -52,7 +59,7 @@ def shard_version(path: str) -> ShardVersion:
         status = Path(path).stat()
         return ShardVersion(status.st_size, str(status.st_mtime_ns))
     file_system, inner = _file_system(path)
-    with remote_errors(path):
+    with named_errors(path):
         facts: dict[str, Any] = file_system.info(inner)
     if facts.get("size") is None:
         raise DataError(f"{path}: its server does not tell how large it is; copy it to a disk and name that file")
@@ -73,7 +80,7 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
         path = pattern.removeprefix("@")
         if not is_url(path) and not Path(path).is_file():
             raise MissingInputError(f"--input {pattern}: there is no file {path} with the names of shards")
-        with remote_errors(path), open_shard(path) as file:
+        with named_errors(path), open_shard(path) as file:
             yield from filter(None, map(str.strip, os.fsdecode(file.read().removeprefix(BYTE_ORDER_MARK)).splitlines()))
 
 
@@ -83,14 +90,37 @@ def _local_files(pattern: str) -> list[str]:
 
 
 def _files_of(path: Path) -> list[str]:
-    if path.is_file():
-        return [str(path)]
-    below = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-    return [str(path / name) for name in _data_among(below, lambda name: (path / name).read_bytes())]
+    files = [path]
+    if path.is_dir():
+        names = _data_among(str(path), _names_below(path), lambda name: (path / name).read_bytes())
+        files = [path / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise MissingInputError(f"--input: {file} is neither a file nor a folder; mend the link, or remove it")
+    return [str(file) for file in files]
+
+
+def _names_below(top: Path) -> list[str]:
+    """All but folders, also behind links; a folder that leads back to itself, or is linked twice, is entered once."""
+    names, entered = [], {os.path.realpath(top)}
+    for folder, inner, files in os.walk(top, followlinks=True, onerror=_raise):
+        names += [Path(folder, file).relative_to(top).as_posix() for file in files]
+        candidates = sorted(name for name in inner if name[0] not in "._")
+        inner.clear()
+        for name in candidates:
+            target = os.path.realpath(Path(folder, name))
+            if target not in entered:
+                entered.add(target)
+                inner.append(name)
+    return names
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    with remote_errors(url):
+    with named_errors(url):
         import fsspec
 
         try:
@@ -102,7 +132,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 def _remote_files(url: str) -> list[str]:
     file_system, path = _file_system(url)
-    with remote_errors(url):
+    with named_errors(url):
         if file_system.isfile(path):
             return [url]
         matches = _remote_glob(file_system, path) if glob.has_magic(path) else [path]
@@ -123,38 +153,49 @@ def _remote_glob(file_system: Any, pattern: str) -> list[str]:
 def _remote_files_below(file_system: Any, folder: str) -> list[str]:
     prefix = folder.rstrip("/") + "/"
     below = [file.removeprefix(prefix) for file in file_system.find(folder)] if file_system.isdir(folder) else []
-    return [prefix + name for name in _data_among(below, lambda name: file_system.cat_file(prefix + name))]
+    return [prefix + name for name in _data_among(prefix, below, lambda name: file_system.cat_file(prefix + name))]
 
 
-def _data_among(names: Iterable[str], read: Callable[[str], bytes]) -> list[str]:
-    """The shards among the files below a folder, all given by their paths within it."""
+def _data_among(top: str, names: Sequence[str], read: Callable[[str], bytes]) -> list[str]:
+    """The shards among the files below the folder `top`, all given by their paths within it."""
     paths = sorted(path for path in map(PurePosixPath, names) if not any(part[0] in "._" for part in path.parts))
     paths = [path for path in paths if not _ABOUT_THE_DATA.fullmatch(path.name)]
-    saved = {path.parent: _saved_shards(read(str(path))) for path in paths if path.name == "state.json"}
+    states = [path for path in paths if path.name == "state.json"]
+    saved = {path.parent: _saved_shards(PurePosixPath(top, path), read(str(path))) for path in states}
     saved = {folder: shards for folder, shards in saved.items() if shards}
     found: dict[str, None] = {}
+    present = set(names) if saved else set()
     for path in paths:
         if path.parent in saved:
-            found.update({str(path.parent / shard): None for shard in saved[path.parent]})
+            shards = [str(path.parent / shard) for shard in saved[path.parent]]
+            missing = [shard for shard in shards if shard not in present]
+            if missing:
+                raise MissingInputError(f"{top}: {missing[0]} is missing, which its state.json names; fetch it again")
+            found.update(dict.fromkeys(shards))
         elif not (saved and path.name == "dataset_dict.json"):
             found[str(path)] = None
     return list(found)
 
 
-def _saved_shards(state: bytes) -> list[str]:
+def _saved_shards(path: PurePosixPath, state: bytes) -> list[str]:
     """The files that the state.json of a saved data set names; none if it is another file of that name."""
     try:
-        content = json.loads(state)
-        return [entry["filename"] for entry in content["_data_files"]]
-    except (ValueError, TypeError, KeyError):
+        entries = json.loads(state)["_data_files"]
+        names = [entry["filename"] for entry in entries]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return []
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+            raise DataError(f"{path} names the file {name!r}; only names of files beside it are read: mend it")
+    return names
 
 
 def shard_label(path: str) -> str:
-    """The name for people: a URL without its password and query, which may hold a signature."""
+    """The name for people: a URL without its user, password and query, which may hold a signature.
+
+    What stands before the `@` of an Azure address is the container, and stays.
+    """
     if not is_url(path):
         return path
-    scheme, _, rest = path.partition("://")
-    address, _, _ = rest.partition("?")
-    host, slash, file = address.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{file}"
+    label = _CREDENTIALS.sub("//", path)
+    return label.partition("?")[0] if _WITH_QUERY.search(label) else label

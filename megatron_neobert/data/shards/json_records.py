@@ -13,6 +13,7 @@ from operator import itemgetter
 import orjson
 
 from megatron_neobert.data.shards.json_values import read_values
+from megatron_neobert.data.shards.recognise import says_json
 from megatron_neobert.data.shards.records import (
     MALFORMED_JSON,
     MISSING_KEY,
@@ -28,14 +29,23 @@ from megatron_neobert.data.shards.texts import BYTE_ORDER_MARK, add_value, decod
 
 def read_json_lines(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
     number = 1
+    is_guess = settings.input_format == "auto" and part.start == 0 and not says_json(part.path)
     with PartStream(part) as stream:
         for lines in read_records(stream, separator=b"\n", limit=settings.max_document_bytes):
             if number == 1 and part.start == 0 and lines.whole:
                 lines.whole[0] = lines.whole[0].removeprefix(BYTE_ORDER_MARK)
             batch = read_objects(lines, number, settings)
             batch.progress = stream.progress
+            if is_guess and number == 1:
+                _add_hint(batch)
             number += batch.numbers
             yield batch
+
+
+def _add_hint(batch: RecordBatch) -> None:
+    """Where the first line of a shard is malformed, JSON lines may have been a wrong guess."""
+    if batch.rejected and (first := batch.rejected[0]).number == 1 and first.reason == MALFORMED_JSON:
+        batch.rejected[0] = first._replace(detail=f"{first.detail} (if this is plain text: --input-format text)")
 
 
 def read_json_values(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
@@ -108,9 +118,10 @@ def _look_up(record: dict[str, object], key: str) -> object:
     return _look_up(inner, rest)
 
 
-def _keys(record: dict[str, object], prefix: str = "") -> Iterator[str]:
+def _keys(record: dict[str, object]) -> Iterator[str]:
+    """Its keys, and those of the objects within it; of what is deeper, there may be thousands of levels."""
     for key, value in record.items():
         if isinstance(value, dict) and value:
-            yield from _keys(value, f"{prefix}{key}.")
+            yield from (f"{key}.{inner}" for inner in value)
         else:
-            yield prefix + key
+            yield key

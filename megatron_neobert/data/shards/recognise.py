@@ -9,7 +9,7 @@ import re
 from pathlib import PurePosixPath
 
 from megatron_neobert.data.shards.records import Format, ReadSettings, ShardPart
-from megatron_neobert.data.shards.streams import DamagedStream, PartStream, compression_of, open_shard, remote_errors
+from megatron_neobert.data.shards.streams import DamagedStream, PartStream, compression_of, named_errors, open_shard
 from megatron_neobert.data.shards.texts import BYTE_ORDER_MARK
 from megatron_neobert.errors import DataError
 
@@ -46,6 +46,8 @@ _UNREADABLE_MAGIC = {
     b"GIF8": ("an image", "leave it out"),
     b"\x7fELF": ("a program", "leave it out"),
 }
+_TAR_MAGIC = (b"ustar\0", b"ustar  \0")  # after the first 257 bytes
+_TEXT_NAMES = (".txt", ".text", ".md")
 _READ_HERE = "shards are parquet, Arrow, JSON, plain text in UTF-8 or WARC"
 _CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # white space and escape occur in texts
 _JUNK_SHARE = 0.1  # of the first characters that are no UTF-8 or control codes; a text of another encoding has more
@@ -57,7 +59,7 @@ def recognise(path: str, settings: ReadSettings) -> ShardPart:
     Raises:
         DataError: The bytes belong to a format that is not read here.
     """
-    with remote_errors(path), open_shard(path) as file:
+    with named_errors(path), open_shard(path) as file:
         head = file.read(_HEAD_BYTES)
     compression = compression_of(head)
     if compression is not None:
@@ -102,20 +104,34 @@ def _format_of(path: str, head: bytes) -> Format:
     for magic, (kind, remedy) in _UNREADABLE_MAGIC.items():
         if head.startswith(magic):
             raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
+    if head.startswith(_TAR_MAGIC, 257):
+        raise DataError(f"{path} is a tar archive; {_READ_HERE}: unpack it (tar -xf)")
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without a record
     if re.match(rb"\[\s*[{\]]", content):
         return "json"
     lines = content.splitlines()
-    if content.startswith(b"{"):
-        in_lines = not _is_object(lines[0]) and _is_object_in_lines(content, cut=len(head) == _HEAD_BYTES)
-        return "json" if in_lines else "jsonl"
-    if any(_is_object(line) for line in lines):
+    is_cut = len(head) == _HEAD_BYTES
+    if _is_object(lines[0]) or (is_cut and len(lines) == 1 and _is_object_up_to_the_cut(content)):
         return "jsonl"
-    _refuse_junk(path, head)
+    if content.startswith(b"{") and _is_object_in_lines(content, cut=is_cut):
+        return "json"
+    has_objects = any(_is_object(line) for line in lines)
+    if b"\0" in head or not has_objects:
+        _refuse_junk(path, head)
+    if _says_text(path):
+        return "text"
+    return "jsonl" if has_objects or content.startswith(b"{") or says_json(path) else "text"
+
+
+def says_json(path: str) -> bool:
     name = PurePosixPath(path).name.lower()
-    return "jsonl" if any(ending in name for ending in (".jsonl", ".ndjson", ".json")) else "text"
+    return any(ending in name for ending in (".jsonl", ".ndjson", ".json"))
+
+
+def _says_text(path: str) -> bool:
+    return re.sub(r"\.(gz|zst|bz2|xz)$", "", path.lower()).endswith(_TEXT_NAMES)
 
 
 def _is_object(line: bytes) -> bool:
@@ -135,11 +151,27 @@ def _is_object_in_lines(content: bytes, *, cut: bool) -> bool:
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError as error:
-        # Where only the cut is wrong with it, the parser comes to the end, or to a string that has none.
-        return cut and "\n" in text and (error.msg.startswith("Unterminated") or error.pos >= len(text) - 6)
+        return cut and "\n" in text and _is_due_to_cut(error, text)
     except (ValueError, RecursionError):
         return False
     return "\n" in text[:end]
+
+
+def _is_object_up_to_the_cut(line: bytes) -> bool:
+    """Whether a line of which only the head is known begins a JSON object."""
+    text = line.decode(errors="replace").rstrip()
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return text.startswith("{") and _is_due_to_cut(error, text)
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
+def _is_due_to_cut(error: json.JSONDecodeError, text: str) -> bool:
+    """Where only the cut is wrong with it, the parser comes to the end, or to a string that has none."""
+    return error.msg.startswith("Unterminated") or error.pos >= len(text) - 6
 
 
 def _refuse_junk(path: str, head: bytes) -> None:

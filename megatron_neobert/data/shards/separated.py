@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from megatron_neobert.data.shards.records import BATCH_BYTES, RAW_BYTES
-from megatron_neobert.data.shards.streams import PartStream, file_size, open_shard, remote_errors
+from megatron_neobert.data.shards.streams import PartStream, file_size, named_errors, open_shard
 
 _READ_BYTES = 64 << 10
 
@@ -75,7 +75,7 @@ def find_cuts(path: str, separator: bytes, *, part_bytes: int) -> list[int]:
     """
     width = len(separator)
     cuts: list[int] = []
-    with open_shard(path) as file, remote_errors(path):
+    with open_shard(path) as file, named_errors(path):
         size = file_size(file, path)
         while (target := (cuts[-1] if cuts else 0) + part_bytes) < size:
             start = max(target - 2 * width, 0)

@@ -40,11 +40,22 @@ def is_url(path: str) -> bool:
 
 
 @contextmanager
-def remote_errors(url: str) -> Iterator[None]:
-    """Gives the errors of fsspec and of the clients below it the classes that errors of local files have."""
-    if not is_url(url):
-        yield
-        return
+def named_errors(path: str) -> Iterator[None]:
+    """Gives errors the name of the shard, and those of fsspec and its clients the classes of local files' errors."""
+    try:
+        if is_url(path):
+            with _remote_errors(path):
+                yield
+        else:
+            yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # as of a failing disk or network drive
+            error.filename = path
+        raise
+
+
+@contextmanager
+def _remote_errors(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
@@ -67,7 +78,7 @@ def open_shard(path: str) -> BinaryIO:
     """
     if not is_url(path):
         return Path(path).open("rb", buffering=0)
-    with remote_errors(path):
+    with named_errors(path):
         import fsspec
 
         return cast(BinaryIO, fsspec.open(path, "rb").open())
@@ -180,7 +191,7 @@ class PartStream:
     def _read_file(self, size: int) -> bytes:
         pieces = []
         left = size if self._part.end is None else min(size, self._part.end - self._position)
-        with remote_errors(self._part.path):
+        with named_errors(self._part.path):
             while left > 0 and (content := self._file.read(left)):
                 pieces.append(content)
                 left -= len(content)

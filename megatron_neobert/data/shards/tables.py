@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_neobert.data.shards.records import ShardPart
-from megatron_neobert.data.shards.streams import is_url, open_shard, remote_errors
+from megatron_neobert.data.shards.streams import is_url, named_errors, open_shard
 from megatron_neobert.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _BUFFER_BYTES = 1 << 20
-_ROWS = 256  # looked at together, about 500 kB of web text: 64 cost a quarter more time, 1,024 are not faster
+_ROWS = 256  # looked at together at most: 64 rows of web text cost a quarter more time, 1,024 are not faster
+_STEP_BYTES = 1 << 20  # of text in them, unless one row alone has more; web pages come 256 at a time even so
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off between two batches would look whole
 
 
@@ -69,8 +70,8 @@ def parquet_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
         names = find_column(part.path, shard.schema_arrow, text_key)
         end = shard.metadata.num_rows if part.end is None else part.end
         groups, first_row = _groups_with_rows(shard, part.start, end)
-        row = first_row
-        for batch in shard.iter_batches(_ROWS, groups, columns=[text_key], use_threads=False):
+        row, step = first_row, _rows_per_step(shard, groups, text_key)
+        for batch in shard.iter_batches(step, groups, columns=[text_key], use_threads=False):
             column = _take_column(batch, names)[max(0, part.start - row) : end - row]
             row += batch.num_rows
             if len(column):
@@ -79,6 +80,13 @@ def parquet_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
                 return
         if row < end:
             raise DataError(f"{part.path}: damaged parquet file (row {row} of {end} is missing); fetch the shard again")
+
+
+def _rows_per_step(shard: "pq.ParquetFile", groups: list[int], text_key: str) -> int:
+    """Few where one of the row groups has long documents, since all rows of a step are held at once."""
+    facts = [group for group in map(shard.metadata.row_group, groups) if group.num_rows]
+    bytes_per_row = max((_text_bytes(group, text_key) / group.num_rows for group in facts), default=0)
+    return max(1, min(_ROWS, int(_STEP_BYTES / max(1, bytes_per_row))))
 
 
 def _groups_with_rows(shard: "pq.ParquetFile", start: int, end: int) -> tuple[list[int], int]:
@@ -169,7 +177,7 @@ def _check_offsets(column: "pa.Array") -> None:
 def _named_damage(path: str, kind: str) -> Iterator[None]:
     import pyarrow as pa
 
-    with remote_errors(path):
+    with named_errors(path):
         try:
             yield
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no UTF-8

@@ -11,7 +11,7 @@ from reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import check_text_key, read_part, row_cuts, split_into_parts
 from megatron_neobert.data.shards.records import BATCH_BYTES, EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings, ShardPart
-from megatron_neobert.data.shards.tables import RowGroup
+from megatron_neobert.data.shards.tables import RowGroup, parquet_rows
 from megatron_neobert.errors import DataError
 
 
@@ -204,6 +204,25 @@ def test_large_row_group_is_streamed_not_loaded(tmp_path):
         next(shard.iter_batches(1, columns=["content"]))
         held_by_default = pa.total_allocated_bytes() - before
     assert held < 0.5 * size < 0.9 * size < held_by_default  # measured: 12, 40 and 40 MB; 10 of a group of 313 MB
+
+
+@pytest.mark.parametrize(("length", "rows"), [(2000, 256), (4000, 256), (16_000, 65), (300_000, 3), (3_000_000, 1)])
+def test_rows_of_parquet_are_taken_about_a_mebibyte_at_a_time(tmp_path, length, rows):
+    values = [f"{number:06d}" + "x" * (length - 6) for number in range(2 * rows)]
+    pq.write_table(texts_table(values), tmp_path / "shard", use_dictionary=False)
+    steps = list(parquet_rows(ShardPart(str(tmp_path / "shard"), "parquet"), "content"))
+    assert [len(step.column) for step in steps] == [rows, rows]
+    assert [text for step in steps for text in step.column.to_pylist()] == values
+
+
+def test_row_group_without_rows_does_not_make_the_others_slow(tmp_path):
+    table = texts_table(["x" * 100] * 600)
+    with pq.ParquetWriter(tmp_path / "shard", table.schema) as writer:
+        for rows in (300, 0, 300):
+            writer.write_table(table[:rows])
+    assert pq.ParquetFile(tmp_path / "shard").num_row_groups == 3
+    steps = list(parquet_rows(ShardPart(str(tmp_path / "shard"), "parquet"), "content"))
+    assert [len(step.column) for step in steps] == [256, 256, 88]
 
 
 def test_mapped_pages_of_an_arrow_shard_are_given_back(tmp_path):

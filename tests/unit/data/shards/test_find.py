@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from reading import TEXTS, texts_of
 
-from megatron_neobert.data.shards.find import find_shards, shard_sha256, shard_version
+from megatron_neobert.data.shards.find import find_shards, shard_label, shard_sha256, shard_version
 from megatron_neobert.data.shards.streams import open_shard
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 
@@ -49,6 +49,54 @@ def test_pattern_without_a_file_is_missing_input(tmp_path, pattern):
     pattern = pattern.removeprefix("file:")
     with pytest.raises(MissingInputError, match=f"--input .*{pattern.lstrip('*')}: no file matches"):
         find_shards([start + pattern])
+
+
+# --- links and folders that cannot be read
+
+
+def test_folders_behind_links_are_entered_and_a_link_that_leads_back_ends(tmp_path):
+    touch(tmp_path, "other/b.jsonl", "data/a.jsonl", "data/deep/c.jsonl")
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "deep" / "back").symlink_to(tmp_path / "data")
+    (tmp_path / "other" / "also_back").symlink_to(tmp_path / "data")
+    names = ("a.jsonl", "deep/c.jsonl", "link/b.jsonl")
+    assert find_shards([str(tmp_path / "data")]) == [str(tmp_path / "data" / name) for name in names]
+
+
+@pytest.mark.parametrize("pattern", ["data", "data/*", "data/lost.jsonl"])
+def test_link_to_nowhere_is_missing_input(tmp_path, pattern):
+    touch(tmp_path, "data/a.jsonl", "data/_gone")
+    (tmp_path / "data" / ".hidden").symlink_to(tmp_path / "gone")
+    assert find_shards([str(tmp_path / "data")]) == [str(tmp_path / "data" / "a.jsonl")]
+    (tmp_path / "data" / "lost.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(MissingInputError, match=r"/data/lost\.jsonl is neither a file nor a folder"):
+        find_shards([str(tmp_path / pattern)])
+
+
+def test_folder_that_may_not_be_read_is_an_error_not_a_gap(tmp_path, monkeypatch):
+    touch(tmp_path, "a.jsonl", "closed/b.jsonl", ".trash/c.jsonl")
+    scan = os.scandir
+
+    def scan_as_a_stranger(path):  # who is root may read everything
+        if os.path.basename(path) in ("closed", ".trash"):  # noqa: PTH119  (a string or a path)
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_as_a_stranger)
+    with pytest.raises(PermissionError, match=r"Permission denied: '.*/closed'"):
+        find_shards([str(tmp_path)])
+
+
+def test_file_named_in_several_spellings_is_read_once_under_the_first(tmp_path, monkeypatch):
+    touch(tmp_path, "shards/a.jsonl", "shards/b.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert find_shards(["shards", str(tmp_path / "shards"), "./shards/../shards/a.jsonl"]) == [
+        "shards/a.jsonl",
+        "shards/b.jsonl",
+    ]
+    (tmp_path / "shards" / "c.jsonl").symlink_to(tmp_path / "shards" / "a.jsonl")
+    assert find_shards(["shards"]) == ["shards/a.jsonl", "shards/b.jsonl"]
+    assert find_shards(["shards/c.jsonl", "shards"]) == ["shards/c.jsonl", "shards/b.jsonl"]
 
 
 # --- lists
@@ -111,6 +159,24 @@ def test_saved_dataset_dictionary_gives_the_shards_of_all_its_splits(tmp_path):
     assert find_shards([str(tmp_path)]) == [
         str(tmp_path / split / "data-00000-of-00001.arrow") for split in ("test", "train")
     ]
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x.arrow", "deep/x.arrow", "..", "", 3, None])
+@pytest.mark.parametrize("start", ["", "file://"])
+def test_saved_dataset_that_names_files_elsewhere_is_refused(tmp_path, name, start):
+    save_dataset(tmp_path / "saved", [["a"]])
+    touch(tmp_path, "x.arrow", "saved/deep/x.arrow")
+    (tmp_path / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match=rf"/saved/state\.json names the file {name!r}; only"):
+        find_shards([f"{start}{tmp_path}"])
+
+
+@pytest.mark.parametrize("start", ["", "file://"])
+def test_saved_dataset_that_lacks_a_shard_is_missing_input(tmp_path, start):
+    save_dataset(tmp_path / "saved", [["a"], ["b"]])
+    (tmp_path / "saved" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(MissingInputError, match=r"data-00001-of-00002\.arrow is missing, which its state\.json names"):
+        find_shards([f"{start}{tmp_path}/saved"])
 
 
 def test_files_called_like_those_of_a_dataset_are_data_elsewhere(tmp_path):
@@ -212,6 +278,25 @@ def test_shard_on_a_web_server_is_read(server, tmp_path):
         find_shards([f"{server}/gone.jsonl"])
 
 
+@pytest.mark.parametrize(
+    ("url", "label"),
+    [
+        ("https://me:secret@host.org:80/a/b.jsonl", "https://host.org:80/a/b.jsonl"),
+        ("https://token@host.org/b.jsonl", "https://host.org/b.jsonl"),
+        ("https://host.org/b.jsonl?X-Amz-Signature=0123", "https://host.org/b.jsonl"),
+        ("https://me:sec@ret@host.org/b?sig=a@b/c?d", "https://host.org/b"),
+        ("s3://key:secret@bucket/b.jsonl?versionId=1", "s3://bucket/b.jsonl"),
+        ("gs://bucket/b@c.jsonl?x=y", "gs://bucket/b@c.jsonl"),
+        ("abfs://container@account.dfs.core.windows.net/b?sig=x", "abfs://container@account.dfs.core.windows.net/b"),
+        ("simplecache::https://me:secret@host.org/b?sig=x", "simplecache::https://host.org/b"),
+        ("file:///data/what?.jsonl", "file:///data/what?.jsonl"),
+        ("/data/what?/me:x@home.jsonl", "/data/what?/me:x@home.jsonl"),
+    ],
+)
+def test_label_of_a_shard_keeps_no_secret(url, label):
+    assert shard_label(url) == label
+
+
 def test_damaged_table_behind_a_url_is_named(memory):
     memory.pipe("/bucket/shard", b"PAR1 and nothing more")
     with pytest.raises(DataError, match="memory://bucket/shard: damaged parquet file"):
@@ -219,8 +304,9 @@ def test_damaged_table_behind_a_url_is_named(memory):
 
 
 def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
-    about = ["README.md", "readme", "LICENSE", "LICENCE.txt", "SHA256SUMS", "md5sum.txt", "NOTICE", "checksums-v2.txt"]
-    data = ["a.jsonl", "licensed.jsonl", "readmes.txt", "summary.txt"]
+    about = ["README.md", "readme", "LICENSE", "LICENCE.txt", "SHA256SUMS", "md5sum.txt", "NOTICE", "COPYING"]
+    data = ["a.jsonl", "license_texts.jsonl", "licensed.jsonl", "notice.jsonl.gz", "readme-00000-of-00002.parquet"]
+    data += ["readmes.txt", "summary.txt"]
     for name in (*about, *data):
         (tmp_path / name).touch()
     assert find_shards([str(tmp_path)]) == [str(tmp_path / name) for name in data]

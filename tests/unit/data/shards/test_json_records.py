@@ -5,6 +5,7 @@ import json
 import pytest
 from reading import TEXTS, read, texts_of
 
+from megatron_neobert.data.shards.json_records import _keys
 from megatron_neobert.data.shards.records import (
     EMPTY_TEXT,
     MALFORMED_JSON,
@@ -28,6 +29,7 @@ JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text i
         (b'{"content": "raw\ttab"}', MALFORMED_JSON, "Invalid control character"),
         (b'{"text": "x", "url": "y"}', MISSING_KEY, "no key 'content'; keys found: text, url"),
         (b'{"data": {"text": "x", "n": {}}, "url": "y"}', MISSING_KEY, "keys found: data.n, data.text, url"),
+        (b'{"a": {"b": {"c": {"d": 1}}}}', MISSING_KEY, "keys found: a.b"),
         (b"{}", MISSING_KEY, "keys found: none"),
         (b'{"content": null}', NULL_TEXT, "null"),
         (b'{"content": 3}', NOT_A_STRING, "found int"),
@@ -41,6 +43,13 @@ def test_bad_line_is_rejected_with_reason_and_line_between_its_good_neighbours(t
     (rejected,) = reading.rejected
     assert (rejected.reason, rejected.number, rejected.raw) == (reason, 2, line[:RAW_BYTES])
     assert detail in rejected.detail
+
+
+def test_keys_of_a_deep_object_are_listed_two_levels_deep():
+    deep: dict[str, object] = {}
+    for _ in range(10_000):
+        deep = {"a": deep, "b": 1}
+    assert list(_keys(deep)) == ["a.a", "a.b", "b"]
 
 
 @pytest.mark.parametrize("text", ["", r" \t\n\u00a0"])

@@ -7,12 +7,14 @@ import lzma
 import random
 import tracemalloc
 import zlib
+from pathlib import Path
 
 import pytest
 from backports import zstd
 from reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part
+from megatron_neobert.data.shards.recognise import recognise
 from megatron_neobert.data.shards.records import ReadSettings, ShardPart
 from megatron_neobert.data.shards.streams import PartStream
 from megatron_neobert.errors import DataError
@@ -36,6 +38,16 @@ def compression(request):
 def test_members_one_after_the_other_are_one_stream(tmp_path, compression):
     (tmp_path / "shard").write_bytes(b"".join(map(COMPRESS[compression], LINES)))
     assert texts_of(tmp_path / "shard") == TEXTS
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "text", "warc", None])
+def test_error_of_the_disk_names_the_shard(form):
+    broken = "/proc/self/mem"  # whose first page cannot be read
+    if not Path(broken).exists():
+        pytest.skip("there is no file here whose reading fails")
+    with pytest.raises(OSError, match=f"Input/output error: '{broken}'") as caught:
+        list(read_part(ShardPart(broken, form), ReadSettings())) if form else recognise(broken, ReadSettings())
+    assert caught.value.filename == broken
 
 
 def test_line_may_go_on_in_the_next_member(tmp_path, compression):
