@@ -170,6 +170,13 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             versions=dict(zip(shards, versions, strict=True)),
             parts=[part for parts_of_shard in parts for part in parts_of_shard],
         )
+    names = Counter(map(plan.shard_name, shards))
+    if len(names) < len(shards):
+        name = names.most_common(1)[0][0]
+        raise ConfigError(
+            f"--input has {names[name]} URLs that differ in their query alone ({name}), and the manifest names shards "
+            "without it; copy them to files"
+        )
     check_text_key(plan.parts[0], settings.read)
     return plan
 
