@@ -41,7 +41,7 @@ EXTRAS = {
     # Young packages, used only while their ids are those of the tokenizers library: look at a new version first.
     "fast": ["nanotoken==0.1.0", "gigatoken==0.10.0"],
     "sentencepiece": ["sentencepiece>=0.2"],
-    "warc": ["fastwarc>=0.15", "resiliparse>=0.15"],
+    "warc": ["fastwarc>=2", "resiliparse>=2"],
     "dali": ["nvidia-dali-cuda130>=1.51"],
     "ray": ["ray>=2.40"],
     "wandb": ["wandb>=0.18"],

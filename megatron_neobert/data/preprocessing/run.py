@@ -42,7 +42,8 @@ LocalWorkers = Workers[PartTask, PartResult]
 
 _TELL_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000
-_HOPELESS = 2.0  # times as many errors as all of the input may have, by an estimate that may be wrong
+# Times as many errors as all of the input may have if the rest is faultless: it is an estimate, and must not be wrong.
+_HOPELESS = 2.0
 
 
 @dataclass
@@ -51,12 +52,14 @@ class Progress:
 
     plan: Plan
     input_bytes: float
+    on_progress: Callable[["Progress"], None]
     finished: Counts = field(default_factory=Counts)
     finished_bytes: float = 0.0  # of inputs
     taken_over_bytes: float = 0.0  # of inputs, in parts that an earlier run has finished
     joined_bytes: int = 0  # of token ids, after all parts are finished
     in_work: dict[int, PartProgress] = field(default_factory=dict)
     first_error: str | None = None
+    _told: float = 0.0
 
     @property
     def counts(self) -> Counts:
@@ -71,12 +74,33 @@ class Progress:
         parts = ((self.plan.parts[number], part.fraction) for number, part in self.in_work.items())
         return self.finished_bytes + sum(fraction * self.plan.input_bytes(part) for part, fraction in parts)
 
+    def report(self, news: PartProgress) -> None:
+        """Takes note of a part in work.
+
+        Raises:
+            DataError: The run would have too many errors even if all that is left were faultless.
+        """
+        self.in_work[news.number] = news
+        self.first_error = self.first_error or news.first_error
+        self._tell()
+
     def finish(self, result: PartResult) -> None:
         """Counts a part that is in work, or was finished by an earlier run."""
         self.in_work.pop(result.number, None)
         self.finished.add(result.counts)
         self.finished_bytes += self.plan.input_bytes(self.plan.parts[result.number])
         self.first_error = self.first_error or result.first_error
+        self._tell()
+
+    def join(self, new_bytes: int) -> None:
+        self.joined_bytes += new_bytes
+        self._tell()
+
+    def _tell(self) -> None:
+        if time.monotonic() - self._told >= _TELL_SECONDS:
+            self._told = time.monotonic()
+            self.on_progress(self)
+            _check_hopelessness(self)
 
 
 @dataclass(frozen=True)
@@ -116,64 +140,50 @@ def preprocess(
         job.begin(decisive_settings(plan), resume=settings.resume, overwrite=settings.overwrite, merge=settings.merge)
         all_tasks = part_tasks(plan)
         tasks = all_tasks[settings.shard_index or 0 :: settings.num_shards or 1]
-        results = {task.number: result for task in tasks if (result := read_result(task))}
+        progress = Progress(plan, sum(plan.input_bytes(task.part) for task in tasks), on_progress)
+        results = _take_over(tasks, settings, progress)
+        text_before = progress.finished.utf8_bytes
         missing = [task for task in tasks if task.number not in results]
-        if settings.merge and missing:
-            raise MissingInputError(
-                f"{len(missing):,} of {len(tasks):,} parts are not finished, the first is number {missing[0].number} "
-                f"in {missing[0]}: run the tasks of the array that are missing, then merge"
-            )
-        progress = Progress(plan, sum(plan.input_bytes(task.part) for task in tasks))
-        for result in results.values():
-            progress.finish(result)
-            if result.first_error and settings.on_error == "fail":
-                raise error_record(result.first_error)
-        progress.taken_over_bytes, text_before = progress.finished_bytes, progress.finished.utf8_bytes
-        shown = 0.0
-
-        def tell() -> None:
-            nonlocal shown
-            if time.monotonic() - shown >= _TELL_SECONDS:
-                shown = time.monotonic()
-                on_progress(progress)
-                _check_hopelessness(progress, settings)
-
-        def report(news: PartProgress) -> None:
-            progress.in_work[news.number] = news
-            tell()
-
-        with closing(_run_tasks(missing, plan, workers, report)) as new_results:
+        with closing(_run_tasks(missing, plan, workers, progress.report)) as new_results:
             for result in new_results:
                 results[result.number] = result
                 progress.finish(result)
-                tell()
         on_progress(progress)
+        finished_parts = sum(task.record.exists() for task in all_tasks)
         written = None
         if settings.shard_index is None:  # whether too much is in error is known when all parts are there
             if not progress.finished.documents:
                 job.remove()  # there is nothing in it that could be of use
-            _check_error_rate(progress.finished, progress.first_error, settings)
-            if not progress.finished.documents:
-                raise _nothing_found(plan, progress.finished)
-
-            def joined(new_bytes: int) -> None:
-                progress.joined_bytes += new_bytes
-                tell()
-
-            written = _join(plan, tasks, [results[task.number] for task in tasks], progress.finished, joined)
-        finished_parts = sum(task.record.exists() for task in all_tasks)
-        if written:
+            _check_account(progress)
+            written = _join(tasks, [results[task.number] for task in tasks], progress)
             job.remove()
     return PreprocessReport(
         written=written,
         counts=progress.finished,
         new_text_bytes=progress.finished.utf8_bytes - text_before,
-        parts=len(plan.parts),
+        parts=len(all_tasks),
         finished_parts=finished_parts,
         seconds=time.monotonic() - started,
         encoders=Counter(result.encoder for result in results.values()),
         mismatches=[f"{task}: {mismatch}" for task in tasks if (mismatch := results[task.number].mismatch)],
     )
+
+
+def _take_over(tasks: Sequence[PartTask], settings: PreprocessSettings, progress: Progress) -> dict[int, PartResult]:
+    """What earlier runs have finished, by the number of the part."""
+    results = {task.number: result for task in tasks if (result := read_result(task))}
+    if settings.merge and len(results) < len(tasks):
+        first = next(task for task in tasks if task.number not in results)
+        raise MissingInputError(
+            f"{len(tasks) - len(results):,} of {len(tasks):,} parts are not finished, the first is number "
+            f"{first.number} in {first}: run the tasks of the array that are missing, then merge"
+        )
+    for result in results.values():
+        if result.first_error and settings.on_error == "fail":
+            raise error_record(result.first_error)
+        progress.finish(result)
+    progress.taken_over_bytes = progress.finished_bytes
+    return results
 
 
 def start_workers(settings: PreprocessSettings) -> LocalWorkers | None:
@@ -204,38 +214,39 @@ def _run_tasks(
             yield tokenize_part(task, report)
 
 
-def _check_hopelessness(progress: Progress, settings: PreprocessSettings) -> None:
-    """Ends a run early that would end with too many errors even if all that is left were faultless."""
+def _check_hopelessness(progress: Progress) -> None:
+    if progress.plan.settings.shard_index is not None:
+        return  # the other tasks' parts may be better; the merge sees them all
     counts, read = progress.counts, progress.read_bytes / progress.input_bytes if progress.input_bytes else 1.0
     if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
         expected_records = counts.records / min(read, 1.0)
-        if counts.errors > _HOPELESS * settings.max_error_rate * expected_records:
-            errors = (part.first_error for part in progress.in_work.values())
-            raise _too_many_errors(counts, progress.first_error or next(filter(None, errors), None), settings)
+        if counts.errors > _HOPELESS * progress.plan.settings.max_error_rate * expected_records:
+            raise _too_many_errors(counts, progress)
 
 
-def _check_error_rate(counts: Counts, first_error: str | None, settings: PreprocessSettings) -> None:
-    if counts.errors > settings.max_error_rate * counts.records:
-        raise _too_many_errors(counts, first_error, settings)
+def _check_account(progress: Progress) -> None:
+    counts = progress.finished
+    if counts.errors > progress.plan.settings.max_error_rate * counts.records:
+        raise _too_many_errors(counts, progress)
+    if not counts.documents:
+        reasons = describe_reasons(counts.rejected + counts.dropped)
+        raise DataError(
+            f"no document in {len(progress.plan.versions)} shards ({counts.records:,} records: {reasons}); a corpus "
+            "needs at least one. Check --input, --text-key and the filters"
+        )
 
 
-def _too_many_errors(counts: Counts, first_error: str | None, settings: PreprocessSettings) -> DataError:
+def _too_many_errors(counts: Counts, progress: Progress) -> DataError:
     return DataError(
         f"{counts.errors:,} of {counts.records:,} records have no usable text "
-        f"({counts.errors / counts.records:.2%}), more than --max-error-rate {settings.max_error_rate} allows "
-        f"({describe_reasons(counts.rejected)}); for example: {first_error}. Mend the shards, check "
-        "--text-key, or allow more"
+        f"({counts.errors / counts.records:.2%}), more than --max-error-rate "
+        f"{progress.plan.settings.max_error_rate} allows ({describe_reasons(counts.rejected)}); for example: "
+        f"{progress.first_error}. Mend the shards, check --text-key, or allow more"
     )
 
 
-def _join(
-    plan: Plan,
-    tasks: Sequence[PartTask],
-    results: Sequence[PartResult],
-    counts: Counts,
-    on_progress: Callable[[int], None],
-) -> WrittenCorpus:
-    settings = plan.settings
+def _join(tasks: Sequence[PartTask], results: Sequence[PartResult], progress: Progress) -> WrittenCorpus:
+    plan, settings, counts = progress.plan, progress.plan.settings, progress.finished
     inputs = {
         task.shard_name: InputRecord(task.shard.bytes, result.shard_sha256)
         for task, result in zip(tasks, results, strict=True)
@@ -261,15 +272,7 @@ def _join(
         ),
         plan.tokenizer,
         folder=plan.files.partial,
-        on_progress=on_progress,
-    )
-
-
-def _nothing_found(plan: Plan, counts: Counts) -> DataError:
-    reasons = describe_reasons(counts.rejected + counts.dropped)
-    return DataError(
-        f"no document in {len(plan.versions)} shards ({counts.records:,} records: {reasons}); a corpus needs at least "
-        "one. Check --input, --text-key and the filters"
+        on_progress=progress.join,
     )
 
 

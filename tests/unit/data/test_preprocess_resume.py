@@ -225,13 +225,13 @@ def test_merge_never_clears_what_the_tasks_have_done(place):
 
 
 def test_task_of_an_array_leaves_the_error_rate_to_the_merge(place):
-    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
-    place.add_texts("b.jsonl", *["world"] * 98)
+    place.add_lines("a.jsonl", *["broken"] * 10_000, '{"content": "hello"}')
+    place.add_texts("b.jsonl", *["world"] * 9_999)
     for task in range(2):
-        place.run(shard_index=task, num_shards=2, max_error_rate=0.001)
-    with pytest.raises(DataError, match=r"1 of 100 records .*--max-error-rate 0\.001"):
-        place.run(merge=True, max_error_rate=0.001)
-    place.run(merge=True, max_error_rate=0.01)
+        place.run(shard_index=task, num_shards=2, max_error_rate=0.4)
+    with pytest.raises(DataError, match=r"10,000 of 20,000 records .*--max-error-rate 0\.4"):
+        place.run(merge=True, max_error_rate=0.4)
+    place.run(merge=True, max_error_rate=0.5)
 
 
 def test_merge_without_any_task_is_a_missing_input(place):
