@@ -5,8 +5,10 @@ the package itself travels with the job. A worker or node that dies costs its pa
 """
 
 import logging
+import shlex
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -42,11 +44,13 @@ def run_on_ray(
         raise ConfigError(
             "--executor ray needs the package ray; install it with pip install 'megatron-neobert[ray]'"
         ) from error
-    package = str(Path(megatron_neobert.__file__).parent)
+    environment: dict[str, Any] = {"py_modules": [str(Path(megatron_neobert.__file__).parent)]}
+    if " " in sys.executable:  # Ray starts workers by a shell, and without quotes waits for them for ever
+        environment["py_executable"] = shlex.quote(sys.executable)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         _check_address(address)
-        ray.init(address, runtime_env={"py_modules": [package]}, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--ray-address {address}: no Ray cluster answers there ({error}); see ray status, or start one"

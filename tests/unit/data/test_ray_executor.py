@@ -1,7 +1,12 @@
 """Preprocessing on Ray: a real cluster on this machine, whose workers may die."""
 
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from preprocess_place import Place, add_mixed_shards
@@ -14,6 +19,7 @@ from megatron_neobert.errors import ConfigError, DataError
 pytest.importorskip("ray", reason="the extra [ray] is not installed")
 psutil = pytest.importorskip("psutil")
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 ON_RAY = {"executor": "ray", "ray_address": "local", "workers": 2}
 
 
@@ -27,6 +33,35 @@ def test_ray_gives_the_bytes_of_a_local_run(place):
     place.run("local")
     place.run("ray", **ON_RAY)
     assert place.contents("ray") == place.contents("local")
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment to look at from another path")
+def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
+    place.add_texts("a.jsonl", "hello world")
+    environment = place.folder / "an environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
+    shutil.copyfile(Path(sys.prefix) / "pyvenv.cfg", environment / "pyvenv.cfg")
+    arguments = [
+        "--input",
+        place.shards,
+        "--output-prefix",
+        place.folder / "out" / "run",
+        "--tokenizer-model",
+        place.vocab,
+    ]
+    command = [environment / "bin" / "python", REPOSITORY / "tools" / "preprocess_data.py", *arguments]
+    ended = subprocess.run(
+        [*map(str, command), "--executor", "ray", "--ray-address", "local"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert place.corpus().lengths[0] == 2
 
 
 def ray_workers():
