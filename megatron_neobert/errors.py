@@ -73,6 +73,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     """
     try:
         code = main() or 0
+        sys.stdout.flush()  # here, where a reader that has left is noticed
     except NeoBERTError as error:
         _print_error(
             error, same_on_all_ranks=isinstance(error, (ConfigError, MissingInputError, OutputError, CheckpointError))
@@ -87,7 +88,6 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             code = EXIT_IO_ERROR
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    sys.stdout.flush()
     sys.exit(code)
 
 
