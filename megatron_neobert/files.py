@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 20
@@ -17,13 +18,23 @@ def sha256_of(path: Path) -> str:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Writes a small file so that a reader sees the old or the new content and nothing between."""
-    data = content.encode()  # before there is a file that would stay behind
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_bytes(data)
-    sync_to_disk(temporary)
-    temporary.replace(path)
+    """Writes a small file so that a reader sees the old or the new content and nothing between.
+
+    Of processes that write the same file at once, one wins.
+    """
+    temporary = own_name(path)
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        sync_to_disk(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_to_disk(path.parent)
+
+
+def own_name(path: Path) -> Path:
+    """A name beside a file that no other process takes, on whichever machine: for what will be renamed to it."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
 
 
 def sync_to_disk(path: Path) -> None:

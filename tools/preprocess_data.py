@@ -12,15 +12,24 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import MISSING, fields
 from itertools import groupby
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
+from megatron_neobert.config import TOKENIZER_TYPES
 from megatron_neobert.data.corpus_format import token_dtype
-from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
+from megatron_neobert.data.preprocessing.job import JobFolder
+from megatron_neobert.data.preprocessing.plan import (
+    STANDARD_INPUT,
+    Plan,
+    PreprocessSettings,
+    is_complete,
+    plan_preprocessing,
+)
 from megatron_neobert.data.preprocessing.preview import preview
 from megatron_neobert.data.preprocessing.run import PreprocessReport, Progress, preprocess, start_workers
-from megatron_neobert.data.shards.records import ReadSettings
+from megatron_neobert.data.shards.records import Format, ReadSettings
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, ConfigError, DataError, run_command
 
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
@@ -38,42 +47,44 @@ def main() -> int:
     arguments = parse_arguments()
     settings = read_settings(arguments)
     try:
-        return run(settings, dry_run=arguments.dry_run)
+        run(settings, dry_run=arguments.dry_run)
     except StopRequested as stop:
-        say_what_is_kept(settings, f"stopped by {signal.Signals(stop.args[0]).name}")
+        kept = describe_kept_parts(settings) or "no part was finished"
+        print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
         return EXIT_STOPPED_EARLY
     except (DataError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.errno and not error.filename:  # a write that failed: the disk is full
             error.filename = str(settings.files.partial)
-        say_what_is_kept(settings, "not finished")
+        if kept := describe_kept_parts(settings):
+            print(f"not finished: {kept}", file=sys.stderr)
         raise
+    return 0
 
 
-def run(settings: PreprocessSettings, *, dry_run: bool) -> int:
+def run(settings: PreprocessSettings, *, dry_run: bool) -> None:
     if dry_run:
         print_plan(plan_preprocessing(settings))
-        return 0
+        return
     workers = start_workers(settings)
     try:
         plan = plan_preprocessing(settings)
         if settings.resume and is_complete(plan):
+            JobFolder(plan.files.partial).sweep()
             print(f"{plan.files.manifest} is complete; nothing to do")
-            return 0
+            return
         with ProgressLine() as progress:
             report = preprocess(plan, on_progress=progress.show, workers=workers)
         print_report(plan, report)
-        return 0
     finally:
         if workers:
             workers.close()
 
 
-def say_what_is_kept(settings: PreprocessSettings, why: str) -> None:
-    folder = settings.files.partial
-    if kept := len(list(folder.glob("*.done"))):
-        print(f"{why}: {kept:,} finished parts are kept in {folder}; --resume goes on from there", file=sys.stderr)
-    elif why != "not finished":
-        print(f"{why}: no part was finished", file=sys.stderr)
+def describe_kept_parts(settings: PreprocessSettings) -> str:
+    """Empty where no part is finished."""
+    job = JobFolder(settings.files.partial)
+    parts = job.finished_parts()
+    return f"{parts:,} finished parts are kept in {job.path}; --resume goes on from there" if parts else ""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -83,27 +94,25 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def read_settings(arguments: argparse.Namespace) -> PreprocessSettings:
-    given: dict[str, Any] = vars(arguments) | {"inputs": tuple(arguments.input)}
-    if arguments.dry_run and "-" in given["inputs"]:
+    given: dict[str, Any] = {**vars(arguments), "inputs": tuple(arguments.inputs)}
+    if given.pop("dry_run") and STANDARD_INPUT in given["inputs"]:
         raise ConfigError("--dry-run cannot look at standard input and leave it there; write some of it to a file")
-    read = ReadSettings(
-        text_key=given.pop("text_key"),
-        input_format=given.pop("input_format"),
-        text_separator=given.pop("text_separator"),
-        max_document_bytes=given.pop("max_document_bytes"),
-    )
-    return PreprocessSettings(
-        read=read, **{key: value for key, value in given.items() if key not in ("input", "dry_run")}
-    )
+    read = ReadSettings(**{setting.name: given.pop(setting.name) for setting in fields(ReadSettings)})
+    return PreprocessSettings(read=read, **given)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Tokenize raw shards into PREFIX_KEY_document.bin, .idx and .json.", allow_abbrev=False
     )
+    # A flag has the default of the setting that is called like it.
+    settings = (*fields(ReadSettings), *fields(PreprocessSettings))
+    parser.set_defaults(**{setting.name: setting.default for setting in settings if setting.default is not MISSING})
+
     add = parser.add_argument_group("what is read").add_argument
     add(
         "--input",
+        dest="inputs",
         nargs="+",
         required=True,
         metavar="PATH",
@@ -111,11 +120,10 @@ def parse_arguments() -> argparse.Namespace:
         "for standard input. Recognised by content: parquet, Arrow and save_to_disk folders, JSON lines, JSON, plain "
         "text, WARC and WET, compressed by gzip, zstd, bzip2 or xz or not",
     )
-    add("--text-key", default="content", help="column or JSON key of the text; a.b is b inside a (%(default)s)")
+    add("--text-key", help="column or JSON key of the text; a.b is b inside a (%(default)s)")
     add(
         "--input-format",
-        choices=("auto", "parquet", "arrow", "jsonl", "json", "text", "warc"),
-        default="auto",
+        choices=("auto", *get_args(Format)),
         help="where the content is not to be asked (%(default)s)",
     )
     add(
@@ -128,9 +136,8 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--max-document-bytes",
         type=_bytes,
-        default=16 << 20,
         metavar="SIZE",
-        help="longer documents are rejected; bounds the memory (16MiB)",
+        help=f"longer documents are rejected; bounds the memory ({ReadSettings.max_document_bytes >> 20}MiB)",
     )
 
     add = parser.add_argument_group("how it is tokenized").add_argument
@@ -142,46 +149,35 @@ def parse_arguments() -> argparse.Namespace:
     )
     add(
         "--tokenizer-type",
-        choices=(
-            "auto",
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "HuggingFaceTokenizer",
-            "SentencePieceTokenizer",
-        ),
-        default="auto",
+        choices=TOKENIZER_TYPES,
         help="Megatron's names (%(default)s: what the file is)",
     )
     add(
         "--tokenizer-backend",
         choices=("auto", "fast", "reference"),
-        default="auto",
         help="fast: nanotoken or gigatoken, checked against the reference all along, which takes over where they "
         "differ; auto: fast where installed (%(default)s)",
     )
 
     add = parser.add_argument_group("which documents are kept").add_argument
-    add("--min-tokens", type=_count, default=0, metavar="N", help="drop shorter documents (%(default)s)")
+    add("--min-tokens", type=_count, metavar="N", help="drop shorter documents (%(default)s)")
     add("--max-tokens", type=_count, metavar="N", help="drop longer documents")
     add("--deduplicate", choices=("exact",), help="drop documents whose text has occurred before")
     add(
         "--split-validation",
         type=_fraction,
-        default=0.0,
         metavar="FRACTION",
         help="of the documents, chosen by their text, go to PREFIX_KEY_document_validation (%(default)s)",
     )
     add(
         "--on-error",
         choices=("skip", "fail"),
-        default="skip",
         help="a record without usable text is left out, counted, and listed in PREFIX_KEY_document.rejects.jsonl; "
         "or it ends the run (%(default)s). Empty texts are dropped and counted",
     )
     add(
         "--max-error-rate",
         type=_fraction,
-        default=0.001,
         metavar="FRACTION",
         help="end the run if more than this fraction of the records is in error (%(default)s)",
     )
@@ -196,7 +192,7 @@ def parse_arguments() -> argparse.Namespace:
 
     add = parser.add_argument_group("where it runs").add_argument
     add("--workers", type=_positive, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
-    add("--executor", choices=("local", "ray"), default="local", help="(%(default)s)")
+    add("--executor", choices=("local", "ray"), help="(%(default)s)")
     add("--ray-address", metavar="ADDRESS", help="auto or host:port of a cluster, local for a new one (RAY_ADDRESS)")
     add("--shard-index", type=_count, metavar="I", help="this is task I, from 0, of an array: do its parts only")
     add("--num-shards", type=_positive, metavar="N", help="number of tasks of the array")

@@ -237,7 +237,7 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
 
     Args:
         path: Of a local file or folder.
-        tokenizer_type: One of tokenizer_files.TOKENIZER_TYPES; "auto" goes by the file.
+        tokenizer_type: One of config.TOKENIZER_TYPES; "auto" goes by the file.
 
     Raises:
         ConfigError: The type does not fit the file.

@@ -7,16 +7,16 @@ added, mended and left out between two runs. Several tasks of one array share th
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import shutil
-import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.files import sync_to_disk
+from megatron_neobert.files import replace_file
 
 _JOB = "job.json"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
@@ -74,15 +74,11 @@ class JobFolder:
         settings = json.loads(json.dumps(settings))
         may_clear = self.task is None and not merge
         with (self.path / "lock.begin").open("wb") as turn:  # tasks of an array begin one after the other
-            try:
-                fcntl.flock(turn, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
+            _lock_if_possible(turn, fcntl.LOCK_EX)
             if not self._takes_over(settings, resume=resume, overwrite=overwrite, may_clear=may_clear):
                 if may_clear:
                     self._clear()
-                _write_whole(self.path / _JOB, json.dumps(settings))
+                replace_file(self.path / _JOB, json.dumps(settings))
 
     def _takes_over(self, settings: dict[str, Any], *, resume: bool, overwrite: bool, may_clear: bool) -> bool:
         earlier, finished = self._read_settings(), self.finished_parts()
@@ -111,24 +107,26 @@ class JobFolder:
 
     def remove(self) -> None:
         """Deletes the folder; a kill in the middle leaves nothing that would be taken for finished parts."""
-        removed = self.path.with_name(f"{self.path.name}.removed-{os.getpid()}")
         with suppress(FileNotFoundError):
-            self.path.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
+            self.path.rename(self.path.with_name(f"{self.path.name}.removed-{os.getpid()}"))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Deletes what is left of folders whose removal was killed."""
+        for removed in self.path.parent.glob(f"{glob.escape(self.path.name)}.removed-*"):
+            shutil.rmtree(removed, ignore_errors=True)
 
     def _lock(self, name: str, *, exclusive: bool) -> None:
         lock = (self.path / name).open("w+b")  # NFS wants it readable for a shared lock
         self._locks.append(lock)
         try:
-            fcntl.flock(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            locked = _lock_if_possible(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             whose = "a run" if self.task is None or name == "lock" else f"a run with --shard-index {self.task}"
             raise OutputError(
                 f"{self.path} belongs to {whose} that is still going; wait for it or choose another prefix"
             ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        if not locked:
             return  # two runs with one prefix are then not told apart
         if not (self.path / name).exists() or os.fstat(lock.fileno()).st_ino != (self.path / name).stat().st_ino:
             raise OutputError(f"{self.path} belonged to a run that has just ended; start again")
@@ -148,12 +146,15 @@ class JobFolder:
                 leftover.unlink()
 
 
-def _write_whole(path: Path, content: str) -> None:
-    """Tasks that begin together write the same, each under a name of its own first."""
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
-    temporary.write_text(content)
-    sync_to_disk(temporary)
-    temporary.replace(path)
+def _lock_if_possible(file: IO[bytes], operation: int) -> bool:
+    """False where the file system has no locks."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _describe_difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:

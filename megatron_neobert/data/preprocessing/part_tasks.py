@@ -9,7 +9,6 @@ import base64
 import hashlib
 import json
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -28,13 +27,12 @@ from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.records import ReadSettings, RecordBatch, Rejected, ShardPart
 from megatron_neobert.data.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
-from megatron_neobert.files import sync_to_disk
+from megatron_neobert.files import own_name, replace_file
 
 NO_TOKENS = "no tokens"  # a text of control characters only
 TOO_FEW_TOKENS = "shorter than --min-tokens"
 TOO_MANY_TOKENS = "longer than --max-tokens"
 
-_PROCESS = f"{socket.gethostname()}-{os.getpid()}"
 HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
 Kind = Literal["ids", "lengths", "hashes", "rejects"]
 
@@ -179,7 +177,7 @@ def _tokenize_with(
     encoder.start_part()
     with ExitStack() as stack:
         # Names of this process's own: a worker that everybody thought dead may be at the same part.
-        growing = {kind: task.file(kind).with_suffix(f".{kind}.{_PROCESS}") for kind in _kinds(task)}
+        growing = {kind: own_name(task.file(kind)) for kind in _kinds(task)}
         streams = {kind: stack.enter_context(file.open("wb")) for kind, file in growing.items()}
         for file in growing.values():
             stack.callback(file.unlink, missing_ok=True)
@@ -208,11 +206,7 @@ def _tokenize_with(
         mismatch=mismatch,
         first_error=part.first_error,
     )
-    record = task.record.with_suffix(f".record.{_PROCESS}")
-    record.write_text(json.dumps(vars(result) | {"counts": vars(counts)}))
-    sync_to_disk(record)
-    record.replace(task.record)
-    sync_to_disk(task.record.parent)
+    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}))
     return result
 
 

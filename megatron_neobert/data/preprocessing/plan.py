@@ -80,7 +80,7 @@ class Plan:
 
     def shard_name(self, path: str) -> str:
         """What messages, rejects and the manifest call it."""
-        return STANDARD_INPUT if path == str(JobFolder(self.files.partial).standard_input) else shard_label(path)
+        return STANDARD_INPUT if STANDARD_INPUT in self.settings.inputs else shard_label(path)  # it is the only one
 
     @cached_property
     def task_settings(self) -> TaskSettings:
@@ -93,7 +93,7 @@ class Plan:
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
             min_tokens=settings.min_tokens,
             max_tokens=settings.max_tokens,
-            with_hashes=_needs_hashes(settings),
+            with_hashes=settings.deduplicate is not None or settings.split_validation > 0,
             on_error=settings.on_error,
             folder=self.files.partial.absolute(),
         )
@@ -192,22 +192,20 @@ def is_complete(plan: Plan) -> bool:
         return False
     written = files.manifest.stat().st_mtime_ns
     local = (Path(path) for path in plan.versions if "://" not in path)
-    volumes = [(*files.volume_files(volume.name), volume) for volume in manifest.volumes]
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
         and manifest.filters == plan.filters
         and [(name, record.bytes) for name, record in manifest.inputs.items()]
         == [(plan.shard_name(path), version.bytes) for path, version in plan.versions.items()]
         and all(shard.stat().st_mtime_ns < written for shard in local)
-        and (len(volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
-        and all(volume.bin.bytes <= (settings.shard_size or volume.bin.bytes) for *_, volume in volumes)
-        and all(_has_size(bin_file, volume.bin.bytes) for bin_file, _, volume in volumes)
-        and all(_has_size(idx_file, volume.idx.bytes) for _, idx_file, volume in volumes)
+        and (len(manifest.volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
+        and all(volume.bin.bytes <= (settings.shard_size or volume.bin.bytes) for volume in manifest.volumes)
+        and all(
+            file.exists() and file.stat().st_size == record.bytes
+            for volume in manifest.volumes
+            for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
+        )
     )
-
-
-def _has_size(file: Path, size: int) -> bool:
-    return file.exists() and file.stat().st_size == size
 
 
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
@@ -258,19 +256,15 @@ def _receive_standard_input(settings: PreprocessSettings) -> str:
 
 def decisive_settings(plan: Plan) -> dict[str, Any]:
     """Those that decide the content of a part's files."""
-    settings = plan.settings
+    settings = plan.task_settings
     return {
-        "tokenizer": plan.tokenizer.fingerprint,
+        "tokenizer": settings.fingerprint,
         **asdict(settings.read),
         "min_tokens": settings.min_tokens,
         "max_tokens": settings.max_tokens,
-        "deduplicate or split_validation": _needs_hashes(settings),
+        "deduplicate or split_validation": settings.with_hashes,
         "version": __version__,
     }
-
-
-def _needs_hashes(settings: PreprocessSettings) -> bool:
-    return settings.deduplicate is not None or settings.split_validation > 0
 
 
 def part_tasks(plan: Plan) -> list[PartTask]:

@@ -140,7 +140,7 @@ def preprocess(
         job.begin(decisive_settings(plan), resume=settings.resume, overwrite=settings.overwrite, merge=settings.merge)
         all_tasks = part_tasks(plan)
         tasks = all_tasks[settings.shard_index or 0 :: settings.num_shards or 1]
-        progress = Progress(plan, sum(plan.input_bytes(task.part) for task in tasks), on_progress)
+        progress = Progress(plan, sum(plan.input_bytes(plan.parts[task.number]) for task in tasks), on_progress)
         results = _take_over(tasks, settings, progress)
         text_before = progress.finished.utf8_bytes
         missing = [task for task in tasks if task.number not in results]

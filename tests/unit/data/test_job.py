@@ -70,6 +70,14 @@ def test_leftovers_of_a_killed_run_without_finished_parts_are_cleared(folder):
     assert {file.name for file in folder.iterdir()} == {"job.json", "a.ids", "a.done", "lock", "lock.begin"}
 
 
+def test_what_a_killed_removal_has_left_is_removed_with_the_next_folder(folder):
+    left = folder.with_name("run.partial.removed-1")
+    left.mkdir(parents=True)
+    (left / "a.ids").write_text("ids")
+    begin(folder)
+    assert list(folder.parent.iterdir()) == []
+
+
 def test_copy_of_standard_input_survives_a_run_that_finishes_nothing(folder):
     folder.mkdir(parents=True)
     (folder / "standard_input").write_text("text")

@@ -4,46 +4,33 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 from child_processes import children_of, has_ended, needs_proc, wait_for
-from small_corpus import write_vocabulary
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from unit.tools.commands import ENVIRONMENT, LETTERS, arguments_of, command_line, corpus_bytes, make_place
 
 
 @pytest.fixture
 def place(tmp_path):
-    (tmp_path / "shards").mkdir()
-    letters = [chr(code) for code in range(97, 123)]
-    write_vocabulary(tmp_path / "vocab.txt", [*letters, *(f"##{letter}" for letter in letters)])
-    return tmp_path
+    return make_place(tmp_path, LETTERS)
 
 
-def start(place, *more, limits=""):
-    arguments = (
-        "--input",
-        place / "shards",
-        "--output-prefix",
-        place / "run",
-        "--tokenizer-model",
-        place / "vocab.txt",
-    )
-    arguments += ("--tokenizer-backend", "reference")  # slow enough to be caught in the act
-    command = [sys.executable, REPOSITORY / "tools" / "preprocess_data.py", *arguments, *more]
+def start(place, *more, **options):
+    slow_enough = ("--tokenizer-backend", "reference")  # to be caught in the act
     return subprocess.Popen(
-        ["bash", "-c", f'{limits}exec "$@"', "bash", *map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        command_line("preprocess_data", *arguments_of(place, *slow_enough, *more)),
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        **options,
     )
 
 
@@ -94,9 +81,7 @@ def test_killed_run_leaves_nothing_under_final_names_and_is_resumed_to_the_same_
     finish(place, "--resume")
     finish(place, "--output-prefix", place / "fresh")
     assert not list(place.glob("*.partial"))
-    for end in ("bin", "idx", "json"):
-        names = [place / f"{name}_content_document.{end}" for name in ("run", "fresh")]
-        assert names[0].read_bytes() == names[1].read_bytes()
+    assert corpus_bytes(place) == corpus_bytes(place, "fresh")
 
 
 @needs_proc
@@ -154,9 +139,7 @@ def test_run_told_to_stop_ends_with_75_keeps_finished_parts_and_is_resumed(place
     assert re.match(f"stopped by {number.name}: [12] finished parts are kept in ", errors)
     finish(place, "--resume")
     finish(place, "--output-prefix", place / "fresh")
-    for end in ("bin", "idx", "json"):
-        resumed, fresh = (place / f"{name}_content_document.{end}" for name in ("run", "fresh"))
-        assert resumed.read_bytes() == fresh.read_bytes()
+    assert corpus_bytes(place) == corpus_bytes(place, "fresh")
 
 
 def test_full_disk_ends_the_run_with_74_and_the_rest_is_done_when_there_is_room(place):
@@ -164,7 +147,8 @@ def test_full_disk_ends_the_run_with_74_and_the_rest_is_done_when_there_is_room(
     large_shards(place, shards=2, megabytes=1.2)
     shard = place / "shards" / "large1.jsonl"
     shard.write_text(shard.read_text() * 2)
-    process = start(place, limits="ulimit -f 3000; ")  # kB: more than the first part's ids, less than the second's
+    file_bytes = 3000 << 10  # more than the first part's ids, less than the second's
+    process = start(place, preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (file_bytes, file_bytes)))
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, "Traceback" in errors) == (74, False)
     assert "File too large" in errors

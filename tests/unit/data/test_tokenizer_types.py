@@ -6,8 +6,9 @@ import pytest
 from small_corpus import write_vocabulary
 from tokenizers import models, pre_tokenizers
 
+from megatron_neobert.config import TOKENIZER_TYPES
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.data.tokenizer_files import TOKENIZER_TYPES, build_bert_backend
+from megatron_neobert.data.tokenizer_files import build_bert_backend
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 
 UNCASED = [*"abcdehlorw", "hello", "##s"]

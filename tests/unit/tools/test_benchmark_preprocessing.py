@@ -1,8 +1,6 @@
 """The benchmark of preprocessing: what it counts is on disk, and what did other work is not compared."""
 
-import importlib.util
 import json
-import os
 import random
 import subprocess
 import sys
@@ -12,11 +10,11 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import ENVIRONMENT, REPOSITORY, import_tool
 
 from megatron_neobert.data.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = REPOSITORY / "tools" / "benchmark_preprocessing.py"
 # The command with one more tool in its table, {definition}; a process of its own, since it waits for all its children.
 WITH_OTHER_TOOL = """
@@ -37,11 +35,7 @@ class Inputs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tool():
-    specification = importlib.util.spec_from_file_location("benchmark_preprocessing", TOOL)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["benchmark_preprocessing"] = module  # dataclasses look their module up by name
-    specification.loader.exec_module(module)
-    return module
+    return import_tool("benchmark_preprocessing")
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +66,7 @@ def run(inputs: Inputs, *arguments: str, definition: str | None = None) -> subpr
     if definition is not None:
         start = ["-c", WITH_OTHER_TOOL.format(path=str(TOOL), definition=definition)]
     command = [sys.executable, *start, "--input", *inputs.shards, "--tokenizer-model", str(inputs.vocabulary)]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, env=environment())
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 
 def number_of_tokens(inputs: Inputs) -> int:
@@ -181,7 +171,7 @@ tool["adopt_orphans"]()
 print(json.dumps(tool["run_measured"]([sys.executable, "-c", {leave!r}], cores=1, log=Path("log"), scratch=".")))
 """
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     code, measured = json.loads(result.stdout)

@@ -1,26 +1,17 @@
 """The command that shows documents of a corpus, as a user starts it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from commands import ENVIRONMENT, run
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
 from megatron_neobert.data.tokenizer import load_tokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
 
 
-def inspect(*arguments, **environment):
-    command = [sys.executable, str(REPOSITORY / "tools" / "inspect_data.py"), *map(str, arguments)]
-    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8", **environment}
-    ended = subprocess.run(command, check=False, env=environment, capture_output=True, timeout=60)
-    return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
+def inspect(*arguments, terminal="utf-8"):
+    return run("inspect_data", *arguments, env={**ENVIRONMENT, "PYTHONIOENCODING": terminal}, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +108,7 @@ def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(plac
 
 def test_terminal_without_unicode_gets_escapes(place):
     arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 2)
-    code, output, errors = inspect(*arguments, PYTHONIOENCODING="ascii")
+    code, output, errors = inspect(*arguments, terminal="ascii")
     assert (code, errors) == (0, "")
     assert "\\u043f\\u0440\\u0438\\u0432\\u0435\\u0442 world" in output
 

@@ -1,26 +1,19 @@
 """The sample corpus: documentation texts, parsed and never run, in an order and a shape that training can rely on."""
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from commands import import_tool, run
 
 from megatron_neobert.errors import OutputError
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "make_sample_corpus.py"
 PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3
 
 
 @pytest.fixture(scope="module")
 def tool():
-    specification = importlib.util.spec_from_file_location("make_sample_corpus", TOOL)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["make_sample_corpus"] = module  # dataclasses look their module up by name
-    specification.loader.exec_module(module)
-    return module
+    return import_tool("make_sample_corpus")
 
 
 def write_package(folder: Path, *, files: dict[str, str]) -> Path:
@@ -113,17 +106,16 @@ def test_failure_while_writing_leaves_no_folder(tool, tmp_path, monkeypatch):
 
 
 def test_bad_arguments_are_all_reported_with_exit_code_2(tmp_path):
-    command = [sys.executable, str(TOOL), "--output", str(tmp_path / "c"), "--shards", "0", "--megabytes", "-1"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "--shards 0" in result.stderr
-    assert "--megabytes -1" in result.stderr
-    assert "Traceback" not in result.stderr
+    code, _, errors = run("make_sample_corpus", "--output", tmp_path / "c", "--shards", 0, "--megabytes", -1)
+    assert code == 2
+    assert "--shards 0" in errors
+    assert "--megabytes -1" in errors
+    assert "Traceback" not in errors
 
 
 def test_installed_packages_give_the_documents_asked_for(tmp_path):
-    command = [sys.executable, str(TOOL), "--output", str(tmp_path / "c"), "--megabytes", "0.2", "--shards", "2"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    code, _, errors = run("make_sample_corpus", "--output", tmp_path / "c", "--megabytes", 0.2, "--shards", 2)
+    assert code == 0, errors
     rows = pq.read_table(tmp_path / "c").to_pylist()
     assert 0.2e6 <= sum(len(row["content"].encode()) for row in rows) < 0.5e6
     assert all(row["url"].startswith("python-package://") for row in rows)

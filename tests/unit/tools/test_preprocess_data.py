@@ -4,46 +4,19 @@ import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-
-
-def run(tool, *arguments, **more):
-    command = [sys.executable, str(REPOSITORY / "tools" / f"{tool}.py"), *map(str, arguments)]
-    more = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 120, **more}
-    ended = subprocess.run(command, check=False, **more)
-    return ended.returncode, ended.stdout, ended.stderr
+from commands import ENVIRONMENT, LETTERS, REPOSITORY, arguments_of, command_line, corpus_bytes, make_place, run
+from unit.data.child_processes import wait_for
 
 
 @pytest.fixture
 def place(tmp_path):
     """vocab.txt of the letters, and shards/a.jsonl of two documents."""
-    letters = [chr(code) for code in range(97, 123)]
-    (tmp_path / "vocab.txt").write_text(
-        "\n".join([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), "hello"])
-    )
-    (tmp_path / "shards").mkdir()
+    place = make_place(tmp_path, [*LETTERS, "hello"])
     lines = ['{"content": "hello world", "text": "a b c"}', '{"content": "hello", "text": "d"}']
-    (tmp_path / "shards" / "a.jsonl").write_text("\n".join(lines))
-    return tmp_path
-
-
-def arguments_of(place, *more):
-    return (
-        "--input",
-        place / "shards",
-        "--output-prefix",
-        place / "run",
-        "--tokenizer-model",
-        place / "vocab.txt",
-        *more,
-    )
+    (place / "shards" / "a.jsonl").write_text("\n".join(lines))
+    return place
 
 
 def test_run_says_what_it_wrote_and_validation_agrees(place):
@@ -63,6 +36,14 @@ def test_run_says_what_it_wrote_and_validation_agrees(place):
 def test_other_text_key_reads_other_texts_and_names_the_files(place):
     assert run("preprocess_data", *arguments_of(place, "--text-key", "text"))[0] == 0
     assert json.loads((place / "run_text_document.json").read_text())["tokens"] == 4
+
+
+def test_relative_inputs_are_read_and_named_as_they_were_given(place):
+    relative = ("--input", "shards", "--output-prefix", "run", "--tokenizer-model", "vocab.txt")
+    for more in ([], ["--resume"]):
+        code, _, errors = run("preprocess_data", *relative, *more, cwd=place)
+        assert (code, errors) == (0, "")
+    assert list(json.loads((place / "run_content_document.json").read_text())["inputs"]) == ["shards/a.jsonl"]
 
 
 def test_dry_run_says_what_would_happen_and_writes_nothing(place):
@@ -158,9 +139,9 @@ def test_help_and_a_whole_run_import_neither_torch_nor_transformers(place, tool)
 
 
 def test_reader_of_the_output_that_leaves_is_no_success(place):
-    command = f'"{sys.executable}" "{REPOSITORY}/tools/preprocess_data.py" "$@" | true; exit "${{PIPESTATUS[0]}}"'
-    arguments = ["bash", "-c", command, "bash", *map(str, arguments_of(place))]
-    ended = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    pipeline = '"$@" | true; exit "${PIPESTATUS[0]}"'
+    command = ["bash", "-c", pipeline, "bash", *command_line("preprocess_data", *arguments_of(place))]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (141, "")
     assert (place / "run_content_document.json").exists()  # the corpus is whole all the same
 
@@ -205,9 +186,11 @@ def test_plain_text_is_cut_at_the_separator(place, separator, lengths):
 def test_resuming_a_finished_corpus_does_nothing_and_says_so(place):
     assert run("preprocess_data", *arguments_of(place, "--resume"))[0] == 0
     before = (place / "run_content_document.bin").stat().st_mtime_ns
+    (place / "run_content_document.partial.removed-1").mkdir()  # of a run that was killed at its very end
     code, output, _ = run("preprocess_data", *arguments_of(place, "--resume"))
     assert (code, output) == (0, f"{place / 'run_content_document.json'} is complete; nothing to do\n")
     assert (place / "run_content_document.bin").stat().st_mtime_ns == before
+    assert not list(place.glob("*.partial*"))
 
 
 # --- Slurm
@@ -244,9 +227,7 @@ def test_slurm_array_and_the_job_after_it_write_the_corpus_of_one_run(place):
     _, errors = job.communicate(timeout=120)
     assert (job.returncode, errors) == (0, "")
     assert run("preprocess_data", *arguments_of(place, "--output-prefix", place / "one"))[0] == 0
-    for end in ("bin", "idx", "json"):
-        array, one = (place / f"{name}_content_document.{end}" for name in ("run", "one"))
-        assert array.read_bytes() == one.read_bytes()
+    assert corpus_bytes(place) == corpus_bytes(place, "one")
     assert not (place / "scontrol").exists()
 
 
@@ -256,10 +237,7 @@ def test_slurm_task_that_is_told_to_stop_is_queued_again(place):
     task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
     job = run_on_slurm(place, "--tokenizer-backend", "reference", SLURM_JOB_ID="7", **task)
     try:
-        end = time.monotonic() + 60
-        while not list(place.glob("run_content_document.partial/*.ids*")):
-            assert time.monotonic() < end and job.poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: list(place.glob("run_content_document.partial/*.ids*")))
         job.terminate()
         _, errors = job.communicate(timeout=60)
     finally:

@@ -1,21 +1,8 @@
 """The command that checks a corpus, as a user starts it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from commands import run
 from unit.data.small_corpus import numbered_tokenizer, write_corpus
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-
-
-def validate(*arguments):
-    command = [sys.executable, str(REPOSITORY / "tools" / "validate_data.py"), *map(str, arguments)]
-    ended = subprocess.run(command, check=False, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture
@@ -27,7 +14,7 @@ def prefix(tmp_path):
 
 @pytest.mark.parametrize(("more", "what"), [([], "index"), (["--full"], "all tokens read")])
 def test_sound_corpus_of_several_volumes_is_described(prefix, more, what):
-    code, output, errors = validate(prefix, *more)
+    code, output, errors = run("validate_data", prefix, *more)
     assert (code, errors) == (0, "")
     assert output.startswith(f"{prefix} is sound ({what}): 3 documents, 8 tokens as uint16 in 2 volumes, 100 ids of ")
 
@@ -37,7 +24,7 @@ def test_token_outside_the_vocabulary_ends_with_65_and_its_place(prefix, more):
     with prefix.with_name("P_00001.bin").open("r+b") as stream:
         stream.seek(2)
         stream.write((100).to_bytes(2, "little"))
-    code, output, errors = validate(prefix, *more)
+    code, output, errors = run("validate_data", prefix, *more)
     assert (code, output) == (65, "")
     place = f"{prefix}_00001.bin, byte 2: expected an id below 100, found 100 (token 1 of document 0)"
     assert errors.startswith(f"error: {place}")
@@ -45,14 +32,14 @@ def test_token_outside_the_vocabulary_ends_with_65_and_its_place(prefix, more):
 
 def test_exchanged_tokens_are_found_by_the_full_check_alone(prefix):
     prefix.with_name("P_00001.bin").write_bytes(bytes([11, 0, 10, 0, 12, 0]))
-    assert validate(prefix)[0] == 0
-    code, _, errors = validate(prefix, "--full")
+    assert run("validate_data", prefix)[0] == 0
+    code, _, errors = run("validate_data", prefix, "--full")
     assert code == 65
     assert "P_00001.bin, byte 0: expected sha256 " in errors
 
 
 def test_missing_volume_ends_with_65_and_a_missing_corpus_with_66(prefix):
     prefix.with_name("P_00001.idx").unlink()
-    code, _, errors = validate(prefix)
+    code, _, errors = run("validate_data", prefix)
     assert code == 65 and "P_00001.idx missing beside the rest" in errors
-    assert validate(prefix.with_name("Q"))[0] == 66
+    assert run("validate_data", prefix.with_name("Q"))[0] == 66

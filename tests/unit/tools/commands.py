@@ -1,0 +1,55 @@
+"""The commands of tools/, started as a user does or imported, and a folder for those that preprocess."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from unit.data.small_corpus import write_vocabulary
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+LETTERS += [f"##{letter}" for letter in LETTERS]
+
+
+def command_line(tool: str, *arguments: object) -> list[str]:
+    return [sys.executable, str(REPOSITORY / "tools" / f"{tool}.py"), *map(str, arguments)]
+
+
+def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error; the options are those of subprocess.run."""
+    options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 120, **options}
+    ended = subprocess.run(command_line(tool, *arguments), check=False, **options)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def import_tool(tool: str) -> ModuleType:
+    """Its module, for tests that call its functions; the folder of tools is not in sys.path."""
+    specification = importlib.util.spec_from_file_location(tool, REPOSITORY / "tools" / f"{tool}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[tool] = module  # dataclasses look their module up by name
+    specification.loader.exec_module(module)
+    return module
+
+
+def make_place(folder: Path, pieces: Sequence[str]) -> Path:
+    """The folder with a vocab.txt of these pieces, and an empty folder of shards in it."""
+    write_vocabulary(folder / "vocab.txt", pieces)
+    (folder / "shards").mkdir()
+    return folder
+
+
+def arguments_of(place: Path, *more: object) -> tuple[object, ...]:
+    """Of a preprocess_data that writes place/run_content_document."""
+    given = {"--input": place / "shards", "--output-prefix": place / "run", "--tokenizer-model": place / "vocab.txt"}
+    return (*(word for pair in given.items() for word in pair), *more)
+
+
+def corpus_bytes(place: Path, name: str = "run") -> list[bytes]:
+    """Of the .bin, the .idx and the manifest."""
+    return [(place / f"{name}_content_document.{end}").read_bytes() for end in ("bin", "idx", "json")]
