@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoint_conversion.mapping import NEOBERT, ModelShape, to_published, unstack_layers
-from megatron_neobert.config import Settings
+from megatron_neobert.config import ModelConfig, Settings, flag_of
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import CheckpointError
+from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
@@ -61,7 +61,7 @@ def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.swiglu_width,
+        ffn_hidden_size=model.ffn_width,
         vocab_size=vocab_size,
         padded_vocab_size=model.padded_vocab_size(vocab_size, tensor_parallel=parallel.tensor_model_parallel_size),
     )
@@ -74,7 +74,7 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.swiglu_width,
+        ffn_hidden_size=model.ffn_width,
         vocab_size=vocab_size,
         rotary_base=model.rotary_base,
         norm_epsilon=model.norm_epsilon,
@@ -88,15 +88,38 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     Raises:
         MissingInputError: There is none.
         CheckpointError: It is damaged, incomplete, or wants to run code.
+        ConversionError: Its layers are not NeoBERT's.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
+    settings = read_record(folder / "settings.yaml")
+    _refuse_other_layers(folder, settings.model)
     return MegatronCheckpoint(
         folder=folder,
-        settings=read_record(folder / "settings.yaml"),
+        settings=settings,
         tokenizer=load_tokenizer(folder / "tokenizer"),
         tensors=unstack_layers(_read_tensors(folder)),
     )
+
+
+def _refuse_other_layers(folder: Path, model: ModelConfig) -> None:
+    """Refuses a run of an ablation whose function no published layout computes."""
+    if model.is_neobert:
+        return
+    neobert = ModelConfig()
+    names = ("swiglu", "normalization", "position_embedding_type")
+    differing = [name for name in names if getattr(model, name) != getattr(neobert, name)]
+    found, needed = (", ".join(_flag(name, getattr(one, name)) for name in differing) for one in (model, neobert))
+    raise ConversionError(
+        f"{folder} was trained with {found}; the reference and every published layout have the layers of {needed}. "
+        "Convert a run with these; this checkpoint can only be trained further."
+    )
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return flag_of(name) if value else flag_of(f"no_{name}")
+    return f"{flag_of(name)} {value}"
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ def pack_prompts(prompts: Prompts) -> PackedPrompts:
 
 def run_megatron(settings: Settings, tensors: dict[str, Tensor], packed: PackedPrompts, vocab_size: int) -> Tensor:
     """Logits [t, v] of the Megatron model holding `tensors`, on the GPU where there is one."""
-    device = distributed.initialize(settings.parallel)
+    device = distributed.initialize(settings)
     try:
         model = NeoBERTModel(settings, vocab_size=vocab_size).to(device).eval()
         load_into_megatron(model, tensors)

@@ -1,11 +1,21 @@
-"""The settings of a run: frozen dataclasses, one per subject, and the checks that need more than one of them.
+"""The settings of a run: frozen dataclasses, one per subject.
 
 Standard library only, so that `--help` and a refused start cost milliseconds. `flags.py` turns every field into a
-flag of the same name; the names are Megatron-LM's wherever Megatron has the notion.
+flag of the same name; the names are Megatron-LM's wherever Megatron has the notion. What values can stand together is
+checked in `config_checks.py`.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+# Megatron's names for what a tokenizer file can be; "auto" goes by its content.
+TOKENIZER_TYPES = (
+    "auto",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+)
 
 
 def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:
@@ -23,21 +33,40 @@ class ModelConfig:
     num_layers: int = setting(28, "transformer layers", minimum=1)
     hidden_size: int = setting(768, "width of the residual stream", minimum=1)
     num_attention_heads: int = setting(12, "attention heads", minimum=1)
+    swiglu: bool = setting(True, "gated feed-forward with SiLU; without it two layers with GELU between, as in BERT")
     ffn_hidden_size: int | None = setting(
-        None, "width of the SwiGLU; default two thirds of 4 x hidden size, rounded up to a multiple of 8", minimum=1
+        None,
+        "width of the feed-forward; default 4 x hidden size, for SwiGLU two thirds of that, rounded up to a multiple "
+        "of 8",
+        minimum=1,
+    )
+    normalization: str = setting("RMSNorm", "norm before each part of a layer", choices=("RMSNorm", "LayerNorm"))
+    position_embedding_type: str = setting(
+        "rope", "rotary angles, or a learned vector per position", choices=("rope", "learned_absolute")
     )
     max_position_embeddings: int = setting(4096, "longest document the exported model accepts, in tokens", minimum=1)
     rotary_base: int = setting(10000, "base of the rotary frequencies", minimum=2)
-    norm_epsilon: float = setting(1e-5, "epsilon of every RMSNorm", minimum=0.0)
+    norm_epsilon: float = setting(1e-5, "epsilon of every norm", minimum=0.0)
     init_method_range: float = setting(0.02, "weights start uniform in [-range, range)", minimum=0.0)
     make_vocab_size_divisible_by: int = setting(128, "the vocabulary is padded to a multiple of this x TP", minimum=1)
 
     @property
-    def swiglu_width(self) -> int:
-        """Width of the gated hidden layer, the 2/3 rule applied where no width is given (768 -> 2,048)."""
+    def ffn_width(self) -> int:
+        """Width of the feed-forward's hidden layer; without a given width 768 -> 2,048, or 3,072 without SwiGLU."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return 8 * -(-int(2 * 4 * self.hidden_size / 3) // 8)
+        full = 4 * self.hidden_size
+        return 8 * -(-int(2 * full / 3) // 8) if self.swiglu else full
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions: one for each, and row 0 for padding, as in the released ablation."""
+        return self.max_position_embeddings + 1 if self.position_embedding_type == "learned_absolute" else 0
+
+    @property
+    def is_neobert(self) -> bool:
+        """Whether the layers are NeoBERT's and not those of an ablation: what the published layouts can express."""
+        return self.swiglu and self.normalization == "RMSNorm" and self.position_embedding_type == "rope"
 
     def padded_vocab_size(self, vocab_size: int, *, tensor_parallel: int) -> int:
         """Rows of the embedding and columns of the decoder as Megatron allocates them."""
@@ -47,21 +76,83 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks share the work. What tensor parallelism leaves over is data parallelism."""
+    """How the ranks share the work. What the other dimensions leave over is data parallelism."""
 
     tensor_model_parallel_size: int = setting(1, "ranks that share every layer", minimum=1)
+    sequence_parallel: bool = setting(False, "tensor-parallel ranks also share the tokens between the matrices")
+    pipeline_model_parallel_size: int = setting(1, "ranks that hold the layers one after another", minimum=1)
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, "interleaved pipeline: layers of each of the several pieces that a rank holds", minimum=1
+    )
+    context_parallel_size: int = setting(1, "ranks that share the tokens of a micro-batch", minimum=1)
     use_distributed_optimizer: bool = setting(True, "split the optimizer state over the data-parallel ranks")
     overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass still runs")
     overlap_param_gather: bool = setting(False, "gather updated weights while the next forward pass runs")
     ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default Megatron's", minimum=1)
     distributed_timeout_minutes: int = setting(10, "a collective that waits longer ends the run", minimum=1)
 
+    @property
+    def ranks_per_model(self) -> int:
+        """Ranks that one copy of the model and of the micro-batch takes."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """With which kernels and in which precision a rank computes. Nothing here changes what is computed."""
+
+    transformer_impl: str = setting(
+        "auto",
+        "layers of Transformer Engine, or of torch; auto: the former where CUDA and it are present",
+        choices=("auto", "transformer_engine", "local"),
+    )
+    attention_backend: str = setting(
+        "auto",
+        "packed attention on CUDA: Transformer Engine's choice or torch's kernel (auto), flash-attn, or cuDNN",
+        choices=("auto", "flash", "fused"),
+    )
+    gradient_accumulation_fusion: bool | None = setting(
+        None, "accumulate weight gradients inside the matrix product; default: where NVIDIA Apex is installed"
+    )
+    cross_entropy_loss_fusion: bool = setting(False, "fused cross-entropy kernel")
+    cross_entropy_fusion_impl: str = setting(
+        "native", "whose: Megatron's, compiled, or Transformer Engine's", choices=("native", "te")
+    )
+    recompute_granularity: str | None = setting(
+        None,
+        "save memory by computing again in the backward pass: whole layers or attention only",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = setting(
+        None, "which whole layers: every one in groups, or the first of each stage", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = setting(None, "layers per group (uniform) or per stage (block)", minimum=1)
+    fp8_format: str | None = setting(
+        None, "compute matrix products in FP8: E4M3 forward and E5M2 backward, or E4M3 both", choices=("hybrid", "e4m3")
+    )
+    fp8_recipe: str = setting(
+        "tensorwise", "how FP8 is scaled", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
+    )
+    fp8_margin: int = setting(0, "powers of two kept free above the largest value (delayed)", minimum=0)
+    fp8_amax_history_len: int = setting(1024, "iterations whose largest values decide the scale (delayed)", minimum=1)
+    fp8_amax_compute_algo: str = setting(
+        "max", "of that history, the largest or the last value (delayed)", choices=("max", "most_recent")
+    )
+    fp8_param_gather: bool = setting(False, "keep and gather the weights in FP8")
+    first_last_layers_bf16: bool = setting(False, "the first and last layers stay in bfloat16 (not delayed)")
+    num_layers_at_start_in_bf16: int = setting(1, "how many at the start", minimum=0)
+    num_layers_at_end_in_bf16: int = setting(1, "how many at the end", minimum=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which documents are read and what a row of tokens is made of."""
 
-    data_path: str | None = setting(None, "corpus prefix, as written by tools/preprocess_data.py")
+    data_path: tuple[str, ...] = setting(
+        (),
+        "corpus prefix as written by tools/preprocess_data.py; or several, each after its share of the rows; "
+        "PREFIX:min=N:max=M takes the documents of N to M tokens",
+    )
     valid_data_path: str | None = setting(
         None, "corpus for validation, as --split-validation of tools/preprocess_data.py holds it out; replaces --split"
     )
@@ -71,24 +162,29 @@ class DataConfig:
     tokenizer_type: str = setting(
         "auto",
         "what that file is; auto goes by its content",
-        choices=(
-            "auto",
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "HuggingFaceTokenizer",
-            "SentencePieceTokenizer",
-        ),
+        choices=TOKENIZER_TYPES,
     )
     split: str = setting("99,1", "shares of the documents for training and validation, in this order")
     seq_length: int = setting(1024, "tokens of a row, and of the longest document", minimum=8)
     long_documents: str = setting(
         "truncate", "documents longer than a row: keep the start, or cut into several", choices=("truncate", "chunk")
     )
+    batch_layout: str = setting(
+        "packed",
+        "a document sees itself alone; or all that shares its row (concatenated, the paper's M6)",
+        choices=("packed", "concatenated"),
+    )
+    document_block_size: int = setting(
+        1, "shuffle blocks of so many neighbouring documents; above 1 for corpora larger than the page cache", minimum=1
+    )
     mask_prob: float = setting(0.2, "share of the tokens that is predicted")
     mask_replacement: str = setting(
         "all_mask",
         "what predicted tokens become: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
         choices=("all_mask", "bert"),
+    )
+    dataloader_type: str = setting(
+        "torch", "what prepares batches ahead: torch or NVIDIA DALI", choices=("torch", "dali")
     )
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process", minimum=0)
 
@@ -153,6 +249,11 @@ class CheckpointConfig:
     load: str | None = setting(
         None, "folder to continue from: its newest checkpoint; if it is also --save it may still be empty"
     )
+    continue_from: str | None = setting(
+        None,
+        "folder of another run, used while --load is empty: its newest weights, optimizer state and iteration, with "
+        "this run's data from the start",
+    )
     save_interval: int = setting(1000, "iterations between checkpoints", minimum=1)
 
 
@@ -170,6 +271,7 @@ class Settings:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -186,8 +288,24 @@ class Settings:
         """Iteration at which the learning rate has fallen to min_lr; the paper's cosine ends at 90 % of the run."""
         return self.optimizer.lr_decay_iters or max(1, round(0.9 * self.training.train_iters))
 
+    @property
+    def virtual_stages_per_rank(self) -> int:
+        """Pieces of the model that a pipeline rank holds; 1 without interleaving."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        if layers is None:
+            return 1
+        return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * layers)
+
     def data_parallel_size(self, world_size: int) -> int:
-        return world_size // self.parallel.tensor_model_parallel_size
+        return world_size // self.parallel.ranks_per_model
+
+    def micro_batches_per_rank(self, world_size: int) -> int:
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
+
+    @property
+    def slots_per_micro_batch(self) -> int:
+        """Tokens of one forward pass, the unused slots included."""
+        return self.training.micro_batch_size * self.data.seq_length
 
     def with_section(self, name: str, **changes: Any) -> "Settings":
         """A copy in which some fields of one section differ."""
@@ -197,131 +315,3 @@ class Settings:
 def flag_of(name: str) -> str:
     """`global_batch_size` as the user types it."""
     return "--" + name.replace("_", "-")
-
-
-def find_problems(settings: Settings, *, world_size: int) -> list[str]:
-    """Every reason why these settings cannot train on `world_size` ranks; empty if they can."""
-    problems = _value_problems(settings)
-    if problems:  # the arithmetic below needs legal values
-        return problems
-    return (
-        _model_problems(settings)
-        + _layout_problems(settings, world_size)
-        + _data_problems(settings.data)
-        + _schedule_problems(settings)
-    )
-
-
-def _value_problems(settings: Settings) -> list[str]:
-    problems = []
-    for section in fields(settings):
-        config = getattr(settings, section.name)
-        for item in fields(config):
-            value, rules = getattr(config, item.name), item.metadata
-            if rules["choices"] and value not in rules["choices"]:
-                problems.append(f"{flag_of(item.name)} {value} is not one of {', '.join(rules['choices'])}.")
-            if rules["minimum"] is not None and value is not None and not value >= rules["minimum"]:  # NaN fails too
-                problems.append(f"{flag_of(item.name)} {value} is below {rules['minimum']}, its smallest legal value.")
-    return problems
-
-
-def _model_problems(settings: Settings) -> list[str]:
-    model, data = settings.model, settings.data
-    problems = []
-    heads = model.num_attention_heads
-    if model.hidden_size % heads:
-        problems.append(
-            f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads}; every head needs "
-            f"the same width. Use {_neighbours(model.hidden_size, heads)} heads."
-        )
-    elif (model.hidden_size // heads) % 2:
-        problems.append(
-            f"--hidden-size {model.hidden_size} over --num-attention-heads {heads} gives heads of width "
-            f"{model.hidden_size // heads}; rotary embeddings rotate pairs and need an even width."
-        )
-    if data.seq_length > model.max_position_embeddings:
-        problems.append(
-            f"--seq-length {data.seq_length} exceeds --max-position-embeddings {model.max_position_embeddings}; "
-            f"raise the latter to {data.seq_length}."
-        )
-    return problems
-
-
-def _neighbours(size: int, heads: int) -> str:
-    """The nearest head counts below and above that divide `size` into even widths."""
-    fitting = [n for n in range(1, size + 1) if size % n == 0 and (size // n) % 2 == 0]
-    below, above = [n for n in fitting if n < heads][-1:], [n for n in fitting if n > heads][:1]
-    return " or ".join(str(n) for n in below + above) or "an even hidden size and other"
-
-
-def _layout_problems(settings: Settings, world_size: int) -> list[str]:
-    parallel, training, model = settings.parallel, settings.training, settings.model
-    tp = parallel.tensor_model_parallel_size
-    problems = [
-        f"--tensor-model-parallel-size {tp} does not divide {what} {size}; every rank needs an equal share."
-        for what, size in (
-            ("--num-attention-heads", model.num_attention_heads),
-            ("the SwiGLU width (--ffn-hidden-size)", model.swiglu_width),
-        )
-        if size % tp
-    ]
-    if world_size % tp:
-        problems.append(
-            f"{world_size} ranks cannot be divided into groups of --tensor-model-parallel-size {tp}; start a multiple "
-            f"of {tp} ranks or lower it."
-        )
-    else:
-        dp = settings.data_parallel_size(world_size)
-        rows = training.micro_batch_size * dp
-        if training.global_batch_size % rows:
-            problems.append(
-                f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{training.micro_batch_size} x {dp} data-parallel ranks = {rows} rows. "
-                f"Use {max(rows, round(training.global_batch_size / rows) * rows)}."
-            )
-    if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce:
-        problems.append(
-            f"--ddp-bucket-size {parallel.ddp_bucket_size} does nothing without --overlap-grad-reduce; add that, or "
-            "leave it out."
-        )
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        problems.append(
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them, or leave it "
-            "out."
-        )
-    return problems
-
-
-def _data_problems(data: DataConfig) -> list[str]:
-    problems = []
-    if data.data_path is None:
-        problems.append("--data-path is missing: name the corpus prefix that tools/preprocess_data.py printed.")
-    if data.tokenizer_model is None:
-        problems.append("--tokenizer-model is missing: name the tokenizer that the corpus was written with.")
-    if not 0.0 < data.mask_prob < 1.0:
-        problems.append(f"--mask-prob {data.mask_prob} is not between 0 and 1; NeoBERT predicts 0.2 of the tokens.")
-    return problems
-
-
-def _schedule_problems(settings: Settings) -> list[str]:
-    optimizer, training = settings.optimizer, settings.training
-    problems = []
-    end = settings.lr_decay_end
-    if optimizer.lr_warmup_iters >= end:
-        problems.append(
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, where the decay ends "
-            f"(--lr-decay-iters, or 90 % of --train-iters {training.train_iters}). Use about {max(end // 50, 0)}."
-        )
-    if optimizer.min_lr > optimizer.lr:
-        problems.append(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; use {optimizer.lr / 10:g}.")
-    for name in ("adam_beta1", "adam_beta2"):
-        beta = getattr(optimizer, name)
-        if not beta < 1.0:
-            problems.append(f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
-    if training.seed >= 2**63:
-        problems.append(f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
-    for name in ("exit_interval", "exit_duration_in_mins"):
-        limit = getattr(training, name)
-        if limit is not None and settings.checkpoint.save is None:
-            problems.append(f"{flag_of(name)} {limit} stops a run that could not go on; add --save DIR.")
-    return problems

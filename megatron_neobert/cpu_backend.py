@@ -30,12 +30,29 @@ def install() -> None:
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
     torch.cuda.synchronize = _synchronize
     torch.Tensor.cuda = _stay  # type: ignore[assignment,method-assign]
+    _leave_cuda_generators_alone()
     _name_tensor_types_as_cuda()
     namespace = _torch_without_cuda()
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)
         assert module.torch is torch, f"{name} no longer imports torch by that name; look what its megatron.core does"
         module.torch = namespace
+
+
+def _leave_cuda_generators_alone() -> None:
+    """Megatron keeps states of CUDA's random numbers for each group of ranks; there are none here."""
+    torch.cuda.get_rng_state = _empty_state
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = _empty_state
+    random._set_cuda_rng_state = _ignore_state
+
+
+def _empty_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _ignore_state(*args: Any, **kwargs: Any) -> None:
+    """There is nothing to restore."""
 
 
 def _current_device() -> torch.device:

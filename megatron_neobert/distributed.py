@@ -7,17 +7,18 @@ import datetime
 import os
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 
 from megatron_neobert import cpu_backend, megatron_fixes
-from megatron_neobert.config import ParallelConfig
+from megatron_neobert.config import Settings
 
 
-def initialize(parallel: ParallelConfig) -> torch.device:
+def initialize(settings: Settings) -> torch.device:
     """Joins the process group, forms Megatron's groups, and returns this rank's device.
 
     Collective: all ranks.
     """
+    parallel = settings.parallel
     cpu_backend.install()
     megatron_fixes.install()
     if torch.cuda.is_available():
@@ -34,8 +35,15 @@ def initialize(parallel: ParallelConfig) -> torch.device:
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=(
+            settings.virtual_stages_per_rank if settings.virtual_stages_per_rank > 1 else None
+        ),
+        context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    # Nothing is random in a step, but Megatron's sequence parallelism and recomputation want the states to exist.
+    tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed)
     return device
 
 
@@ -45,9 +53,13 @@ def shut_down() -> None:
     torch.distributed.destroy_process_group()
 
 
-def sum_over_data_parallel(values: torch.Tensor) -> torch.Tensor:
-    """Sums `values` in place over the data-parallel group. Collective: all ranks of that group."""
-    torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
+def sum_over_batch(values: torch.Tensor) -> torch.Tensor:
+    """Sums `values` in place over all ranks that saw other tokens, and over the stages of the pipeline.
+
+    Tensor-parallel ranks hold the same values; stages without the loss hold zeros. Collective: all ranks.
+    """
+    torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    torch.distributed.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
     return values
 
 
@@ -64,3 +76,11 @@ def data_parallel_rank() -> int:
 
 def data_parallel_size() -> int:
     return parallel_state.get_data_parallel_world_size()
+
+
+def context_parallel_rank() -> int:
+    return parallel_state.get_context_parallel_rank()
+
+
+def context_parallel_size() -> int:
+    return parallel_state.get_context_parallel_world_size()

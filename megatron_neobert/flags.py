@@ -14,10 +14,12 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_neobert.config import Settings, find_problems, flag_of
+from megatron_neobert.config import Settings, flag_of
+from megatron_neobert.config_checks import find_problems
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
 _SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
+_TEXTS = tuple[str, ...]
 _SECTION_OF = {item.name: name for name, config in _SECTIONS.items() for item in fields(config)}
 
 
@@ -106,14 +108,15 @@ def _build_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(f"{section}")
         for item in fields(config):
             default = item.default if item.default is not MISSING else None
-            shown = "" if default is None else f" (default {str(default).replace('%', '%%')})"
-            if item.type is bool:
+            shown = "" if default in (None, ()) else f" (default {str(default).replace('%', '%%')})"
+            if _plain_type(item.type)[0] is bool:
                 group.add_argument(
                     flag_of(item.name), action=argparse.BooleanOptionalAction, help=item.metadata["help"] + shown
                 )
             else:
                 metavar = "|".join(item.metadata["choices"]) if item.metadata["choices"] else _type_word(item.type)
-                group.add_argument(flag_of(item.name), metavar=metavar, help=item.metadata["help"] + shown)
+                count = "+" if item.type == _TEXTS else None
+                group.add_argument(flag_of(item.name), metavar=metavar, nargs=count, help=item.metadata["help"] + shown)
     return parser
 
 
@@ -216,6 +219,8 @@ def _convert(value: Any, wanted: Any) -> Any:
         raise ValueError(value)
     if isinstance(value, bool):  # True is an int to Python and a mistake to the user
         raise ValueError(value)
+    if wanted == _TEXTS:
+        return tuple(_convert(entry, str) for entry in (value if isinstance(value, list) else [value]))
     if plain is int:
         number = float(value) if isinstance(value, (str, float)) and not _is_integer(value) else int(value)
         if number != int(number):
@@ -241,10 +246,16 @@ def _plain_type(wanted: Any) -> tuple[type, bool]:
 
 
 def _type_word(wanted: Any) -> str:
-    return {int: "N", float: "X", str: "TEXT"}[_plain_type(wanted)[0]]
+    return {int: "N", float: "X", str: "TEXT", _TEXTS: "TEXT"}[_plain_type(wanted)[0]]
 
 
 def _type_words(wanted: Any) -> str:
     plain, optional = _plain_type(wanted)
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[plain]
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        bool: "true or false",
+        _TEXTS: "a text or a list of texts",
+    }[plain]
     return words + (" or null" if optional else "")

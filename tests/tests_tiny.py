@@ -20,7 +20,7 @@ def tiny_settings(corpus: Any, *, save: Path | None = None, **sections: dict[str
     """Settings of a run of six iterations; keyword arguments are `section={field: value}`."""
     settings = Settings(
         model=ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=128),
-        data=DataConfig(data_path=corpus.prefix, tokenizer_model=corpus.tokenizer, seq_length=128, num_workers=0),
+        data=DataConfig(data_path=(corpus.prefix,), tokenizer_model=corpus.tokenizer, seq_length=128, num_workers=0),
         optimizer=OptimizerConfig(lr=2e-3, min_lr=2e-4, lr_warmup_iters=1),
         training=TrainingConfig(
             micro_batch_size=2, global_batch_size=8, train_iters=ITERATIONS, eval_iters=1, eval_interval=ITERATIONS

@@ -1,74 +1,30 @@
 """Global batch k, and the micro-batches of it that one rank trains on.
 
-Batch k is a function of (corpus, range of documents, settings, k) alone. All ranks walk the same windows of the same
-permuted documents and pack them alike, which reads only lengths; each rank then reads, masks and lays out the tokens
-of its own micro-batches. A `Cursor` names the next unread row, and starting there costs the packing of one window.
+Batch k is a function of (sources, settings, k) alone. All ranks pack the same rows in the same order, which reads only
+lengths; each rank then reads, masks and lays out the tokens of its own micro-batches. The ranks of one copy of the
+model (tensor, pipeline, context) do so each for itself, which costs less than sending.
 
 Letters: `t` tokens of a micro-batch, `n` documents and dummy documents (plus one), `m` masked tokens.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_neobert.data.corpus import Lengths
-from megatron_neobert.data.masking import MaskingScheme, TokenIds, mask_tokens
-from megatron_neobert.data.order import permute
-from megatron_neobert.data.packing import (
-    ADDED_TOKENS,
-    LongDocuments,
-    PackedRows,
-    Segments,
-    cut_documents,
-    join_rows,
-    pack_rows,
-)
-from megatron_neobert.errors import CheckpointError, ConfigError, DataError
-
-# Packed together. Larger windows waste less but take longer to resume in: 4,096 web-like documents leave less than
-# 0.1 % of rows of 1,024 unused and take 2 ms. A cursor is only valid for the value it was saved with.
-WINDOW_DOCUMENTS = 4096
-
-
-class Documents(Protocol):
-    """What batches need of a corpus."""
-
-    @property
-    def lengths(self) -> Lengths:
-        """Tokens of each document, at least 1."""
-
-    def gather(
-        self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[Any]:
-        """The ids of lengths[i] tokens from token starts[i] of documents[i], for all i end to end."""
-
-
-@dataclass(frozen=True)
-class BatchSettings:
-    """Everything besides the documents that decides what batch k is."""
-
-    seq_length: int  # tokens per row
-    micro_batch_size: int  # rows
-    global_batch_size: int  # rows
-    long_documents: LongDocuments
-    masking: MaskingScheme
-    token_ids: TokenIds
-    seed: int
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """The next unread row: row `row` of window `window` of epoch `epoch`, all counted from 0."""
-
-    epoch: int = 0
-    window: int = 0
-    row: int = 0
+from megatron_neobert.data.blend import BlendCursor, open_rows
+from megatron_neobert.data.masking import mask_tokens
+from megatron_neobert.data.order import COMPONENT_SHIFT
+from megatron_neobert.data.packing import PackedRows, Segments
+from megatron_neobert.data.rows import BatchSettings, Cursor, Documents, Source
+from megatron_neobert.data.shapes import IGNORED_LABEL, fill_up, usual_documents, usual_masked
+from megatron_neobert.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -76,15 +32,18 @@ class PackedBatch:
     """One micro-batch: the documents of its rows end to end, [CLS] ... [SEP] each, then the unused slots.
 
     Unused slots hold [PAD] and form dummy documents at the end, usually one, never one above max_seqlen tokens.
-    Position ids follow from cu_seqlens_n: they restart at every document.
+    Position ids follow from cu_seqlens_n: they restart at every document. In the concatenated layout a whole row counts
+    as one document there. A context-parallel rank holds the t slots of its share, but all of cu_seqlens_n.
+
+    With fixed shapes, documents without tokens follow, and masked positions 0 with the label IGNORED_LABEL.
     """
 
     tokens_t: Tensor  # int64
     labels_m: Tensor  # int64, original ids at the masked positions
-    masked_positions_m: Tensor  # int64, increasing
-    cu_seqlens_n: Tensor  # int32, from 0 to t; entries i and i + 1 bound document i
+    masked_positions_m: Tensor  # int64 in tokens_t, increasing up to those that only fill up
+    cu_seqlens_n: Tensor  # int32, from 0 to all slots; entries i and i + 1 bound document i
     max_seqlen: int  # tokens; the row length whatever the documents, so that kernels need not be chosen anew
-    real_tokens: int  # tokens that are not in a dummy document
+    real_tokens: int  # tokens of tokens_t that are not in a dummy document
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -108,7 +67,9 @@ class StepBatches:
     """What one rank trains on in one training step."""
 
     micro_batches: list[PackedBatch]
-    cursor_after: Cursor  # where the next step starts, on every rank: what a checkpoint stores once this step is done
+    cursor_after: (
+        Cursor | BlendCursor
+    )  # where the next step starts, on every rank: what a checkpoint stores once this step is done
 
     @property
     def real_tokens(self) -> int:
@@ -122,23 +83,25 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class BatchStream:
-    """The batches of one data-parallel rank from a cursor on, epoch after epoch without an end.
+    """The batches of one rank from a cursor on, epoch after epoch without an end.
 
-    Micro-batch j of a step is rows [j, j + 1) * micro_batch_size of its global batch, and rank d of D trains on
-    j = d, d + D, ...: the set of micro-batches does not depend on D.
+    Micro-batch j of a step is rows [j, j + 1) * micro_batch_size of its global batch, and data-parallel rank d of D
+    trains on j = d, d + D, ...: the set of micro-batches does not depend on D. Context-parallel rank c of C has the
+    slots [c, c + 1) * t / C of them.
 
     Raises:
         ConfigError: Batch sizes that the ranks cannot share evenly.
         DataError: No documents.
-        CheckpointError: The cursor lies outside this corpus; raised when its window is read if only the row does.
+        CheckpointError: The cursor lies outside these sources; raised when its window is read if only the row does.
     """
 
-    corpus: Documents
-    documents: range  # contiguous
+    sources: tuple[Source, ...]  # one, or the parts of a blend
     settings: BatchSettings
-    cursor: Cursor = Cursor()
+    cursor: Cursor | BlendCursor = Cursor()  # noqa: RUF009  frozen
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         settings, ranks = self.settings, self.data_parallel_size
@@ -148,21 +111,13 @@ class BatchStream:
                 f"{settings.micro_batch_size} × {ranks} data-parallel ranks = {settings.micro_batch_size * ranks}; "
                 "every rank trains on the same number of micro-batches. Change one of the two sizes."
             )
-        if not self.documents:
-            raise DataError(
-                f"documents {self.documents.start:,} to {self.documents.stop:,} of the corpus are none; "
-                "batches need at least one document. Use a larger corpus or another --split."
+        if self._slots % self.context_parallel_size:
+            raise ConfigError(
+                f"--micro-batch-size {settings.micro_batch_size} × --seq-length {settings.seq_length} = {self._slots} "
+                f"tokens are not a multiple of --context-parallel-size {self.context_parallel_size}; its ranks share "
+                "them evenly. Change one of the three."
             )
-        if self.cursor.window >= self._windows:
-            raise CheckpointError(
-                f"the checkpoint continues at window {self.cursor.window:,} of an epoch, but {len(self.documents):,} "
-                f"documents fill {self._windows:,} windows; the corpus or --split is not the one it was saved with. "
-                "Resume with that corpus, or start at its beginning with a new run."
-            )
-
-    @property
-    def _windows(self) -> int:
-        return -(-len(self.documents) // WINDOW_DOCUMENTS)
+        open_rows(self.sources, settings, self.cursor)  # refuses a wrong cursor at once
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
         """Steps first, first + every, ... counted from the cursor; those between are packed but not read.
@@ -170,93 +125,143 @@ class BatchStream:
         Raises:
             CheckpointError: The cursor names a row that its window does not have.
         """
-        rows_per_step = range(0, self.settings.global_batch_size, self.settings.micro_batch_size)
-        own_rows = rows_per_step[self.data_parallel_rank :: self.data_parallel_size]
-        for rows, cursor_after in islice(self.global_batches(), first, None, every):
-            micro_batches = [
-                build_micro_batch(
-                    self.corpus, rows.take(row, row + self.settings.micro_batch_size).segments, settings=self.settings
-                )
-                for row in own_rows
-            ]
-            yield StepBatches(micro_batches, cursor_after)
+        batches: Iterator[tuple[PackedRows, Cursor | BlendCursor]] = islice(self.global_batches(), first, None, every)
+        if self.settings.document_block_size > 1:
+            batches = self._announce(batches)
+        for rows, cursor_after in batches:
+            yield StepBatches([self._build(part) for part in self._own_micro_batches(rows)], cursor_after)
 
-    def global_batches(self) -> Iterator[tuple[PackedRows, Cursor]]:
+    def global_batches(self) -> Iterator[tuple[PackedRows, Cursor | BlendCursor]]:
         """The rows of each step for all ranks, and the cursor behind them. Batches run on across windows and epochs."""
-        parts: list[PackedRows] = []
-        missing = self.settings.global_batch_size
-        row = self.cursor.row
-        for epoch, window in self._windows_from_cursor():
-            rows = self._pack_window(epoch, window)
-            if row > len(rows):
-                raise CheckpointError(
-                    f"the checkpoint continues at row {row:,} of window {window:,}, which has {len(rows):,} rows; the "
-                    "corpus, --split, --seq-length, --long-documents or --seed is not the one it was saved with. "
-                    "Resume with the same, or start at the corpus's beginning with a new run."
-                )
-            while row < len(rows):
-                taken = min(missing, len(rows) - row)
-                parts.append(rows.take(row, row + taken))
-                row += taken
-                missing -= taken
-                if not missing:
-                    yield join_rows(parts), self._cursor_at(epoch, window, row, rows_of_window=len(rows))
-                    parts, missing = [], self.settings.global_batch_size
-            row = 0
-
-    def _windows_from_cursor(self) -> Iterator[tuple[int, int]]:
-        epoch, first_window = self.cursor.epoch, self.cursor.window
+        reader = open_rows(self.sources, self.settings, self.cursor)
         while True:
-            for window in range(first_window, self._windows):
-                yield epoch, window
-            epoch, first_window = epoch + 1, 0
+            yield reader.take(self.settings.global_batch_size), reader.cursor
 
-    def _cursor_at(self, epoch: int, window: int, row: int, *, rows_of_window: int) -> Cursor:
-        if row < rows_of_window:
-            return Cursor(epoch, window, row)
-        return Cursor(epoch, window + 1) if window + 1 < self._windows else Cursor(epoch + 1)
+    @property
+    def _slots(self) -> int:
+        """Of a micro-batch, over all context-parallel ranks."""
+        return self.settings.micro_batch_size * self.settings.seq_length
 
-    def _pack_window(self, epoch: int, window: int) -> PackedRows:
-        settings = self.settings
-        first = window * WINDOW_DOCUMENTS
-        indices = np.arange(first, min(first + WINDOW_DOCUMENTS, len(self.documents)))
-        documents = self.documents.start + permute(indices, size=len(self.documents), seed=settings.seed, epoch=epoch)
-        segments = cut_documents(
-            documents,
-            self.corpus.lengths[documents],
-            epoch=epoch,
-            seq_length=settings.seq_length,
-            long_documents=settings.long_documents,
+    @cached_property
+    def _usual_documents(self) -> int:
+        return usual_documents(self.sources, self.settings)
+
+    def _own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
+        size = self.settings.micro_batch_size
+        firsts = range(0, self.settings.global_batch_size, size)[self.data_parallel_rank :: self.data_parallel_size]
+        return [rows.take(first, first + size) for first in firsts]
+
+    def _announce(
+        self, batches: Iterator[tuple[PackedRows, Cursor | BlendCursor]]
+    ) -> Iterator[tuple[PackedRows, Cursor | BlendCursor]]:
+        """The same batches, each after the operating system has been told to read this rank's part of the next."""
+        ahead = next(batches)
+        for following in batches:
+            for part in self._own_micro_batches(following[0]):
+                for corpus, members in _group_by_corpus(self.sources, part.segments):
+                    corpus.will_need(_document_numbers(part.segments.documents_n[members]))
+            yield ahead
+            ahead = following
+
+    def _build(self, rows: PackedRows) -> PackedBatch:
+        settings, ranks = self.settings, self.context_parallel_size
+        batch = build_micro_batch(self.sources, rows, settings=settings)
+        if ranks > 1:
+            batch = _take_slots(
+                batch, first=self.context_parallel_rank * self._slots // ranks, count=self._slots // ranks
+            )
+        if not settings.fixed_shapes:
+            return batch
+        masked = usual_masked(self._slots // ranks, probability=settings.masking.probability)
+        bounds = batch.cu_seqlens_n.numpy()
+        return replace(
+            batch,
+            labels_m=torch.from_numpy(fill_up(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
+            masked_positions_m=torch.from_numpy(fill_up(batch.masked_positions_m.numpy(), masked, 0)),
+            cu_seqlens_n=torch.from_numpy(
+                np.concatenate([bounds[:1], fill_up(bounds[1:], self._usual_documents, self._slots)])
+            ),
         )
-        return pack_rows(segments, seq_length=settings.seq_length, seed=settings.seed, epoch=epoch, window=window)
 
 
-def build_micro_batch(corpus: Documents, segments: Segments, *, settings: BatchSettings) -> PackedBatch:
-    """Reads, masks and lays out the segments of micro_batch_size rows."""
-    ids = settings.token_ids
+def build_micro_batch(sources: tuple[Source, ...], rows: PackedRows, *, settings: BatchSettings) -> PackedBatch:
+    """Reads, masks and lays out micro_batch_size rows."""
+    ids, segments = settings.token_ids, rows.segments
     slots = settings.micro_batch_size * settings.seq_length
-    ends_n = np.cumsum(segments.lengths_n + ADDED_TOKENS)
-    starts_n = ends_n - segments.lengths_n - ADDED_TOKENS
+    ends_n = np.cumsum(segments.slots_n)
+    starts_n = ends_n - segments.slots_n
+    text_starts_n = starts_n + segments.has_cls_n
     real_tokens = int(ends_n[-1])
 
     tokens_t = np.full(slots, ids.pad, dtype=np.int64)
-    tokens_t[starts_n] = ids.cls
-    tokens_t[ends_n - 1] = ids.sep
-    content = corpus.gather(segments.documents_n, segments.starts_n, segments.lengths_n)
-    read = 0
-    for start, length in zip((starts_n + 1).tolist(), segments.lengths_n.tolist(), strict=True):
-        tokens_t[start : start + length] = content[read : read + length]
-        read += length
+    tokens_t[starts_n[segments.has_cls_n]] = ids.cls
+    tokens_t[ends_n[segments.has_sep_n] - 1] = ids.sep
+    _read_text(sources, segments, text_starts_n, tokens_t)
 
-    masked = mask_tokens(tokens_t, segments, starts_n + 1, scheme=settings.masking, ids=ids, seed=settings.seed)
+    has_text_n = segments.lengths_n > 0  # a row of the concatenated layout can be cut right before or behind the text
+    masked = mask_tokens(
+        tokens_t,
+        segments[has_text_n],
+        text_starts_n[has_text_n],
+        scheme=settings.masking,
+        ids=ids,
+        seed=settings.seed,
+    )
     tokens_t[masked.positions_m] = masked.replacements_m
     # More than one dummy document only where more than a row is unused: attention kernels rely on max_seqlen.
     dummy_starts = np.arange(real_tokens, slots, settings.seq_length)
+    bounds = starts_n if settings.batch_layout == "packed" else starts_n[rows.row_offsets[:-1]]
     return PackedBatch(
         tokens_t=torch.from_numpy(tokens_t),
         labels_m=torch.from_numpy(masked.labels_m),
         masked_positions_m=torch.from_numpy(masked.positions_m),
-        cu_seqlens_n=torch.from_numpy(np.concatenate([starts_n, dummy_starts, [slots]]).astype(np.int32)),
+        cu_seqlens_n=torch.from_numpy(np.concatenate([bounds, dummy_starts, [slots]]).astype(np.int32)),
         max_seqlen=settings.seq_length,
         real_tokens=real_tokens,
+    )
+
+
+def _group_by_corpus(
+    sources: tuple[Source, ...], segments: Segments
+) -> list[tuple[Documents, slice | NDArray[np.int64]]]:
+    """Each corpus that the segments are read from, and which of them; sources may share one."""
+    corpora = list({id(source.corpus): source.corpus for source in sources}.values())
+    if len(corpora) == 1:
+        return [(corpora[0], slice(None))]
+    corpus_of_source = np.array([next(i for i, c in enumerate(corpora) if c is source.corpus) for source in sources])
+    corpus_n = corpus_of_source[segments.documents_n >> COMPONENT_SHIFT]
+    return [(corpora[number], np.flatnonzero(corpus_n == number)) for number in np.unique(corpus_n).tolist()]
+
+
+def _document_numbers(documents_n: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Inside their corpora."""
+    return documents_n & ((1 << COMPONENT_SHIFT) - 1)
+
+
+def _read_text(
+    sources: tuple[Source, ...],
+    segments: Segments,
+    text_starts_n: NDArray[np.int64],
+    tokens_t: NDArray[np.int64],
+) -> None:
+    """Copies the tokens of every segment to its place in tokens_t."""
+    for corpus, members in _group_by_corpus(sources, segments):
+        own = segments[members]
+        content = corpus.gather(_document_numbers(own.documents_n), own.starts_n, own.lengths_n)
+        read = 0
+        for start, length in zip(text_starts_n[members].tolist(), own.lengths_n.tolist(), strict=True):
+            tokens_t[start : start + length] = content[read : read + length]
+            read += length
+
+
+def _take_slots(batch: PackedBatch, *, first: int, count: int) -> PackedBatch:
+    """The part of a micro-batch that one context-parallel rank holds."""
+    positions = batch.masked_positions_m
+    own = (positions >= first) & (positions < first + count)
+    return replace(
+        batch,
+        tokens_t=batch.tokens_t[first : first + count].clone(),
+        labels_m=batch.labels_m[own],
+        masked_positions_m=positions[own] - first,
+        real_tokens=min(max(batch.real_tokens - first, 0), count),
     )

@@ -107,6 +107,17 @@ class Corpus:
             slices = [volume.bytes[begin:end] for volume, (begin, end) in zip(volumes, bounds, strict=True)]
         return np.frombuffer(bytearray().join(slices), dtype=self.dtype)
 
+    def will_need(self, documents: NDArray[np.int64]) -> None:
+        """Has the operating system start to read these documents, which does not wait for them."""
+        at = np.searchsorted(self._ends, documents, side="right")
+        for number in np.unique(at).tolist():
+            volume = self.volumes[number]
+            volume.will_need(documents[at == number] - (int(self._ends[number]) - volume.lengths.size))
+
+    def length_arrays(self) -> list[NDArray[np.int32]]:
+        """Tokens of each document, volume by volume, where they lie."""
+        return [volume.lengths for volume in self.volumes]
+
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Raises DataError where the corpus was written with another tokenizer than the run uses."""
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:

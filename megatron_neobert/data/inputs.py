@@ -1,46 +1,117 @@
-"""The corpus and the tokenizer that a run names, opened together. No torch: a wrong path costs milliseconds."""
+"""The corpora and the tokenizer that a run names, opened together. No torch: a wrong path costs milliseconds."""
 
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_neobert.config import DataConfig
 from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.data.order import split_ranges
+from megatron_neobert.data.rows import Source
+from megatron_neobert.data.selection import KeptDocuments
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.data_path import Component, parse_data_path, whole_weights
 from megatron_neobert.errors import DataError
 
 
-class Inputs(NamedTuple):
+@dataclass(frozen=True)
+class Inputs:
     """What training reads."""
 
     tokenizer: Tokenizer
-    corpus: Corpus
-    training_documents: range
-    validation: tuple[Corpus, range] | None  # None: --split has one share, or the second is 0
+    training: tuple[Source, ...]
+    validation: tuple[Source, ...] | None  # None: --split has one share, or the second is 0
+    identity: str  # equal for the same documents in the same proportions, whatever the paths; of --data-path as a whole
+    description: list[str]  # a line for each component of --data-path
 
 
 def open_inputs(data: DataConfig) -> Inputs:
-    """Opens and checks all of it, and cuts the documents into training and validation where one corpus serves both.
+    """Opens and checks all of it, and cuts the documents into training and validation where a corpus serves both.
+
+    Every component of a blend is cut alike, before its documents are chosen by length, so that a corpus that stands
+    in several components holds out the same documents in all.
 
     Raises:
+        ConfigError: --data-path or --split is malformed.
         MissingInputError: A path does not exist.
-        DataError: A file is damaged, the tokenizer is not a corpus's, or no document is left for training.
+        DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left.
     """
+    components = parse_data_path(data.data_path)
     tokenizer = load_tokenizer(Path(data.tokenizer_model or ""), data.tokenizer_type)
-    corpus = _open_corpus(data.data_path or "", tokenizer)
+
+    @cache
+    def open_corpus(prefix: str) -> Corpus:
+        corpus = Corpus(Path(prefix))
+        corpus.check_tokenizer(tokenizer)
+        return corpus
+
+    training, held_out = _split_sources(components, data.share_of_data_path, open_corpus)
     if data.valid_data_path is not None:
-        held_out = _open_corpus(data.valid_data_path, tokenizer)
-        return Inputs(tokenizer, corpus, range(len(corpus)), (held_out, range(len(held_out))))
-    training, *others = split_ranges(len(corpus), data.split)
-    if not training:
+        held_out_components = parse_data_path([data.valid_data_path], flag="--valid-data-path")
+        held_out, _ = _split_sources(held_out_components, "100", open_corpus)
+    corpora = [open_corpus(component.prefix) for component in components]
+    return Inputs(
+        tokenizer=tokenizer,
+        training=training,
+        validation=held_out or None,
+        identity=_identity(components, corpora),
+        description=[
+            _describe(component, corpus, source)
+            for component, corpus, source in zip(components, corpora, training, strict=True)
+        ],
+    )
+
+
+def _split_sources(
+    components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
+) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """For training, and for validation if --split gives it a share."""
+    parts: tuple[list[Source], list[Source]] = ([], [])
+    for component, weight in zip(components, whole_weights(components), strict=True):
+        corpus = open_corpus(component.prefix)
+        ranges = split_ranges(len(corpus), split)
+        if not ranges[0]:
+            raise DataError(
+                f"--split {split} leaves none of the {len(corpus):,} documents of {component.prefix} for training; "
+                "give the first share more."
+            )
+        for sources, documents, purpose in zip(parts, ranges, ("training", "validation"), strict=False):
+            if documents:
+                sources.append(Source(corpus, _choose(component, corpus, documents, purpose), weight))
+    return tuple(parts[0]), tuple(parts[1])
+
+
+def _choose(component: Component, corpus: Corpus, documents: range, purpose: str) -> range | KeptDocuments:
+    if not component.is_filtered:
+        return documents
+    kept = KeptDocuments(corpus, documents, minimum=component.minimum, maximum=component.maximum)
+    if not kept:
+        statistics = corpus.manifest.statistics
         raise DataError(
-            f"--split {data.split} leaves none of the {len(corpus):,} documents of {data.data_path} for training; give "
-            "the first share more."
+            f"{component}: none of the {len(documents):,} documents for {purpose} has at least {component.minimum:,}"
+            + (f" and at most {component.maximum:,}" if component.maximum is not None else "")
+            + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}. Change min "
+            "and max, or --split, or leave the component out."
         )
-    return Inputs(tokenizer, corpus, training, (corpus, others[0]) if others and others[0] else None)
+    return kept
 
 
-def _open_corpus(prefix: str, tokenizer: Tokenizer) -> Corpus:
-    corpus = Corpus(Path(prefix))
-    corpus.check_tokenizer(tokenizer)
-    return corpus
+def _identity(components: Sequence[Component], corpora: Sequence[Corpus]) -> str:
+    if len(components) == 1 and not components[0].is_filtered:
+        return corpora[0].manifest.sha256
+    lines = [
+        f"{weight} {corpus.manifest.sha256} {component.minimum} {component.maximum}"
+        for weight, component, corpus in zip(whole_weights(components), components, corpora, strict=True)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _describe(component: Component, corpus: Corpus, source: Source) -> str:
+    """One component: the share of the rows, how many documents of how many, and the tokens of all."""
+    manifest = corpus.manifest
+    return (
+        f"{component}, weight {source.weight}: {len(source.documents):,} of {manifest.documents:,} documents "
+        f"({manifest.tokens:,} tokens)"
+    )

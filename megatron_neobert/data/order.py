@@ -1,7 +1,8 @@
 """Which document comes next: the shares of training and validation, and the order of an epoch.
 
 The order is a permutation that is computed, not stored: any index of a billion documents costs the same few
-operations and no memory, on every rank and in every worker alike (about 7 M indices per second on one core).
+operations and no memory, on every rank and in every worker alike (about 7 M indices per second on one core). A corpus
+that the page cache cannot hold is shuffled in blocks of neighbouring documents, which a disk reads in one go.
 """
 
 from itertools import pairwise
@@ -13,10 +14,47 @@ from numpy.typing import NDArray
 from megatron_neobert.data.philox import Stream, draw_words
 from megatron_neobert.errors import ConfigError
 
+# Of a blend's component number inside the item of a draw, and inside the number of a document: below it fit 2^48
+# documents or windows, above it 2^14 components.
+COMPONENT_SHIFT = 48
+
 _ROUNDS = 12  # at 8, the orders of six documents are visibly uneven; from 12 on they are not
 
 
-def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def windows_of_epoch(documents: int, *, window_documents: int, block_size: int) -> int:
+    """How many windows `documents_of_window` cuts an epoch into."""
+    blocks = -(-documents // block_size)
+    return -(-blocks // _blocks_per_window(window_documents, block_size))
+
+
+def documents_of_window(
+    window: int, *, documents: int, window_documents: int, block_size: int, seed: int, epoch: int, component: int = 0
+) -> NDArray[np.int64]:
+    """Indices in [0, documents) of a window's documents, in the order of an epoch.
+
+    Args:
+        window_documents: How many a window holds; fewer at the end of the epoch, or where the last block is incomplete.
+        block_size: Neighbours that stay in one window. Above 1 the blocks are permuted, and the documents of a window
+            among themselves. One block is the least that a window holds.
+        component: Which part of a blend; each has an order of its own. At least 0, below 2^14.
+    """
+    item = component << COMPONENT_SHIFT
+    blocks, per_window = -(-documents // block_size), _blocks_per_window(window_documents, block_size)
+    places = np.arange(window * per_window, min((window + 1) * per_window, blocks))
+    chosen = permute(places, size=blocks, seed=seed, epoch=epoch, item=item)
+    if block_size == 1:
+        return chosen
+    members = (chosen[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    members = members[members < documents]
+    within = permute(np.arange(len(members)), size=len(members), seed=seed, epoch=epoch, item=item + window + 1)
+    return members[within]
+
+
+def _blocks_per_window(window_documents: int, block_size: int) -> int:
+    return max(1, window_documents // block_size)
+
+
+def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, item: int = 0) -> NDArray[np.int64]:
     """The documents that stand at `indices` in the order of an epoch.
 
     A Feistel network on pairs (x // width, x % width) of a grid that holds at least `size` cells. Images outside
@@ -26,6 +64,7 @@ def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int) -> 
     Args:
         indices: Each in [0, size).
         size: Number of documents, below 2^62.
+        item: Gives another order of the same seed and epoch; at least 0, below 2^62.
 
     Returns:
         Same shape; distinct indices give distinct documents in [0, size).
@@ -34,7 +73,9 @@ def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int) -> 
     """
     height = isqrt(size - 1) + 1
     width = -(-size // height)
-    keys = draw_words(Stream.DOCUMENT_ORDER, seed=seed, epoch=epoch, item=0, index=np.arange(_ROUNDS)).view(np.uint64)
+    keys = draw_words(Stream.DOCUMENT_ORDER, seed=seed, epoch=epoch, item=item, index=np.arange(_ROUNDS)).view(
+        np.uint64
+    )
     images = _shuffle_grid(indices.astype(np.uint64), height=height, width=width, keys=keys[:, 0])
     outside = np.flatnonzero(images >= size)
     while len(outside):

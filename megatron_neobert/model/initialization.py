@@ -8,15 +8,19 @@ no scaling by depth.
 """
 
 import hashlib
+import re
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-# How tensor parallelism cuts each weight: dimension, and the number of blocks (gate and up projection) cut separately.
-_PARTITIONS = {
+# How tensor parallelism cuts each weight: dimension, and the number of blocks (gate and up projection) cut separately;
+# None: every rank has it whole.
+_PARTITIONS: dict[str, tuple[int, int] | None] = {
     "word_embeddings.weight": (0, 1),
+    "position_embeddings.weight": None,
     "linear_qkv.weight": (0, 1),  # rows are q, k, v within each head, so whole heads stay together
     "linear_proj.weight": (1, 1),
     "linear_fc1.weight": (0, 2),
@@ -26,7 +30,7 @@ _PARTITIONS = {
 }
 
 
-def initialize_weights(model: nn.Module, *, seed: int, init_range: float, vocab_size: int) -> None:
+def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: int) -> None:
     """Fills every parameter of `model`, on any rank, from `seed`.
 
     Also marks which parameters are sharded. Megatron leaves that out when it does not initialise itself, and then
@@ -37,20 +41,40 @@ def initialize_weights(model: nn.Module, *, seed: int, init_range: float, vocab_
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    for name, param in model.named_parameters():
-        partition = next((cut for suffix, cut in _PARTITIONS.items() if name.endswith(suffix)), None)
-        if partition is None:
-            assert "norm" in name, f"{name}: no rule how this parameter is initialised and sharded"
-            nn.init.ones_(param)
+    for local_name, param in model.named_parameters():
+        name = _name_in_whole_model(model, local_name)
+        if "norm" in name:
+            nn.init.ones_(param) if name.endswith("weight") else nn.init.zeros_(param)
             continue
-        dim, blocks = partition
-        if not hasattr(param, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(param, True, dim, blocks)
+        partition = _partition_of(name, gated=model.config.gated_linear_unit)
         shape = list(param.shape)
-        shape[dim] *= tp_size
+        if partition is not None:
+            dim, blocks = partition
+            if not hasattr(param, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(param, True, dim, blocks)
+            shape[dim] *= tp_size
         full = _draw(name, shape, seed=seed, init_range=init_range, vocab_size=vocab_size)
         with torch.no_grad():
-            param.copy_(_shard(full, dim, blocks, tp_rank, tp_size))
+            param.copy_(full if partition is None else _shard(full, *partition, tp_rank, tp_size))
+        if hasattr(param, "clear_high_precision_init_val"):
+            # Weights kept in FP8 remember, for the optimizer, what they were built with: unset memory here.
+            param.clear_high_precision_init_val()
+
+
+def _name_in_whole_model(model: Any, name: str) -> str:
+    """A pipeline stage counts its layers from 0; here they have their numbers in the whole model."""
+    found = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if found is None:
+        return name
+    layer = model.decoder.layers[int(found[1])].layer_number - 1
+    return f"decoder.layers.{layer}.{name[found.end() :]}"
+
+
+def _partition_of(name: str, *, gated: bool) -> tuple[int, int] | None:
+    for suffix, partition in _PARTITIONS.items():
+        if name.endswith(suffix):
+            return (0, 1) if suffix == "linear_fc1.weight" and not gated else partition
+    raise AssertionError(f"{name}: no rule how this parameter is initialised and sharded")
 
 
 def _draw(name: str, shape: list[int], *, seed: int, init_range: float, vocab_size: int) -> Tensor:

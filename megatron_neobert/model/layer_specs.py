@@ -1,48 +1,131 @@
-"""Which class fills each slot of a transformer layer."""
+"""Which class fills each slot of a transformer layer: Transformer Engine's, or megatron.core's own and torch's.
 
+Both compute the same with the same weights, and a checkpoint of one loads into the other: the local norms carry, in a
+checkpoint, the names that they have in Transformer Engine's fused layers.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import (
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
 
-from megatron_neobert.model.attention import PackedAttention
+from megatron_neobert.config import Settings
+from megatron_neobert.model.attention import CoreAttention
+from megatron_neobert.model.kernels import choose_kernels
+from megatron_neobert.model.packed_kernels import FlashAttention, TorchAttention
 
 
-def local_layer_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """The stack out of megatron.core's own classes and torch kernels: runs everywhere, needs no Transformer Engine.
+class LocalRMSNorm(nn.RMSNorm):
+    """Torch's, built as Megatron builds norms. Megatron's own wrapper refuses sequence parallelism."""
 
-    In a checkpoint the norms carry the names they have in Transformer Engine's fused layers, so that checkpoints
-    move between both implementations.
-    """
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.no_mask},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedAttention,
-                    linear_proj=RowParallelLinear,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark_for_gradient_reduction(self, config)
+
+
+class LocalLayerNorm(nn.LayerNorm):
+    """Torch's, built as Megatron builds norms; weight and bias."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark_for_gradient_reduction(self, config)
+
+
+def _mark_for_gradient_reduction(norm: nn.Module, config: TransformerConfig) -> None:
+    """A norm that saw some of the tokens has some of the gradient; Megatron sums it over ranks where this is set."""
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What an implementation puts into the slots of a layer."""
+
+    norm_before_linear: Any
+    first_linear: Any
+    second_linear: Any
+    final_norm: Any
+    names_in_checkpoint: dict[str, str] = field(default_factory=dict)
+
+
+_TRANSFORMER_ENGINE = _Parts(
+    norm_before_linear=IdentityOp,  # part of the linear layer
+    first_linear=TELayerNormColumnParallelLinear,
+    second_linear=TERowParallelLinear,
+    final_norm=TENorm,
+)
+_LOCAL_NORMS = {"RMSNorm": LocalRMSNorm, "LayerNorm": LocalLayerNorm}
+_ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttention, "flash_attn": FlashAttention}
+
+
+def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage, or of one piece of an interleaved pipeline; all are of one length."""
+    kernels = choose_kernels(settings)
+    if kernels.transformer_impl == "transformer_engine":
+        parts = _TRANSFORMER_ENGINE
+    else:
+        parts = _local_parts(settings.model.normalization)
+    layer = _layer(parts, attention=_ATTENTION[kernels.attention])
+    layers = settings.model.num_layers // (
+        settings.parallel.pipeline_model_parallel_size * settings.virtual_stages_per_rank
+    )
+    # The final norm does not come from the layer's spec: without it here it would be whatever norm Megatron finds.
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=parts.final_norm)
+
+
+def _local_parts(normalization: str) -> _Parts:
+    norm = _LOCAL_NORMS[normalization]
+    return _Parts(
+        norm_before_linear=norm,
+        first_linear=ColumnParallelLinear,
+        second_linear=RowParallelLinear,
+        final_norm=norm,
+        names_in_checkpoint={
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
+    )
+
+
+def _layer(parts: _Parts, *, attention: type[nn.Module]) -> ModuleSpec:
+    # The mask type "padding" is Transformer Engine's word for documents bounded by cu_seqlens; its default is causal.
+    self_attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.padding},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=parts.first_linear,
+            core_attention=ModuleSpec(module=CoreAttention, params={"kernel": attention}),
+            linear_proj=parts.second_linear,
         ),
     )
-    # The final norm does not come from the layer spec: without this line it would be whatever norm megatron finds.
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=parts.first_linear, linear_fc2=parts.second_linear)
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts.norm_before_linear,
+            self_attention=self_attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=parts.norm_before_linear,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=parts.names_in_checkpoint,
+        ),
+    )

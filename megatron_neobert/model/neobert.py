@@ -7,42 +7,60 @@ computed at the masked positions only (a fifth of the tokens). Everything else i
 from typing import Any
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megatron_neobert.config import Settings
+from megatron_neobert.model.attention import pack_row, positions_in_documents
 from megatron_neobert.model.initialization import initialize_weights
-from megatron_neobert.model.layer_specs import local_layer_spec
+from megatron_neobert.model.layer_specs import layer_spec
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.transformer_config import to_transformer_config
 
 
 class NeoBERTModel(GPTModel):
-    """The encoder with its masked-language-model head; weights are those of the run's seed.
+    """The encoder with its masked-language-model head, or a pipeline stage of it; weights are those of the run's seed.
 
-    Shape letters: `t` tokens of a packed row, `n` documents + 1, `m` masked positions, `v` this rank's share of the
-    padded vocabulary, `h` hidden.
+    Shape letters: `t` tokens of a packed row (`t/c` of this context-parallel rank), `n` documents + 1, `m` masked
+    positions of this rank, `v` this rank's share of the padded vocabulary, `h` hidden.
 
     Args:
         vocab_size: Number of tokens of the tokenizer, unpadded.
+        pre_process: Whether this stage has the embedding.
+        post_process: Whether this stage has the final norm and the head.
+        vp_stage: Which of this rank's pieces this is, in an interleaved pipeline.
     """
 
-    def __init__(self, settings: Settings, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        vocab_size: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
         model = settings.model
-        tensor_parallel = settings.parallel.tensor_model_parallel_size
+        rotates = model.position_embedding_type == "rope"
         super().__init__(
             config=to_transformer_config(settings),
-            transformer_layer_spec=local_layer_spec(model.num_layers),
-            vocab_size=model.padded_vocab_size(vocab_size, tensor_parallel=tensor_parallel),
-            max_sequence_length=model.max_position_embeddings,
-            position_embedding_type="rope",
-            rotary_base=model.rotary_base,
+            transformer_layer_spec=layer_spec(settings),
+            vocab_size=model.padded_vocab_size(
+                vocab_size, tensor_parallel=settings.parallel.tensor_model_parallel_size
+            ),
+            max_sequence_length=model.position_rows,
+            position_embedding_type="none" if rotates else "learned_absolute",  # rotation is CoreAttention's
             share_embeddings_and_output_weights=False,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
         )
-        self._add_decoder_bias()
-        self.padded_columns = self._padded_columns_of_this_rank(vocab_size)
+        self.rotary = RotaryEmbedding(self.config.kv_channels, 1.0, rotary_base=model.rotary_base) if rotates else None
+        if post_process:
+            self._prepare_head(vocab_size)
         initialize_weights(self, seed=settings.training.seed, init_range=model.init_method_range, vocab_size=vocab_size)
 
     def forward(
@@ -56,54 +74,60 @@ class NeoBERTModel(GPTModel):
         """Loss at the masked positions of a packed row, or the logits there.
 
         Args:
-            tokens_t: Token ids, documents end to end.
-            cu_seqlens_n: Where each document starts, and `t` at the end; int32.
+            tokens_t: Token ids, documents end to end; under context parallelism this rank's slice of them.
+            cu_seqlens_n: Where each document of the whole row starts, and its length at the end; int32. Documents of no
+                token may stand at the end.
             max_seqlen: At least the longest document, in tokens.
-            masked_positions_m: Indices into the row.
-            labels_m: Original ids at these positions.
+            masked_positions_m: Indices into `tokens_t`.
+            labels_m: Original ids at these positions; below 0 where the position is a mere filler.
 
         Returns:
-            With labels (losses_m, correct_m), both fp32; without, logits_mv.
+            With labels (losses_m, correct_m), both fp32; without, logits_mv. On a stage without the head, hidden states
+            for the next one.
 
-        Collective: the tensor-parallel group.
+        Collective: the tensor- and context-parallel groups.
         """
+        ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        own = tokens_t.size(0)
+        positions_t = positions_in_documents(cu_seqlens_n, slots=own * ranks)
+        angles_t11d = None
+        if self.rotary is not None:
+            angles_t11d = self.rotary(max_seqlen, packed_seq=True)[positions_t]
         hidden_t1h = super().forward(
             input_ids=tokens_t.unsqueeze(0),
-            position_ids=None,
+            # Row 0 of the learned positions is padding's, as in the released ablation.
+            position_ids=1 + positions_t[rank * own : (rank + 1) * own].unsqueeze(0),
             attention_mask=None,
-            packed_seq_params=_packed_seq_params(cu_seqlens_n, max_seqlen, tokens=tokens_t.size(0)),
+            packed_seq_params=pack_row(cu_seqlens_n, max_seqlen, angles_t11d=angles_t11d),
         )
-        logits_m1v, _ = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
-        logits_mv = logits_m1v.squeeze(1)
-        if self.padded_columns:
-            logits_mv[:, -self.padded_columns :] = torch.finfo(logits_mv.dtype).min
-        return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m)
+        if not self.post_process:
+            return hidden_t1h
+        logits_mv = self._decode(hidden_t1h, masked_positions_m)
+        return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
         """Hands the hidden states through: the head in `forward` wants only some of them."""
         return hidden_states
 
-    def _add_decoder_bias(self) -> None:
-        """GPTModel's output layer has no bias, but adds and checkpoints one if it is there."""
+    def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
+        if self.config.sequence_parallel:
+            # The gradient of each rank's share of the vocabulary is summed by the output layer itself.
+            hidden_t1h = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_t1h, tensor_parallel_output_grad=False
+            )
+        logits_m1v, _ = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
+        logits_mv = logits_m1v.squeeze(1)
+        if self.padded_columns:
+            logits_mv[:, -self.padded_columns :] = torch.finfo(logits_mv.dtype).min
+        return logits_mv
+
+    def _prepare_head(self, vocab_size: int) -> None:
+        """Adds the bias that GPTModel's output layer does not have, but uses and checkpoints if it is there."""
         layer = self.output_layer
         layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
         set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
-
-    def _padded_columns_of_this_rank(self, vocab_size: int) -> int:
-        """How many of this rank's decoder columns stand for no token; they are the last ones."""
-        columns = self.output_layer.weight.size(0)
+        layer.sequence_parallel = False  # it reads masked positions of the whole row
+        layer.allreduce_dgrad = parallel_state.get_tensor_model_parallel_world_size() > 1
+        columns = layer.weight.size(0)
         first = self.pg_collection.tp.rank() * columns
-        return min(columns, max(0, first + columns - vocab_size))
-
-
-def _packed_seq_params(cu_seqlens_n: Tensor, max_seqlen: int, *, tokens: int) -> PackedSeqParams:
-    # megatron.core takes a rotary table exactly as long as the row for one of absolute positions in the row, and then
-    # positions would not restart at each document (rope_utils.py of 0.16.1, `_apply_rotary_pos_emb_thd`).
-    max_seqlen += max_seqlen == tokens
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens_n,
-        cu_seqlens_kv=cu_seqlens_n,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-    )
+        self.padded_columns = min(columns, max(0, first + columns - vocab_size))  # they stand for no token

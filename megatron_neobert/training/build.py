@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -36,20 +37,20 @@ def build_run(settings: Settings) -> Run:
     Collective: all ranks.
     """
     inputs = open_inputs(settings.data)
-    device = distributed.initialize(settings.parallel)  # collective: all ranks
+    device = distributed.initialize(settings)  # collective: all ranks
     training_stream, validation_stream = _build_streams(settings, inputs)
-    model = _build_model(settings, device, vocab_size=inputs.tokenizer.vocab_size)
-    optimizer = _build_optimizer(settings, model)
+    models = _build_models(settings, device, vocab_size=inputs.tokenizer.vocab_size)
+    optimizer = _build_optimizer(settings, models)
     return Run(
         settings=settings,
         device=device,
         tokenizer=inputs.tokenizer,
-        model=model,
+        models=models,
         optimizer=optimizer,
         scheduler=_build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_stream=validation_stream,
-        progress=Progress(corpus_sha256=inputs.corpus.manifest.sha256),
+        progress=Progress(corpus_sha256=inputs.identity),
     )
 
 
@@ -71,18 +72,21 @@ def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, Bat
             special=tuple(tokenizer.special_ids),
         ),
         seed=settings.training.seed,
+        batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
+        document_block_size=settings.data.document_block_size,
+        fixed_shapes=torch.cuda.is_available(),
     )
     training = BatchStream(
-        inputs.corpus,
-        inputs.training_documents,
+        inputs.training,
         batch_settings,
         data_parallel_rank=distributed.data_parallel_rank(),
         data_parallel_size=distributed.data_parallel_size(),
+        context_parallel_rank=distributed.context_parallel_rank(),
+        context_parallel_size=distributed.context_parallel_size(),
     )
     if inputs.validation is None or not settings.training.eval_iters:
         return training, None
-    corpus, documents = inputs.validation
-    return training, replace(training, corpus=corpus, documents=documents)
+    return training, replace(training, sources=inputs.validation)
 
 
 def _masking_scheme(data: DataConfig) -> MaskingScheme:
@@ -90,14 +94,33 @@ def _masking_scheme(data: DataConfig) -> MaskingScheme:
     return MaskingScheme(data.mask_prob, mask_share=mask, random_share=random, keep_share=keep)
 
 
-def _build_model(settings: Settings, device: torch.device, *, vocab_size: int) -> DistributedDataParallel:
-    """The model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
-    parallel = settings.parallel
-    model: Any = NeoBERTModel(settings, vocab_size=vocab_size).to(device)
-    config = model.config
+def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:
+    """This rank's pieces of the model, one without interleaving. Collective: all ranks."""
+    pieces = settings.virtual_stages_per_rank
+    models = []
+    for number in range(pieces):
+        vp_stage = number if pieces > 1 else None
+        model = NeoBERTModel(
+            settings,
+            vocab_size=vocab_size,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        models.append(_wrap_model(settings, model.to(device), is_first_piece=number == 0))
+    config = models[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if settings.parallel.overlap_grad_reduce:
+        config.no_sync_func = [model.no_sync for model in models] if pieces > 1 else models[0].no_sync
+    return models
+
+
+def _wrap_model(settings: Settings, model: Any, *, is_first_piece: bool) -> DistributedDataParallel:
+    """A model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
+    parallel, config = settings.parallel, model.config
     if settings.training.bf16:
         model = Float16Module(config, model)
-    model = DistributedDataParallel(
+    return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -105,16 +128,14 @@ def _build_model(settings: Settings, device: torch.device, *, vocab_size: int) -
             overlap_param_gather=parallel.overlap_param_gather,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
             bucket_size=parallel.ddp_bucket_size,
+            fp8_param_gather=settings.compute.fp8_param_gather,
         ),
         model,
+        disable_bucketing=not is_first_piece,  # as Megatron: the pieces' schedule overlaps already
     )
-    config.finalize_model_grads_func = finalize_model_grads
-    if parallel.overlap_grad_reduce:
-        config.no_sync_func = model.no_sync
-    return model
 
 
-def _build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
+def _build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -> Any:
     """Megatron's optimizer over all parameters. Collective: all ranks."""
     cfg = settings.optimizer
     config = MegatronOptimizerConfig(
@@ -131,9 +152,10 @@ def _build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
         params_dtype=torch.bfloat16 if settings.training.bf16 else torch.float32,
         use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
         overlap_param_gather=settings.parallel.overlap_param_gather,
+        fp8_recipe=settings.compute.fp8_recipe if settings.compute.fp8_format is not None else None,
     )
     return get_megatron_optimizer(
-        config, [model], config_overrides=_decay_overrides(cfg.weight_decay_scope), use_gloo_process_groups=True
+        config, models, config_overrides=_decay_overrides(cfg.weight_decay_scope), use_gloo_process_groups=True
     )
 
 

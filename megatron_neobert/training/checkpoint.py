@@ -16,7 +16,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_neobert.config import Settings, flag_of
-from megatron_neobert.data.batches import Cursor
+from megatron_neobert.data.blend import read_cursor
+from megatron_neobert.data.rows import Cursor
 from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.flags import read_record, write_record
@@ -38,18 +39,26 @@ _MUST_MATCH = {
         "num_layers",
         "hidden_size",
         "num_attention_heads",
-        "swiglu_width",
+        "ffn_width",
+        "swiglu",
+        "normalization",
+        "position_embedding_type",
+        "position_rows",
         "rotary_base",
         "norm_epsilon",
     ),
-    "data": ("seq_length", "long_documents", "share_of_data_path"),
+    "data": ("seq_length", "long_documents", "batch_layout", "document_block_size", "share_of_data_path"),
     "training": ("seed",),
     # The optimizer's state is laid out by these.
     "parallel": ("use_distributed_optimizer",),
     "optimizer": ("weight_decay_scope",),
 }
 
-_SET_BY = {"swiglu_width": "ffn_hidden_size", "share_of_data_path": "split"}
+_SET_BY = {
+    "ffn_width": "ffn_hidden_size",
+    "share_of_data_path": "split",
+    "position_rows": "max_position_embeddings",
+}
 
 # megatron.core hands the results of a save over through a queue that it otherwise starts a process for (2.5 s); a
 # synchronous save writes and reads it in this process.
@@ -66,7 +75,8 @@ def save_checkpoint(run: Run) -> Path:
         temporary.mkdir(parents=True)
     torch.distributed.barrier()  # collective: nobody writes before the folder exists
     if run.settings.parallel.overlap_param_gather:
-        run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
+        for model in run.models:
+            model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
     dist_checkpointing.save(_sharded_state(run, loading=False), str(temporary))  # collective: all ranks
     if is_rank_zero():
         write_record(run.settings, temporary / "settings.yaml")
@@ -81,7 +91,9 @@ def save_checkpoint(run: Run) -> Path:
 
 
 def load_checkpoint(run: Run) -> Path | None:
-    """Restores weights, optimizer and progress from the newest good checkpoint of --load.
+    """Restores weights, optimizer and progress from the newest good checkpoint of --load, else of --continue-from.
+
+    From the latter, the data starts anew, whatever they were.
 
     Returns:
         Its folder; None if there is no checkpoint yet (`check_folders` has said whether that is allowed).
@@ -91,36 +103,63 @@ def load_checkpoint(run: Run) -> Path | None:
 
     Collective: all ranks.
     """
-    load = Path(run.settings.checkpoint.load or "")
-    folder = _choose(load)
+    config = run.settings.checkpoint
+    folder = _choose(Path(config.load)) if config.load is not None else None
+    has_new_data = folder is None
+    if folder is None and config.continue_from is not None:
+        folder = _choose(Path(config.continue_from))
     if folder is None:
         return None
-    _refuse_other_run(run, read_record(folder / "settings.yaml"), folder)
+    _refuse_other_run(run, read_record(folder / "settings.yaml"), folder, whole=not has_new_data)
     SafeReader(folder).read_metadata()  # refuses a table of contents that would run code when megatron reads it
     state = dist_checkpointing.load(_sharded_state(run, loading=True), str(folder))  # collective: all ranks
     progress = dict(state["progress"])
-    if progress["corpus_sha256"] != run.progress.corpus_sha256:
+    if has_new_data:
+        progress |= {"corpus_sha256": run.progress.corpus_sha256, "cursor": asdict(Cursor())}
+    elif progress["corpus_sha256"] != run.progress.corpus_sha256:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path "
-            f"{run.settings.data.data_path} has {run.progress.corpus_sha256[:12]}; its place in the data means nothing "
-            "there. Name the corpus it was trained on."
+            f"{' '.join(run.settings.data.data_path)} has {run.progress.corpus_sha256[:12]}; its place in the data "
+            "means nothing there. Name the corpus it was trained on, or give the folder as --continue-from to go on "
+            "with new data."
         )
-    run.unwrapped_model.load_state_dict(state["model"])
+    for name, model in _named_models(run).items():
+        _load_model(model, state[name])
     _load_optimizer(run, state["optimizer"])
-    run.progress = Progress(**{**progress, "cursor": Cursor(**progress["cursor"])})
+    run.progress = Progress(**{**progress, "cursor": read_cursor(progress["cursor"])})
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     return folder
 
 
 def _sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
-    model_state = run.unwrapped_model.sharded_state_dict()
+    """What is written or read. Tensors are known by their names in the whole model, whatever stage holds them."""
+    models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
     state = {
-        "model": model_state,
-        "optimizer": run.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_OPTIMIZER_FORMAT),
+        **models,
+        "optimizer": run.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_OPTIMIZER_FORMAT),
     }
     if not loading:
         state["progress"] = asdict(run.progress)
     return state
+
+
+def _named_models(run: Run) -> dict[str, Any]:
+    return {f"model{number}": model for number, model in enumerate(run.unwrapped_models)}
+
+
+def _sharded_model(model: Any) -> dict[str, Any]:
+    """The model's tensors, without Transformer Engine's `_extra_state`.
+
+    Those are pickles, which a reader must not open, and hold nothing but the history of delayed FP8 scaling, which
+    fills anew within some iterations.
+    """
+    return {name: value for name, value in model.sharded_state_dict().items() if not name.endswith("_extra_state")}
+
+
+def _load_model(model: Any, state: dict[str, Any]) -> None:
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    assert not missing and not unexpected, f"{missing=} {unexpected=}"
 
 
 def _load_optimizer(run: Run, state: dict[str, Any]) -> None:
@@ -153,9 +192,12 @@ def _choose(load: Path) -> Path | None:
     return choice[0]
 
 
-def _refuse_other_run(run: Run, saved: Settings, folder: Path) -> None:
+def _refuse_other_run(run: Run, saved: Settings, folder: Path, *, whole: bool) -> None:
+    """Compares the settings; where the data starts anew, neither the data nor the seed of its order need match."""
     differences = []
     for section, names in _MUST_MATCH.items():
+        if not whole and section in ("data", "training"):
+            continue
         before, now = getattr(saved, section), getattr(run.settings, section)
         for name in names:
             if getattr(before, name) != getattr(now, name):

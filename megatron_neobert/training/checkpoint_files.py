@@ -49,11 +49,16 @@ def check_folders(config: CheckpointConfig) -> None:
     """Refuses folders that a run must not start with.
 
     Raises:
-        MissingInputError: --load holds no checkpoint and is not --save.
+        MissingInputError: --load holds no checkpoint and is neither --save nor replaced by --continue-from; or the
+            latter holds none.
         OutputError: --save holds checkpoints and is not --load, or cannot be created.
     """
     load, save = (folder and Path(folder).resolve() for folder in (config.load, config.save))
-    if load and load != save and not list_checkpoints(load):
+    if config.continue_from is not None and not list_checkpoints(Path(config.continue_from)):
+        raise MissingInputError(
+            f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{_MANIFEST}); check the path."
+        )
+    if load and load != save and config.continue_from is None and not list_checkpoints(load):
         raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{_MANIFEST}); check the path.")
     if save and save != load and list_checkpoints(save):
         raise OutputError(

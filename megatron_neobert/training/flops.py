@@ -2,7 +2,7 @@
 
 Source of the formulas: `forward + backward = 3 x forward`, a matrix of n weights costs 2n per token forward, and
 attention over documents of length s costs 4 s d per token and layer (scores and context). Checked against the
-published model: tests/unit/training/test_flops.py.
+published models: tests/unit/training/test_flops.py.
 """
 
 from dataclasses import dataclass
@@ -19,44 +19,51 @@ class ParameterCount:
     blocks: int
     final_norm: int
     embedding: int
+    positions: int
     decoder: int
 
     @property
     def total(self) -> int:
-        return self.blocks + self.final_norm + self.embedding + self.decoder
+        return self.blocks + self.final_norm + self.embedding + self.positions + self.decoder
 
 
 def count_parameters(model: ModelConfig, *, vocab_size: int) -> ParameterCount:
     """Parameters with `vocab_size` real tokens: 245,136,954 for the default model and 30,522 tokens."""
-    hidden, ffn = model.hidden_size, model.swiglu_width
-    block = 4 * hidden * hidden + 3 * hidden * ffn + 2 * hidden
+    hidden = model.hidden_size
+    norm = 2 * hidden if model.normalization == "LayerNorm" else hidden  # with a bias, or without
     return ParameterCount(
-        blocks=model.num_layers * block,
-        final_norm=hidden,
+        blocks=model.num_layers * (_matrix_weights(model) + 2 * norm),
+        final_norm=norm,
         embedding=vocab_size * hidden,
+        positions=model.position_rows * hidden,
         decoder=vocab_size * hidden + vocab_size,
     )
 
 
 def training_flops_per_token(settings: Settings, *, vocab_size: int, document_tokens: float) -> float:
-    """Floating-point operations of forward and backward per token of the row.
+    """Floating-point operations of forward and backward per token of the row; what is recomputed counts once.
 
     Args:
-        document_tokens: Length that a token's document has on average; at most `seq_length`.
+        document_tokens: Length that a token's document has on average; at most `seq_length`. Without meaning where
+            documents of a row attend to each other: then every token sees `seq_length` tokens.
     """
-    model, hidden = settings.model, settings.model.hidden_size
-    matrices = model.num_layers * (4 * hidden * hidden + 3 * hidden * model.swiglu_width)
-    attention = model.num_layers * 4 * document_tokens * hidden
-    head = settings.data.mask_prob * 2 * vocab_size * hidden
+    model, data = settings.model, settings.data
+    seen_tokens = data.seq_length if data.batch_layout == "concatenated" else document_tokens
+    matrices = model.num_layers * _matrix_weights(model)
+    attention = model.num_layers * 4 * seen_tokens * model.hidden_size
+    head = data.mask_prob * 2 * vocab_size * model.hidden_size
     return 3 * (2 * matrices + attention + head)
 
 
 def state_bytes_per_rank(settings: Settings, *, vocab_size: int, world_size: int) -> int:
-    """Weights, gradients and optimizer state of one rank; activations are not counted."""
+    """Weights, gradients and optimizer state of the fullest rank; activations are not counted."""
     parallel, training = settings.parallel, settings.training
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=parallel.tensor_model_parallel_size)
-    shard = count_parameters(settings.model, vocab_size=padded).total / parallel.tensor_model_parallel_size
-    split = settings.data_parallel_size(world_size) if parallel.use_distributed_optimizer else 1
+    count = count_parameters(settings.model, vocab_size=padded)
+    shard = _largest_stage(count, stages=parallel.pipeline_model_parallel_size) / parallel.tensor_model_parallel_size
+    # Context-parallel ranks hold the same weights, and share the optimizer's work like data-parallel ones.
+    copies = settings.data_parallel_size(world_size) * parallel.context_parallel_size
+    split = copies if parallel.use_distributed_optimizer else 1
     weight, gradient, moments = (2, 4, 8) if training.bf16 else (4, 4, 8)
     main_weight = 4 if training.bf16 else 0
     return round(shard * (weight + gradient + (moments + main_weight) / split))
@@ -66,3 +73,15 @@ def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
     """Size of one checkpoint on disk: weights as trained, float32 main weights and both moments."""
     weight = 2 if settings.training.bf16 else 4
     return count_parameters(settings.model, vocab_size=vocab_size).total * (weight + BYTES_PER_PARAMETER_IN_CHECKPOINT)
+
+
+def _matrix_weights(model: ModelConfig) -> int:
+    """Weights of one layer's matrices: four of attention, and two of the feed-forward or SwiGLU's three."""
+    return 4 * model.hidden_size**2 + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_width
+
+
+def _largest_stage(count: ParameterCount, *, stages: int) -> int:
+    """Parameters of the fullest pipeline stage; interleaved or not, a rank holds an equal share of the layers."""
+    if stages == 1:
+        return count.total
+    return count.blocks // stages + max(count.embedding + count.positions, count.final_norm + count.decoder)

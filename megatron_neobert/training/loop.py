@@ -1,16 +1,18 @@
 """The story of a run: read a batch, train on it, say so, validate, save, stop."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
 
 from megatron_neobert import distributed
 from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import StepBatches
+from megatron_neobert.data.dali import build_dali_loader
 from megatron_neobert.data.loader import build_loader
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY
+from megatron_neobert.model.kernels import check_hardware, choose_kernels
 from megatron_neobert.training.build import build_run
 from megatron_neobert.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_neobert.training.checkpoint_files import check_folders
@@ -30,10 +32,12 @@ def run_training(settings: Settings) -> int:
     Collective: all ranks.
     """
     check_folders(settings.checkpoint)
+    check_hardware(settings)
     run = build_run(settings)
-    loaded = load_checkpoint(run) if settings.checkpoint.load is not None else None
+    loaded = load_checkpoint(run)
     monitor = Monitor(settings, iteration=run.progress.iteration)
     monitor.say(_opening_line(run, loaded))
+    monitor.say(choose_kernels(settings).describe())
     with monitor.running():
         code = train(run, monitor)
     distributed.shut_down()
@@ -87,19 +91,23 @@ def validate(run: Run) -> Averages:
     Collective: all ranks.
     """
     assert run.validation_stream is not None
-    run.model.eval()
+    for model in run.models:
+        model.eval()
     sums: torch.Tensor | None = None
     for _, batches in zip(range(run.settings.training.eval_iters), run.validation_stream.steps(), strict=False):
         report = validation_step(run, batches)
         sums = report.sums if sums is None else sums + report.sums
-    run.model.train()
+    for model in run.models:
+        model.train()
     assert sums is not None
     return Averages.of(sums)
 
 
-def _training_batches(run: Run) -> DataLoader[StepBatches]:
-    stream = replace(run.training_stream, cursor=run.progress.cursor)
-    return build_loader(stream, num_workers=run.settings.data.num_workers)
+def _training_batches(run: Run) -> Iterable[StepBatches]:
+    stream, data = replace(run.training_stream, cursor=run.progress.cursor), run.settings.data
+    if data.dataloader_type == "dali":
+        return build_dali_loader(stream, num_workers=data.num_workers, device=run.device)
+    return build_loader(stream, num_workers=data.num_workers)
 
 
 def _opening_line(run: Run, loaded: Path | None) -> str:

@@ -1,6 +1,6 @@
 """What a run says: one line per interval, TensorBoard, a JSON line per interval, and a bar on a terminal.
 
-Sums of loss and tokens stay on the device between two lines; one reduction over the data-parallel ranks per line.
+Sums of loss and tokens stay on the device between two lines; one reduction over the ranks per line.
 """
 
 import json
@@ -34,8 +34,8 @@ class Averages:
 
     @classmethod
     def of(cls, sums: torch.Tensor) -> "Averages":
-        """Collective: the data-parallel group."""
-        loss, masked, correct, tokens = distributed.sum_over_data_parallel(sums).tolist()
+        """Collective: all ranks."""
+        loss, masked, correct, tokens = distributed.sum_over_batch(sums).tolist()
         covered = max(masked, 1)
         return cls(loss=loss / covered, accuracy=correct / covered, tokens=round(tokens))
 
@@ -85,7 +85,7 @@ class Monitor:
     def close_interval(self, progress: Progress, *, lr: float, grad_norm: float) -> Progress:
         """Says the averages since the last call and counts their tokens into `progress`.
 
-        Collective: the data-parallel group.
+        Collective: all ranks.
         """
         assert self.sums is not None, "an interval has at least one step"
         averages = Averages.of(self.sums)

@@ -19,18 +19,17 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     count = count_parameters(settings.model, vocab_size=vocab_size)
     tokens = settings.tokens_per_iteration
     flops = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=settings.data.seq_length)
-    dp = settings.data_parallel_size(world_size)
     state = state_bytes_per_rank(settings, vocab_size=vocab_size, world_size=world_size)
     lines = [
         ("parameters", f"{count.total:,} ({count.blocks:,} in {settings.model.num_layers} layers)"),
         ("vocabulary", f"{vocab_size:,} tokens, padded to {padded:,}"),
-        ("ranks", f"{world_size} = {dp} data-parallel x {tp} tensor-parallel"),
+        ("ranks", _describe_ranks(settings, world_size)),
         (
             "iteration",
             f"{training.global_batch_size:,} rows x {settings.data.seq_length:,} tokens = {tokens:,} tokens, in "
-            f"{training.global_batch_size // (training.micro_batch_size * dp)} micro-batches per rank",
+            f"{settings.micro_batches_per_rank(world_size)} micro-batches per rank",
         ),
-        ("corpus", f"{len(inputs.corpus):,} documents, {inputs.corpus.manifest.tokens:,} tokens"),
+        *(("corpus", line) for line in inputs.description),
         ("run", f"{training.train_iters:,} iterations = {training.train_iters * tokens:.3e} tokens"),
         ("compute", f"at most {flops:.3e} FLOPs per token, {flops * tokens * training.train_iters:.3e} in all"),
         (
@@ -42,3 +41,17 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     for name, value in lines:
         print(f"{name:<11} {value}")
     return 0
+
+
+def _describe_ranks(settings: Settings, world_size: int) -> str:
+    parallel = settings.parallel
+    shares = {
+        "tensor-parallel": parallel.tensor_model_parallel_size,
+        "pipeline stages": parallel.pipeline_model_parallel_size,
+        "context-parallel": parallel.context_parallel_size,
+    }
+    factors = [f"{settings.data_parallel_size(world_size)} data-parallel"]
+    factors += [f"{size} {name}" for name, size in shares.items() if size > 1]
+    if settings.virtual_stages_per_rank > 1:
+        factors[-1] += f" ({settings.virtual_stages_per_rank} pieces each)"
+    return f"{world_size} = {' x '.join(factors)}"

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from megatron_neobert.config import Settings
-from megatron_neobert.data.batches import BatchStream, Cursor
+from megatron_neobert.data.batches import BatchStream
+from megatron_neobert.data.blend import BlendCursor
+from megatron_neobert.data.rows import Cursor
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.model.neobert import NeoBERTModel
 
@@ -15,9 +17,9 @@ from megatron_neobert.model.neobert import NeoBERTModel
 class Progress:
     """How far a run has come: with weights and optimizer state, all that resuming needs."""
 
-    corpus_sha256: str  # of the .bin that `cursor` points into
+    corpus_sha256: str  # of what `cursor` points into: a corpus, or a blend of several
     iteration: int = 0
-    cursor: Cursor = field(default_factory=Cursor)  # the next unread row
+    cursor: Cursor | BlendCursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
     consumed_tokens: int = 0  # tokens of documents; unused slots are not counted
 
@@ -29,7 +31,9 @@ class Run:
     settings: Settings
     device: torch.device
     tokenizer: Tokenizer
-    model: Any  # megatron.core's DistributedDataParallel round the model
+    models: list[
+        Any
+    ]  # this rank's pieces of the pipeline, usually one; megatron.core's DistributedDataParallel round each
     optimizer: Any  # megatron.core's MegatronOptimizer
     scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
     training_stream: BatchStream  # from the start of the corpus; the loop moves it to `progress.cursor`
@@ -37,7 +41,7 @@ class Run:
     progress: Progress
 
     @property
-    def unwrapped_model(self) -> NeoBERTModel:
-        """The model below the wrappers for data parallelism and bfloat16."""
-        module = self.model.module
-        return module.module if self.settings.training.bf16 else module
+    def unwrapped_models(self) -> list[NeoBERTModel]:
+        """The models below the wrappers for data parallelism and bfloat16."""
+        modules = [model.module for model in self.models]
+        return [module.module for module in modules] if self.settings.training.bf16 else modules

@@ -6,6 +6,7 @@ division happens once per iteration, inside Megatron, after all of them have bee
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -25,7 +26,8 @@ class StepReport:
 
 def train_step(run: Run, batches: StepBatches) -> StepReport:
     """Forward and backward over this rank's micro-batches, then one update. Collective: all ranks."""
-    run.model.zero_grad_buffer()
+    for model in run.models:
+        model.zero_grad_buffer()
     run.optimizer.zero_grad()
     sums = _forward_backward(run, batches, forward_only=False)
     _, grad_norm, _ = run.optimizer.step()
@@ -40,15 +42,20 @@ def validation_step(run: Run, batches: StepBatches) -> StepReport:
 
 
 def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> Tensor:
+    iterators = [iter(batches.micro_batches) for _ in run.models]
     reports = get_forward_backward_func()(
         forward_step_func=lambda data, model: _forward_step(data, model, run.device),
-        data_iterator=iter(batches.micro_batches),
-        model=run.model,
+        # Every piece of the pipeline reads all micro-batches.
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=run.models if len(run.models) > 1 else run.models[0],
         num_microbatches=len(batches.micro_batches),
-        seq_length=run.settings.data.seq_length,
-        micro_batch_size=run.settings.training.micro_batch_size,
+        # To Megatron, a packed micro-batch is one row.
+        seq_length=run.settings.slots_per_micro_batch,
+        micro_batch_size=1,
         forward_only=forward_only,
     )
+    if not reports:  # a stage without the head
+        return torch.zeros(4, dtype=torch.float64, device=run.device)
     tokens = torch.tensor([batches.real_tokens], dtype=torch.float64, device=run.device)
     return torch.cat([torch.stack(reports).sum(0), tokens])
 
@@ -56,12 +63,12 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
 def _forward_step(data: Iterator[PackedBatch], model: torch.nn.Module, device: torch.device) -> tuple:
     batch = next(data).to(device, non_blocking=True)
     output = model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
-    return output, _sum_loss
+    return output, partial(_sum_loss, batch.labels_m)
 
 
-def _sum_loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_loss(labels_m: Tensor, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Megatron's loss function: total loss, number of tokens it covers, and what is reported."""
     losses_m, correct_m = output
     total = losses_m.sum()
-    tokens = torch.tensor(losses_m.numel(), dtype=torch.int, device=losses_m.device)
+    tokens = (labels_m >= 0).sum(dtype=torch.int)
     return total, tokens, torch.stack([total.detach(), tokens, correct_m.sum()]).double()

@@ -33,7 +33,7 @@ def save_loud_weights(settings: Settings, *, world_size: int, logits: Path | Non
 def _save_on_rank(rank: int, settings: Settings, world_size: int, port: int, logits: Path | None) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     run = build_run(settings)
-    model = run.unwrapped_model
+    (model,) = run.unwrapped_models
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5 if parameter.dim() == 1 else 12)
@@ -41,7 +41,7 @@ def _save_on_rank(rank: int, settings: Settings, world_size: int, port: int, log
         if logits is not None:
             computed = model(TOKENS, STARTS, max(LENGTHS), torch.arange(len(TOKENS)))
             torch.save(computed[:, : run.tokenizer.vocab_size].clone(), logits)
-    run.model.zero_grad_buffer()
+    run.models[0].zero_grad_buffer()
     run.optimizer.step()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
     run.progress = replace(run.progress, iteration=7)
     save_checkpoint(run)

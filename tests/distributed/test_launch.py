@@ -3,17 +3,14 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from ranks import read_metrics
+from training_command import BASH, SCRIPT, TORCHRUN, environment
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = str(REPOSITORY / "examples" / "pretrain_neobert.sh")
-BASH = ["bash", SCRIPT]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64"
 SHORT = "--micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --num-workers 0"
 
@@ -26,11 +23,6 @@ def flags(corpus, save: Path | None = None, **changes: object) -> list[str]:
     return words
 
 
-def environment(ranks: int) -> dict[str, str]:
-    without = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**without, "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "NPROC_PER_NODE": str(ranks)}
-
-
 def run(command: list[str], *, ranks: int = 1, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=environment(ranks), capture_output=True, text=True, check=False, timeout=240, **options
@@ -39,7 +31,7 @@ def run(command: list[str], *, ranks: int = 1, **options: object) -> subprocess.
 
 def test_bash_and_torchrun_start_the_same_run_on_two_ranks(tiny_corpus, tmp_path):
     losses = {}
-    for name, command in (("bash", BASH), ("torchrun", TORCHRUN)):
+    for name, command in (("bash", BASH), ("torchrun", TORCHRUN_2)):
         save = tmp_path / f"{name} with a space"
         finished = run([*command, *flags(tiny_corpus, save, train_iters=3)], ranks=2)
         assert finished.returncode == 0, finished.stderr
@@ -62,7 +54,7 @@ def test_a_run_stopped_by_its_interval_ends_with_75_on_two_ranks(tiny_corpus, tm
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tiny_corpus, tmp_path):
-    command = [*TORCHRUN, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
+    command = [*TORCHRUN_2, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
     with subprocess.Popen(
         command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

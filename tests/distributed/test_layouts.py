@@ -1,19 +1,89 @@
 """Every parallel layout computes the run of one rank."""
 
+import functools
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import read_metrics, train_on_ranks
+from tests_tiny import tiny_settings
 from tolerances import BF16_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
+from megatron_neobert.config import Settings
+from megatron_neobert.model import transformer_config
+from megatron_neobert.model.attention import CoreAttention
+
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks train, and how they share the work."""
+
+    ranks: int
+    parallel: dict[str, Any] = field(default_factory=dict)
+    compute: dict[str, Any] = field(default_factory=dict)
+
+
+ONE_RANK = Layout(1)
+
+
 DP2_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 10_000}
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP2_INTERLEAVED = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
+CP2 = {"context_parallel_size": 2}
+RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = {
-    "data parallel 2": {},
-    "data parallel 2, overlapped": DP2_OVERLAP,
-    "data parallel 2, whole optimizer": {"use_distributed_optimizer": False},
-    "tensor parallel 2": {"tensor_model_parallel_size": 2},
+    "data 2": Layout(2),
+    "data 2, overlapped": Layout(2, DP2_OVERLAP),
+    "data 2, whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
+    "tensor 2": Layout(2, TP2),
+    "tensor 2, sequence parallel": Layout(2, TP2_SP),
+    "pipeline 2": Layout(2, PP2),
+    "pipeline 2, interleaved": Layout(2, PP2_INTERLEAVED),
+    "context 2": Layout(2, CP2),
+    "tensor 2 x data 2": Layout(4, TP2),
+    "tensor 2 x pipeline 2": Layout(4, {**TP2, **PP2}),
+    "tensor 2, sequence parallel x context 2": Layout(4, {**TP2_SP, **CP2}),
+    "interleaved pipeline 2 x context 2": Layout(4, {**PP2_INTERLEAVED, **CP2}),
+    "interleaved pipeline 2 x data 2, overlapped": Layout(4, {**PP2_INTERLEAVED, **DP2_OVERLAP}),
+    "tensor 2, sequence parallel x pipeline 2 x data 2": Layout(8, {**TP2_SP, **PP2}),
+    "recomputed layers": Layout(1, compute=RECOMPUTE_ALL),
+    "recomputed first layer of each stage, pipeline 2": Layout(
+        2, PP2, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    ),
+    "recomputed attention, tensor 2": Layout(2, TP2_SP, {"recompute_granularity": "selective"}),
 }
+IN_BF16 = ("data 2", "tensor 2, sequence parallel", "pipeline 2", "context 2", "recomputed layers")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny_corpus, tmp_path_factory) -> Callable[..., Path]:
+    """The folder of the run of one rank that the others are compared with; trained once per precision."""
+
+    @functools.cache
+    def train(*, bf16: bool = False) -> Path:
+        save = tmp_path_factory.mktemp("one_rank")
+        train_on_ranks(run_of(tiny_corpus, save, bf16=bf16))
+        return save
+
+    return train
+
+
+def run_of(corpus: Any, save: Path, *, layout: Layout = ONE_RANK, bf16: bool = False) -> Settings:
+    return tiny_settings(
+        corpus,
+        save=save,
+        model={"num_layers": 4},
+        training={"train_iters": STEPS, "eval_interval": STEPS, "bf16": bf16},
+        parallel=layout.parallel,
+        compute=layout.compute,
+    )
 
 
 def largest_relative_gap(first: dict[int, float], second: dict[int, float]) -> float:
@@ -21,15 +91,20 @@ def largest_relative_gap(first: dict[int, float], second: dict[int, float]) -> f
     return max(abs(first[key] - second[key]) / abs(first[key]) for key in first)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_give_the_loss_curve_of_one(settings, layout):
-    alone, together = settings("alone"), settings("together", parallel=LAYOUTS[layout])
-    train_on_ranks(alone)
-    train_on_ranks(together, world_size=2)
-    saves = alone.checkpoint.save, together.checkpoint.save
-    assert largest_relative_gap(*map(read_metrics, saves)) <= LAYOUT_LOSS.gate
-    assert largest_relative_gap(*(read_metrics(save, "grad_norm") for save in saves)) <= LAYOUT_GRAD_NORM.gate
-    assert largest_relative_gap(*(read_metrics(save, "validation_loss") for save in saves)) <= LAYOUT_LOSS.gate
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_loss_curve_of_one_rank(tiny_corpus, one_rank, tmp_path, name):
+    layout = LAYOUTS[name]
+    train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout), world_size=layout.ranks)
+    gaps = {
+        key: largest_relative_gap(read_metrics(one_rank(), key), read_metrics(tmp_path, key))
+        for key in ("loss", "grad_norm", "validation_loss", "consumed_tokens")
+    }
+    print(f"{name}: {gaps}")
+    assert len(read_metrics(tmp_path)) == STEPS
+    assert gaps["loss"] <= LAYOUT_LOSS.gate
+    assert gaps["grad_norm"] <= LAYOUT_GRAD_NORM.gate
+    assert gaps["validation_loss"] <= LAYOUT_LOSS.gate
+    assert gaps["consumed_tokens"] == 0
 
 
 def test_two_seeds_give_loss_curves_that_the_comparison_tells_apart(settings):
@@ -40,14 +115,52 @@ def test_two_seeds_give_loss_curves_that_the_comparison_tells_apart(settings):
     assert gap > 100 * LAYOUT_LOSS.gate
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tensor_model_parallel_size": 2}], ids=["data", "tensor"])
-def test_two_ranks_in_bfloat16_give_the_loss_curve_of_one(settings, parallel):
-    bf16 = {"bf16": True}
-    alone, together = settings("alone", training=bf16), settings("together", training=bf16, parallel=parallel)
-    train_on_ranks(alone)
-    train_on_ranks(together, world_size=2)
-    gap = largest_relative_gap(read_metrics(alone.checkpoint.save), read_metrics(together.checkpoint.save))
+@pytest.mark.parametrize("name", IN_BF16)
+def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, one_rank, tmp_path, name):
+    layout = LAYOUTS[name]
+    train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout, bf16=True), world_size=layout.ranks)
+    gap = largest_relative_gap(read_metrics(one_rank(bf16=True)), read_metrics(tmp_path))
+    print(f"{name} in bfloat16: {gap}")
     assert gap <= BF16_LAYOUT_LOSS.gate
+
+
+@pytest.mark.parametrize(("name", "forwards"), [("recomputed layers", 8), ("data 2", 4)])
+def test_recomputed_layers_attend_twice_per_step(tiny_corpus, tmp_path, name, forwards):
+    """Equal losses alone would not show that anything was computed again."""
+    run = run_of(tiny_corpus, tmp_path, layout=LAYOUTS[name]).with_section("training", train_iters=2, eval_iters=0)
+    train_on_ranks(run, world_size=LAYOUTS[name].ranks, prepare=functools.partial(count_attention, tmp_path))
+    micro_batches = 4 // LAYOUTS[name].ranks
+    steps = 2
+    assert len((tmp_path / "attended").read_text()) == steps * forwards * micro_batches * LAYOUTS[name].ranks
+
+
+def count_attention(folder: Path) -> None:
+    """In this process, each attention leaves a mark."""
+    original = CoreAttention.forward
+
+    def forward(self: CoreAttention, *args: Any, **kwargs: Any) -> Any:
+        with (folder / "attended").open("a") as stream:
+            stream.write("x")
+        return original(self, *args, **kwargs)
+
+    CoreAttention.forward = forward
+
+
+def test_interleaving_with_batched_sends_computes_something_else(tiny_corpus, one_rank, tmp_path):
+    """Why the interleaved pipeline of two ranks sends one by one; once this passes, it need not any more."""
+    layout = LAYOUTS["pipeline 2, interleaved"]
+    run = run_of(tiny_corpus, tmp_path, layout=layout)
+    train_on_ranks(run, world_size=2, prepare=send_batched)
+    assert largest_relative_gap(read_metrics(one_rank()), read_metrics(tmp_path)) > 100 * LAYOUT_LOSS.gate
+
+
+def send_batched() -> None:
+    original = transformer_config._layout_arguments
+
+    def arguments(*given: Any) -> dict:
+        return {**original(*given), "overlap_p2p_comm": False, "batch_p2p_comm": True}
+
+    transformer_config._layout_arguments = arguments
 
 
 def test_ranks_and_workers_do_not_change_which_rows_are_read(settings):

@@ -7,21 +7,26 @@ from pathlib import Path
 
 import pytest
 from ranks import read_metrics, train_on_ranks
-from test_layouts import DP2_OVERLAP, largest_relative_gap
+from test_layouts import CP2, DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP, largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 
 from megatron_neobert import megatron_fixes
-from megatron_neobert.errors import CheckpointError, OutputError
+from megatron_neobert.config import CheckpointConfig
+from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
 from megatron_neobert.training.checkpoint_files import check_folders, list_checkpoints, verify_files
 
 STOP = ITERATIONS // 2
+FOUR_LAYERS = {"num_layers": 4}  # an interleaved pipeline of two ranks needs that many
 CASES = {
     "one rank": (1, {}, {}),
     "one rank, bfloat16": (1, {}, {"bf16": True}),
     "one rank, whole optimizer": (1, {"use_distributed_optimizer": False}, {}),
     "two ranks, several buckets": (2, DP2_OVERLAP, {}),
-    "tensor parallel 2": (2, {"tensor_model_parallel_size": 2}, {}),
+    "tensor parallel 2": (2, TP2, {}),
+    "tensor 2 with sequence parallel x pipeline 2, bfloat16": (4, {**TP2_SP, **PP2}, {"bf16": True}),
+    "interleaved pipeline 2": (2, PP2_INTERLEAVED, {}),
+    "context parallel 2": (2, CP2, {}),
 }
 # 72 is no multiple of 128, so every bucket ends in padding, which is what the defect of megatron.core needs.
 PADDED_BUCKETS = {"model": {"hidden_size": 72}, "parallel": DP2_OVERLAP}
@@ -40,9 +45,9 @@ def stop_and_resume(settings, *, world_size: int, parallel: dict, training: dict
 @pytest.mark.parametrize("case", CASES)
 def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, case):
     world_size, parallel, training = CASES[case]
-    uninterrupted = settings("uninterrupted", parallel=parallel, training=training)
+    uninterrupted = settings("uninterrupted", model=FOUR_LAYERS, parallel=parallel, training=training)
     train_on_ranks(uninterrupted, world_size=world_size)
-    save = stop_and_resume(settings, world_size=world_size, parallel=parallel, training=training)
+    save = stop_and_resume(settings, world_size=world_size, parallel=parallel, training=training, model=FOUR_LAYERS)
     for key in ("loss", "grad_norm", "consumed_tokens", "validation_loss"):
         assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
@@ -72,16 +77,26 @@ def leave_bucket_offsets_alone() -> None:
     ("before", "after"),
     [
         ((2, {}), (1, {})),
-        ((2, {"tensor_model_parallel_size": 2}), (1, {})),
-        ((1, {}), (2, {"tensor_model_parallel_size": 2})),
+        ((2, TP2), (1, {})),
+        ((1, {}), (2, TP2)),
+        ((2, PP2_INTERLEAVED), (2, TP2_SP)),
+        ((4, {**TP2, **PP2}), (2, CP2)),
+        ((1, {}), (4, {**PP2_INTERLEAVED, **DP2_OVERLAP})),
     ],
-    ids=["data parallel 2 to 1", "tensor parallel 2 to 1", "1 to tensor parallel 2"],
+    ids=[
+        "data parallel 2 to 1",
+        "tensor parallel 2 to 1",
+        "1 to tensor parallel 2",
+        "interleaved pipeline to sequence parallel",
+        "tensor x pipeline to context parallel",
+        "1 to interleaved pipeline x data 2, overlapped",
+    ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(settings, before, after):
-    uninterrupted = settings("uninterrupted")
+    uninterrupted = settings("uninterrupted", model=FOUR_LAYERS)
     train_on_ranks(uninterrupted)
     for world_size, parallel in (before, after):
-        run = settings("moved", parallel=parallel, training={"exit_interval": STOP})
+        run = settings("moved", model=FOUR_LAYERS, parallel=parallel, training={"exit_interval": STOP})
         run = run.with_section("checkpoint", load=run.checkpoint.save)
         train_on_ranks(run, world_size=world_size)
     gap = largest_relative_gap(read_metrics(uninterrupted.checkpoint.save), read_metrics(run.checkpoint.save))
@@ -170,3 +185,28 @@ def test_a_damaged_manifest_is_a_damaged_checkpoint(tmp_path, content):
     (tmp_path / "MANIFEST.json").write_text(content)
     with pytest.raises(CheckpointError, match="not readable"):
         verify_files(tmp_path)
+
+
+def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_rate(settings):
+    """Weights, optimizer state and schedule go on; rows of another length begin at the start of the corpus."""
+    first = settings("first", training={"exit_interval": STOP})
+    train_on_ranks(first)
+    second = settings("second", data={"seq_length": 64}, training={"micro_batch_size": 4, "exit_interval": STOP + 1})
+    second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
+    for _ in range(2):  # the same command again goes on from its own checkpoint
+        train_on_ranks(second)
+    lines = [json.loads(line) for line in (Path(second.checkpoint.save) / "metrics.jsonl").open()]
+    trained = [line for line in lines if "loss" in line]
+    assert [line["iteration"] for line in trained] == list(range(STOP + 1, ITERATIONS + 1))
+    assert trained[0]["cursor"] == {"epoch": 0, "window": 0, "row": 8}
+    assert trained[1]["cursor"] == {"epoch": 0, "window": 0, "row": 16}
+    whole = settings("whole")
+    train_on_ranks(whole)
+    rates, losses = read_metrics(whole.checkpoint.save, "lr"), read_metrics(whole.checkpoint.save)
+    assert [line["lr"] for line in trained] == [rates[line["iteration"]] for line in trained]
+    assert abs(trained[0]["loss"] - losses[STOP + 1]) < abs(trained[0]["loss"] - losses[1]), "weights were not taken"
+
+
+def test_continuing_from_a_folder_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(MissingInputError, match=r"--continue-from .*nothing holds no checkpoint"):
+        check_folders(CheckpointConfig(save=str(tmp_path / "run"), continue_from=str(tmp_path / "nothing")))

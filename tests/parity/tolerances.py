@@ -36,11 +36,13 @@ PACKED_LOGITS = Tolerance(
     4.6e-7, "reference, a packed row vs each document alone, 3 layers x 32, logits up to 5.2", "2026-11", 8
 )
 
-# Six iterations of a 2 x 64 model, each figure the largest of its kind in tests/distributed; another seed shows 5.3e-3.
+# Up to 20 iterations of models of 2 and 4 layers x 64, each figure the largest of its kind in tests/distributed;
+# another seed shows 5.3e-3.
 LAYOUT_LOSS = Tolerance(
-    9.7e-8, "loss curves of two ranks, other micro-batches or a moved checkpoint vs one", "2026-11", 4
+    9.7e-8, "loss curves of 2 to 8 ranks, other micro-batches or a moved checkpoint vs one rank", "2026-11", 4
 )
-LAYOUT_GRAD_NORM = Tolerance(4.0e-7, "gradient norms of two ranks vs one, fp32", "2026-11", 4)
-BF16_LAYOUT_LOSS = Tolerance(1.4e-5, "loss curve of two ranks vs one, bf16", "2026-11", 4)
+LAYOUT_GRAD_NORM = Tolerance(4.0e-7, "gradient norms of 2 to 8 ranks vs one, fp32", "2026-11", 4)
+BF16_LAYOUT_LOSS = Tolerance(5.1e-5, "loss curve of two ranks vs one, 20 iterations in bf16", "2026-11", 4)
 # 2 layers x 32; a packed token's loss equals that of its document alone exactly. Attention across documents: 5.1e-3.
 PACKED_LOSS = Tolerance(9.0e-8, "Megatron model, loss with the head at some positions vs at all", "2026-11", 8)
+FILLED_UP_GRADIENT = Tolerance(5.9e-7, "gradients of a filled-up row vs the row itself, of the largest", "2026-11", 8)

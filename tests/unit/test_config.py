@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config import DataConfig, ModelConfig, Settings, find_problems
+from megatron_neobert.config import DataConfig, ModelConfig, Settings
+from megatron_neobert.config_checks import find_problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LEGAL = Settings(data=DataConfig(data_path="corpus", tokenizer_model="tokenizer"))
+LEGAL = Settings(data=DataConfig(data_path=("corpus",), tokenizer_model="tokenizer"))
 
 
 def problems_of(*, world_size: int = 1, **sections: dict) -> list[str]:
@@ -28,7 +29,7 @@ def test_the_defaults_need_only_data_and_a_tokenizer():
 @pytest.mark.parametrize(("hidden_size", "width"), [(768, 2048), (384, 1024), (1008, 2688), (256, 688)])
 def test_swiglu_is_two_thirds_of_four_times_the_width_rounded_up_to_eight(hidden_size, width):
     model = ModelConfig(hidden_size=hidden_size)
-    assert model.swiglu_width == width
+    assert model.ffn_width == width
     assert width % 8 == 0
     assert width - 8 < 2 / 3 * 4 * hidden_size <= width
 
@@ -57,6 +58,43 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
             1,
             {"optimizer": {"lr_warmup_iters": 50}, "training": {"train_iters": 50}},
             ["--lr-warmup-iters 50", "below 45"],
+        ),
+        (2, {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"num_layers": 7}}, ["7", "size 2", "1 or 7"]),
+        (
+            2,
+            {"parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4}},
+            ["--num-layers 28", "2 x", "stage 4 = 8"],
+        ),
+        (
+            2,
+            {"parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 14}},
+            ["stage 14", "2 stages", "plain pipeline"],
+        ),
+        (1, {"parallel": {"num_layers_per_virtual_pipeline_stage": 7}}, ["stage 7", "size is 1"]),
+        (
+            4,
+            {
+                "parallel": {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 1},
+                "training": {"global_batch_size": 192},
+            },
+            ["3 micro-batches", "192 / 64 rows", "size 4", "--global-batch-size 256"],
+        ),
+        (1, {"parallel": {"sequence_parallel": True}}, ["--sequence-parallel", "size 1"]),
+        (8, {"parallel": {"context_parallel_size": 8}}, ["size 8 x", "--num-attention-heads 12"]),
+        (
+            3,
+            {"parallel": {"context_parallel_size": 3}, "training": {"micro_batch_size": 1}},
+            ["1 x --seq-length 1024 = 1024 tokens", "3 ranks"],
+        ),
+        (
+            2,
+            {"parallel": {"context_parallel_size": 2}, "training": {"loss_normalization": "micro_batch"}},
+            ["micro_batch", "size 2"],
+        ),
+        (
+            6,
+            {"parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}},
+            ["6 ranks", "2 x --pipeline-model-parallel-size 2 = 4", "multiple of 4"],
         ),
         (1, {"optimizer": {"min_lr": 1e-3}}, ["--min-lr 0.001", "--lr 0.0006"]),
         (1, {"optimizer": {"adam_beta2": 1.0}}, ["--adam-beta2 1.0", "below 1"]),
@@ -96,12 +134,20 @@ def settings_read(path: Path) -> set[str]:
     return read
 
 
+UNREAD = ("config.py", "config_checks.py", "compute_checks.py", "flags.py")  # declare and check, and use nothing
 FIELDS = {item.name for section in fields(Settings) for item in fields(section.type)}
 
 
 def test_every_setting_is_read_somewhere():
     """A field that only its own declaration and checks mention would be a setting that does nothing."""
     sources = [*REPOSITORY.glob("megatron_neobert/*/*.py"), *REPOSITORY.glob("megatron_neobert/*.py")]
-    read = set().union(*(settings_read(path) for path in sources if path.name not in ("config.py", "flags.py")))
-    # Properties of the settings read these three for everybody else: swiglu_width, padded_vocab_size, lr_decay_end.
-    assert FIELDS - read - {"ffn_hidden_size", "make_vocab_size_divisible_by", "lr_decay_iters"} == set()
+    read = set().union(*(settings_read(path) for path in sources if path.name not in UNREAD))
+    # Read by properties of the settings, for everybody else.
+    by_properties = {
+        "ffn_hidden_size",  # ffn_width
+        "make_vocab_size_divisible_by",  # padded_vocab_size
+        "lr_decay_iters",  # lr_decay_end
+        "num_layers_per_virtual_pipeline_stage",  # virtual_stages_per_rank
+        "split",  # share_of_data_path
+    }
+    assert FIELDS - read - by_properties == set()

@@ -54,6 +54,16 @@ def test_booleans_have_both_directions_on_the_command_line(tmp_path):
     assert parse("--bf16").training.bf16 is True
 
 
+def test_a_boolean_whose_default_is_left_to_the_program_has_both_directions_too(tmp_path):
+    assert parse().compute.gradient_accumulation_fusion is None
+    assert parse("--gradient-accumulation-fusion").compute.gradient_accumulation_fusion is True
+    config = write(tmp_path, "compute:\n  gradient_accumulation_fusion: true\n")
+    assert parse("--config", config).compute.gradient_accumulation_fusion is True
+    assert parse("--config", config, "--no-gradient-accumulation-fusion").compute.gradient_accumulation_fusion is False
+    config = write(tmp_path, "compute:\n  gradient_accumulation_fusion: null\n")
+    assert parse("--config", config).compute.gradient_accumulation_fusion is None
+
+
 def test_an_optional_number_can_be_taken_back(tmp_path):
     config = write(tmp_path, "optimizer:\n  lr_decay_iters: 5000\n")
     assert parse("--config", config).optimizer.lr_decay_iters == 5000
@@ -120,6 +130,47 @@ def test_the_record_of_a_run_reads_back_as_the_same_settings(tmp_path):
     settings = parse("--lr", "3e-4", "--bf16", "--save", "runs/a b", "--lr-decay-iters", "900000")
     write_record(settings, tmp_path / "settings.yaml")
     assert read_record(tmp_path / "settings.yaml") == settings
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--data-path", "run a"], "run a"),
+        (["--data-path", "0.2", "A", "0.8", "B:min=1024"], "[0.2, A, '0.8', 'B:min=1024']"),
+        (["--data-path", "1", "A"], "[1, A]"),
+    ],
+)
+def test_data_path_is_one_text_or_a_list_on_the_command_line_and_in_yaml(tmp_path, words, text):
+    config = write(tmp_path, f"data:\n  data_path: {text}\n")
+    from_file = parse_command_line(["--config", config, *REQUIRED[2:]], world_size=1).settings
+    from_flags = parse_command_line([*words, *REQUIRED[2:]], world_size=1).settings
+    assert from_file.data.data_path == from_flags.data.data_path == tuple(words[1:])
+    write_record(from_flags, tmp_path / "settings.yaml")
+    assert read_record(tmp_path / "settings.yaml") == from_flags
+
+
+def test_data_path_on_the_command_line_replaces_the_whole_list_of_the_file(tmp_path):
+    config = write(tmp_path, "data:\n  data_path: [0.5, A, 0.5, B]\n")
+    assert parse("--config", config).data.data_path == ("corpus",)
+
+
+@pytest.mark.parametrize("text", ["true", "[true]", "null", "[null]", "[[a]]", "{a: 1}", "[{a: 1}]"])
+def test_data_path_that_is_no_text_and_no_list_of_texts_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"data\.data_path .* is not a text or a list of texts"):
+        read_settings(Path(write(tmp_path, f"data:\n  data_path: {text}\n")))
+
+
+def test_data_path_without_a_value_is_refused():
+    with pytest.raises(ConfigError, match="--data-path: expected at least one argument"):
+        parse("--data-path")
+
+
+def test_help_shows_that_data_path_takes_several_words(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--data-path TEXT [TEXT ...] corpus prefix" in shown
+    assert "(default ())" not in shown
 
 
 def test_a_damaged_record_is_a_checkpoint_error(tmp_path):

@@ -6,13 +6,14 @@ import pickle
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from saved_model import WORDS, SavedModel, stack_layers
+from saved_model import MODEL, WORDS, SavedModel, stack_layers
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
@@ -21,8 +22,10 @@ from checkpoint_conversion.comparison import compare_logits
 from checkpoint_conversion.convert import main
 from checkpoint_conversion.export import export_eurobert
 from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.config import Settings
 from megatron_neobert.errors import CheckpointError, ConversionError, MissingInputError, OutputError, run_command
 from megatron_neobert.files import sha256_of
+from megatron_neobert.flags import write_record
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -183,6 +186,31 @@ def test_tensor_that_no_neobert_has_is_refused(saved: SavedModel, internal: dict
     saved.write(stack_layers(internal) | {"embedding.position_embeddings.weight": torch.ones(64, 32)})
     with pytest.raises(ConversionError, match=r"^embedding\.position_embeddings\.weight is not part of a NeoBERT"):
         convert(saved, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("ablation", "found", "needed"),
+    [
+        ({"swiglu": False}, "--no-swiglu", "--swiglu"),
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm", "--normalization RMSNorm"),
+        (
+            {"swiglu": False, "position_embedding_type": "learned_absolute"},
+            "--no-swiglu, --position-embedding-type learned_absolute",
+            "--swiglu, --position-embedding-type rope",
+        ),
+    ],
+    ids=["GELU", "LayerNorm", "GELU and learned positions"],
+)
+def test_layers_that_no_published_layout_has_are_refused_with_their_settings(
+    saved: SavedModel, tmp_path: Path, ablation: dict[str, Any], found: str, needed: str
+):
+    write_record(Settings(model=replace(MODEL, **ablation)), saved.iteration_folder / "settings.yaml")
+    saved.seal()
+    with pytest.raises(
+        ConversionError, match=rf"iter_0000030 was trained with {found}; .* have the layers of {needed}\. Convert"
+    ):
+        convert(saved, tmp_path / "model")
+    assert_nothing_written(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder with a file"])

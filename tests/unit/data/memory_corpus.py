@@ -1,6 +1,7 @@
 """A corpus in memory, for tests of everything that reads one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,17 @@ class MemoryCorpus:
         self.ends = np.cumsum(self.lengths, dtype=np.int64)
         generator = np.random.default_rng(seed)
         self.ids = generator.integers(UNKNOWN, VOCABULARY, int(self.lengths.sum()), dtype=np.uint16)
+        self.announced: list[NDArray[np.int64]] = []
 
     def document(self, number: int) -> NDArray[np.uint16]:
         end = self.ends[number]
         return self.ids[end - self.lengths[number] : end]
+
+    def length_arrays(self) -> list[NDArray[np.int32]]:
+        return [self.lengths]
+
+    def will_need(self, documents: NDArray[np.int64]) -> None:
+        self.announced.append(documents)
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -51,6 +59,7 @@ def batch_settings(
     long_documents: str = "truncate",
     masking: MaskingScheme = MaskingScheme(),  # noqa: B008  frozen
     seed: int = 1234,
+    **more: Any,
 ) -> BatchSettings:
     return BatchSettings(
         seq_length=seq_length,
@@ -60,4 +69,5 @@ def batch_settings(
         masking=masking,
         token_ids=IDS,
         seed=seed,
+        **more,
     )

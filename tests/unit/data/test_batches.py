@@ -7,8 +7,7 @@ import pytest
 import torch
 from memory_corpus import IDS, MemoryCorpus, batch_settings, web_like_lengths
 
-from megatron_neobert.data import batches
-from megatron_neobert.data.batches import BatchStream, Cursor, PackedBatch, StepBatches
+from megatron_neobert.data.batches import BatchStream, Cursor, PackedBatch, Source, StepBatches
 from megatron_neobert.data.masking import MaskingScheme
 from megatron_neobert.errors import CheckpointError, ConfigError, DataError
 
@@ -17,7 +16,7 @@ BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1, keep_sh
 
 @pytest.fixture(autouse=True)
 def windows_of_40_documents(monkeypatch):
-    monkeypatch.setattr(batches, "WINDOW_DOCUMENTS", 40)
+    monkeypatch.setattr("megatron_neobert.data.rows.WINDOW_DOCUMENTS", 40)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +27,7 @@ def corpus() -> MemoryCorpus:
 
 def stream(corpus: MemoryCorpus, *, documents: range | None = None, cursor=Cursor(), rank=0, ranks=1, **settings):  # noqa: B008  frozen
     return BatchStream(
-        corpus,
-        range(len(corpus.lengths)) if documents is None else documents,
+        (Source(corpus, range(len(corpus.lengths)) if documents is None else documents),),
         batch_settings(**settings),
         cursor=cursor,
         data_parallel_rank=rank,
@@ -196,7 +194,7 @@ def test_at_probability_one_every_ordinary_token_is_selected(corpus):
 
 def test_no_row_exceeds_its_length_and_little_is_unused(monkeypatch):
     """At most 0.3 %; windows of 4,096 web-like documents in rows of 1,024 (measured 0.07 %)."""
-    monkeypatch.setattr(batches, "WINDOW_DOCUMENTS", 4096)
+    monkeypatch.setattr("megatron_neobert.data.rows.WINDOW_DOCUMENTS", 4096)
     corpus = MemoryCorpus(web_like_lengths(4096))
     rows, _ = next(stream(corpus, seq_length=1024, micro_batch_size=2, global_batch_size=1600).global_batches())
     tokens_per_row = np.add.reduceat(rows.segments.lengths_n + 2, rows.row_offsets[:-1])

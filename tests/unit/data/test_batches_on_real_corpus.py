@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_neobert.data.batches import BatchSettings, BatchStream
+from megatron_neobert.data.batches import BatchSettings, BatchStream, Source
 from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.data.loader import build_loader
 from megatron_neobert.data.masking import MaskingScheme, TokenIds
@@ -54,7 +54,7 @@ def stream(tmp_path_factory) -> BatchStream:
         token_ids=ids,
         seed=1,
     )
-    return BatchStream(corpus, range(len(corpus.lengths)), settings)
+    return BatchStream((Source(corpus, range(len(corpus.lengths))),), settings)
 
 
 def test_an_epoch_of_a_preprocessed_corpus_holds_every_token_of_it_once(stream):
@@ -68,7 +68,7 @@ def test_an_epoch_of_a_preprocessed_corpus_holds_every_token_of_it_once(stream):
         if step.cursor_after.epoch:  # a step is one row, so the epoch ends with a step
             break
     piece = SEQ_LENGTH - 2
-    corpus = stream.corpus
+    corpus = stream.sources[0].corpus
     assert isinstance(corpus, Corpus)
     documents = [corpus.document(number).tolist() for number in range(len(corpus))]
     expected = Counter(

@@ -8,14 +8,15 @@ import pytest
 import torch
 from memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
 
-from megatron_neobert.data.batches import BatchStream, Cursor, StepBatches
+from megatron_neobert.data.batches import BatchStream, Cursor, Source, StepBatches
 from megatron_neobert.data.loader import build_loader
+from megatron_neobert.data.selection import KeptDocuments
 from megatron_neobert.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
 def stream() -> BatchStream:
-    return BatchStream(MemoryCorpus(web_like_lengths(300)), range(300), batch_settings(seq_length=256))
+    return BatchStream((Source(MemoryCorpus(web_like_lengths(300)), range(300)),), batch_settings(seq_length=256))
 
 
 def open_files() -> int:
@@ -40,6 +41,18 @@ def test_steps_do_not_depend_on_the_number_of_workers(stream, num_workers):
     assert contents(loaded) == contents(list(islice(stream.steps(), 8)))
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_read_a_blend_in_blocks_like_the_trainer_itself(num_workers):
+    corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
+    kept = KeptDocuments(corpora[1], range(250), minimum=300, maximum=None)
+    sources = (Source(corpora[0], range(200), 1), Source(corpora[1], range(250), 2), Source(corpora[1], kept, 2))
+    blend = BatchStream(sources, batch_settings(seq_length=256, document_block_size=16, fixed_shapes=True))
+    loaded = list(islice(build_loader(blend, num_workers=num_workers), 9))
+    assert contents(loaded) == contents(list(islice(blend.steps(), 9)))
+    resumed = BatchStream(blend.sources, blend.settings, cursor=loaded[3].cursor_after)
+    assert contents(list(islice(build_loader(resumed, num_workers=num_workers), 5))) == contents(loaded[4:])
+
+
 def test_iterating_again_starts_at_the_cursor_again(stream):
     loader = build_loader(stream, num_workers=1)
     assert contents([next(iter(loader))]) == contents([next(iter(loader))])
@@ -47,7 +60,7 @@ def test_iterating_again_starts_at_the_cursor_again(stream):
 
 def test_the_cursor_of_the_last_step_taken_continues_a_loader_whose_workers_ran_ahead(stream):
     taken = list(islice(build_loader(stream, num_workers=2), 3))
-    resumed = BatchStream(stream.corpus, stream.documents, stream.settings, cursor=taken[-1].cursor_after)
+    resumed = BatchStream(stream.sources, stream.settings, cursor=taken[-1].cursor_after)
     assert contents(list(islice(build_loader(resumed, num_workers=2), 3))) == contents(
         list(islice(stream.steps(), 3, 6))
     )
@@ -119,6 +132,6 @@ def is_running(pid: int) -> bool:
 
 
 def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(stream):
-    other = BatchStream(stream.corpus, stream.documents, stream.settings, cursor=Cursor(0, 0, 9999))
+    other = BatchStream(stream.sources, stream.settings, cursor=Cursor(0, 0, 9999))
     with pytest.raises(CheckpointError, match="at row 9,999 of window 0, which has"):
         next(iter(build_loader(other, num_workers=1)))

@@ -15,7 +15,8 @@ def ordinary_tokens(count: int, *, seed: int = 0) -> np.ndarray:
 
 def segments(*pieces: tuple[int, int, int, int]) -> Segments:
     """Each piece: document, epoch, start, length."""
-    return Segments(*np.array(pieces, dtype=np.int64).T)
+    whole = np.ones(len(pieces), dtype=np.bool_)
+    return Segments(*np.array(pieces, dtype=np.int64).T, has_cls_n=whole, has_sep_n=whole)
 
 
 def mask(tokens, parts, positions, *, scheme=MaskingScheme(), seed=1, ids=IDS) -> MaskedTokens:  # noqa: B008  frozen

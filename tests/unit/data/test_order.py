@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from megatron_neobert.data.order import permute, split_ranges
+from megatron_neobert.data.order import documents_of_window, permute, split_ranges, windows_of_epoch
 from megatron_neobert.errors import ConfigError
 
 
@@ -66,6 +66,50 @@ def test_orders_of_other_seeds_and_epochs_are_unrelated(other):
 def test_the_order_is_the_one_that_earlier_runs_resumed_with():
     """Pinned: a change here would make every checkpoint continue with other documents."""
     assert whole(10, seed=1234).tolist() == [4, 2, 5, 1, 8, 7, 0, 6, 3, 9]
+
+
+def windows(documents: int, *, block_size: int, window_documents: int = 4096, **changes) -> list[np.ndarray]:
+    """All windows of an epoch."""
+    settings = {"documents": documents, "window_documents": window_documents, "block_size": block_size}
+    return [
+        documents_of_window(window, **{"seed": 1, "epoch": 0, **settings, **changes})
+        for window in range(windows_of_epoch(**settings))
+    ]
+
+
+@pytest.mark.parametrize("documents", [1, 255, 256, 257, 4096, 50_001])
+@pytest.mark.parametrize("block_size", [1, 2, 100, 256, 4096, 10_000])
+def test_windows_of_blocks_hold_every_document_once(documents, block_size):
+    found = np.concatenate(windows(documents, block_size=block_size))
+    assert np.array_equal(np.sort(found), np.arange(documents))
+
+
+def test_windows_of_single_documents_are_the_permutation_itself():
+    found = windows(10_000, block_size=1)
+    assert [len(window) for window in found] == [4096, 4096, 1808]
+    assert np.array_equal(np.concatenate(found), whole(10_000))
+
+
+def test_a_window_is_whole_blocks_from_all_over_the_corpus_shuffled_together():
+    """16 blocks of 256: documents jump between blocks, and the reader needs 16 places on disk and not 4,096."""
+    window = windows(1_000_000, block_size=256)[5]
+    assert len(window) == 4096
+    blocks = np.unique(window // 256)
+    assert len(blocks) == 16
+    assert blocks.max() - blocks.min() > 1_000_000 / 256 / 2
+    assert (np.diff(window // 256) != 0).mean() > 0.8  # 15 of 16 if all orders are equally likely
+    assert len(np.unique(windows(1_000_000, block_size=1)[5] // 256)) > 2000  # without blocks
+
+
+@pytest.mark.parametrize("other", [{"seed": 2}, {"epoch": 1}, {"component": 1}])
+def test_other_seeds_epochs_and_components_take_other_blocks(other):
+    first, second = windows(100_000, block_size=256)[0], windows(100_000, block_size=256, **other)[0]
+    assert len(np.intersect1d(first, second)) < len(first) / 2
+
+
+def test_windows_shuffle_their_blocks_differently():
+    first, second = windows(4096 * 2, block_size=4096)
+    assert not np.array_equal(first % 4096, second % 4096)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def tokens_per_row(rows: PackedRows) -> np.ndarray:
 
 
 def as_set(segments: Segments) -> set[tuple[int, ...]]:
-    return set(zip(*(vars(segments)[name].tolist() for name in vars(segments)), strict=True))
+    return set(zip(*(values.tolist() for values in vars(segments).values()), strict=True))
 
 
 def test_truncating_keeps_the_first_tokens_of_each_document():

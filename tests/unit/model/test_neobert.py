@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tolerances import PACKED_LOSS
+from tolerances import FILLED_UP_GRADIENT, PACKED_LOSS
 
 from megatron_neobert import distributed
-from megatron_neobert.config import ModelConfig, ParallelConfig, Settings
+from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.neobert import NeoBERTModel
@@ -25,7 +25,7 @@ def small_settings(**training: object) -> Settings:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    distributed.initialize(ParallelConfig())
+    distributed.initialize(Settings())
     yield
     distributed.shut_down()
 
@@ -113,9 +113,9 @@ def test_a_micro_batch_without_a_masked_token_has_no_loss_and_no_gradient(build)
     assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-def test_a_prediction_counts_as_correct_only_if_no_logit_is_larger():
+def test_a_prediction_counts_as_correct_only_if_no_logit_is_larger(build):
     logits_mv = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [1.0, 5.0, 5.0]])
-    _, correct_m = masked_token_losses(logits_mv, torch.tensor([1, 2, 2]))
+    _, correct_m = masked_token_losses(logits_mv, torch.tensor([1, 2, 2]), build().config)
     assert correct_m.tolist() == [1.0, 0.0, 1.0]
 
 
@@ -135,8 +135,30 @@ def test_the_seed_decides_the_weights(build):
     assert not torch.equal(first, other)
 
 
-def test_a_parameter_without_a_rule_is_not_initialised_silently():
+def test_a_parameter_without_a_rule_is_not_initialised_silently(build):
+    model = build()
+    model.pooler = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(AssertionError, match="pooler: no rule"):
-        module = torch.nn.Module()
-        module.pooler = torch.nn.Parameter(torch.zeros(2))
-        initialize_weights(module, seed=0, init_range=0.02, vocab_size=2)
+        initialize_weights(model, seed=0, init_range=0.02, vocab_size=2)
+
+
+def test_documents_without_a_token_and_filled_up_positions_change_nothing(build):
+    """As rows of constant shape bring them on a GPU."""
+    tokens_t, cu_seqlens_n = make_row()
+    positions_m = torch.tensor([0, 7, 33])
+    filled_n = torch.cat([cu_seqlens_n, cu_seqlens_n[-1:].repeat(5)])
+    filled_positions_m, filled_labels_m = (
+        torch.cat([real, torch.full((4,), filler)])
+        for real, filler in ((positions_m, 0), (tokens_t[positions_m], -100))
+    )
+    plain, filled = build(), build()
+    losses_m, correct_m = plain(tokens_t, cu_seqlens_n, 64, positions_m, tokens_t[positions_m])
+    filled_losses_m, filled_correct_m = filled(tokens_t, filled_n, 64, filled_positions_m, filled_labels_m)
+    torch.testing.assert_close(filled_losses_m[:3], losses_m, rtol=PACKED_LOSS.gate, atol=0)
+    assert torch.equal(filled_correct_m[:3], correct_m)
+    assert not filled_losses_m[3:].any() and not filled_correct_m[3:].any()
+    losses_m.sum().backward()
+    filled_losses_m.sum().backward()
+    for (name, parameter), other in zip(plain.named_parameters(), filled.parameters(), strict=True):
+        gap = (other.grad - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert gap <= FILLED_UP_GRADIENT.gate, name

@@ -1,0 +1,100 @@
+"""What `--data-path` says: corpora, their shares of the rows, and which of their documents by length.
+
+Text alone: nothing is opened, and the standard library suffices. Shares are fractions, so that 0.2 is a fifth and
+proportions can be kept exactly.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_neobert.errors import ConfigError
+
+_FORM = "name one corpus, or give each a weight before it, such as 0.2 PREFIX_A 0.8 PREFIX_B:min=1024:max=4096"
+_LIMIT = re.compile(r"(.*):([A-Za-z_]+)=([^/:]*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Component:
+    """A corpus, or those of its documents that have minimum to maximum tokens ([CLS] and [SEP] not counted)."""
+
+    prefix: str
+    weight: Fraction = Fraction(1)  # of any sum: a share of the rows once divided by the sum of all
+    minimum: int = 1
+    maximum: int | None = None
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.minimum > 1 or self.maximum is not None
+
+    def __str__(self) -> str:
+        limits = f":min={self.minimum}" if self.minimum > 1 else ""
+        return self.prefix + limits + (f":max={self.maximum}" if self.maximum is not None else "")
+
+
+def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
+    """The components of a blend, in their order; one without a weight is all there is.
+
+    Raises:
+        ConfigError: With everything that is wrong with the entries.
+    """
+    if not entries:
+        raise ConfigError(f"{flag} is missing: name the corpus prefix that tools/preprocess_data.py printed.")
+    pairs = [("1", entries[0])] if len(entries) == 1 else list(zip(entries[::2], entries[1::2], strict=False))
+    problems = []
+    if len(entries) > 1 and len(entries) % 2:
+        problems.append(
+            f"{flag} has {len(entries)} entries, {' '.join(entries)}; several corpora need a weight each; {_FORM}."
+        )
+    weights = [_read_weight(text, path, problems, flag) for text, path in pairs]
+    components = [
+        _read_component(path, weight, problems, flag) for (_, path), weight in zip(pairs, weights, strict=True)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(components)
+
+
+def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
+    """The weights as the smallest whole numbers of the same proportions."""
+    common = math.lcm(*(component.weight.denominator for component in components))
+    numbers = [int(component.weight * common) for component in components]
+    divisor = math.gcd(*numbers)
+    return tuple(number // divisor for number in numbers)
+
+
+def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fraction:
+    try:
+        value = float(text)  # first: the fraction of 1e999999999 would not fit into memory
+        weight = Fraction(text) if 0 < value < math.inf else None
+    except ValueError:
+        problems.append(f"{flag}: {text!r}, where the weight of {path} should stand, is no number; {_FORM}.")
+        return Fraction(1)
+    if weight is None:
+        problems.append(f"{flag}: the weight {text} of {path} is not above 0 and finite; change it, or leave both out.")
+        return Fraction(1)
+    return weight
+
+
+def _read_component(text: str, weight: Fraction, problems: list[str], flag: str) -> Component:
+    prefix, limits = text, dict[str, int]()
+    while found := _LIMIT.fullmatch(prefix):
+        prefix, name, number = found.groups()
+        if name not in ("min", "max") or name in limits or not number.isascii() or not number.isdigit():
+            problems.append(
+                f"{flag} {text}: ':{name}={number}' is not a limit; each of :min=N and :max=N may follow a prefix "
+                "once, with N in tokens."
+            )
+        limits[name] = int(number) if number.isascii() and number.isdigit() else 1
+    if not prefix:
+        problems.append(f"{flag} {text!r} names no corpus; {_FORM}.")
+    minimum, maximum = limits.get("min", 1), limits.get("max")
+    if minimum < 1 or (maximum is not None and maximum < minimum):
+        problems.append(
+            f"{flag} {text}: no document has at least {minimum} and at most "
+            f"{'any number of' if maximum is None else maximum} tokens; lengths are counted from 1, and the largest "
+            "must not be below the smallest. Change min or max."
+        )
+    return Component(prefix, weight, minimum, maximum)

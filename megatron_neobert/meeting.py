@@ -1,0 +1,194 @@
+"""Whether all nodes of a run can start.
+
+The launchers meet at a store on node 0 before any rank exists. A node that refuses its start says so there, and the
+others end with its sentence and its exit code instead of waiting for its ranks; a node that never comes costs them the
+time limit, no more. The store's address and port are those that torchrun uses afterwards.
+"""
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError
+from megatron_neobert.nodes import Place
+
+_POLL_SECONDS = 0.2
+_FAREWELL_SECONDS = 30  # how long a node that refuses its start tries to reach the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a node found before its start: `problem` with its exit code, or what it would start."""
+
+    rank: int
+    start: Mapping[str, Any]  # must be the same on all nodes
+    problem: str = ""
+    exit_code: int = 0
+    host: str = field(default_factory=socket.gethostname)
+
+
+class Meeting:
+    """Where the launchers of all nodes agree to start. To be kept until the run is over: node 0 holds the store."""
+
+    def __init__(self, place: Place, *, timeout_seconds: int) -> None:
+        self.place = place
+        self.timeout_seconds = timeout_seconds
+
+    def agree(self, start: Mapping[str, Any]) -> Report:
+        """What all nodes decided: a report without a problem if they start.
+
+        Raises:
+            TimeoutError: Not all nodes came in time.
+            ConnectionError: Node 0 has gone, or its port is taken.
+
+        Collective: all nodes.
+        """
+        place = self.place
+        print(
+            f"node {place.rank} of {place.nodes} on {socket.gethostname()} can start; meeting at {place.address} port "
+            f"{place.port}, for at most {self.timeout_seconds} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        deadline = self._enter(self.timeout_seconds)
+        if self.store.add(f"start/arrivals/{place.rank}", 1) == 1:
+            self._put(f"start/report/{place.rank}", Report(rank=place.rank, start=start))
+        else:
+            problem = f"NODE_RANK {place.rank} was given to two nodes; number them from 0 to {place.nodes - 1}."
+            self._put("start/refusal", self._refusal(problem, exit_code=ConfigError.exit_code))
+        if place.rank == 0:
+            verdict = self._judge(deadline)
+            if verdict.problem:
+                self._announce(verdict, late_nodes=time.monotonic() < deadline)
+            else:
+                self._put("start/verdict", verdict)
+            return verdict
+        verdict = self._hear_verdict(deadline)
+        self.store.add("start/heard", 1)
+        return verdict
+
+    def refuse(self, problem: str, *, exit_code: int) -> None:
+        """Tells the other nodes that this one does not start, if they can be reached at all."""
+        report = self._refusal(problem, exit_code=exit_code)
+        try:
+            self._enter(_FAREWELL_SECONDS)
+        except OSError as error:
+            print(f"the other nodes could not be told: {error}", file=sys.stderr)
+            return
+        if self.place.rank == 0:
+            self._announce(report, late_nodes=True)
+        else:
+            self._put("start/refusal", report)
+            self.store.add("start/heard", 1)
+
+    def _refusal(self, problem: str, *, exit_code: int) -> Report:
+        return Report(rank=self.place.rank, start={}, problem=problem, exit_code=exit_code)
+
+    def _enter(self, seconds: int) -> float:
+        """Opens or finds the store; returns when the time is over, by `time.monotonic`."""
+        from torch.distributed import DistNetworkError, TCPStore  # slow: the clock runs from here
+
+        place, deadline = self.place, time.monotonic() + seconds
+        if place.rank > 0:
+            _wait_for_port(place, deadline)
+        try:
+            # Several stores of a process share one server at a port (multi_tenant): torchrun's will be the second.
+            self.store = TCPStore(
+                place.address if place.rank > 0 else "localhost",
+                place.port,
+                world_size=place.nodes,
+                is_master=place.rank == 0,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except DistNetworkError as error:
+            raise ConnectionError(
+                f"MASTER_PORT {place.port} cannot be used on node {place.rank} ({str(error).splitlines()[0]}); choose "
+                "a free port, the same on all nodes."
+            ) from error
+        return deadline
+
+    def _judge(self, deadline: float) -> Report:
+        missing = list(range(self.place.nodes))
+        reports: list[Report] = []
+        while missing:
+            here = [rank for rank in missing if self.store.check([f"start/report/{rank}"])]
+            missing = [rank for rank in missing if rank not in here]
+            reports += [self._get(f"start/report/{rank}") for rank in here]
+            if self.store.check(["start/refusal"]):
+                return self._get("start/refusal")
+            if missing and time.monotonic() > deadline:
+                return self._refusal(self._describe_absence(missing), exit_code=EXIT_IO_ERROR)
+            if missing:
+                time.sleep(_POLL_SECONDS)
+        return _compare(reports)
+
+    def _describe_absence(self, missing: list[int]) -> str:
+        named = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
+        return (
+            f"{self.place.nodes - len(missing)} of {self.place.nodes} nodes came to {self.place.address} port "
+            f"{self.place.port} within {self.timeout_seconds} s; missing: node {named}. Look at their output; if they "
+            "are only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
+        )
+
+    def _hear_verdict(self, deadline: float) -> Report:
+        from torch.distributed import DistNetworkError
+
+        place = self.place
+        try:
+            while not self.store.check(["start/verdict"]):
+                if time.monotonic() > deadline + _FAREWELL_SECONDS:  # node 0 may have started its clock later
+                    raise TimeoutError(
+                        f"node 0 at {place.address} port {place.port} did not say within {self.timeout_seconds} s "
+                        "whether to start; look at its output."
+                    )
+                time.sleep(_POLL_SECONDS)
+            return self._get("start/verdict")
+        except DistNetworkError as error:
+            raise ConnectionError(
+                f"node 0 at {place.address} port {place.port} ended before the start; look at its output."
+            ) from error
+
+    def _announce(self, refusal: Report, *, late_nodes: bool) -> None:
+        self._put("start/verdict", refusal)
+        until = time.monotonic() + (_FAREWELL_SECONDS if late_nodes else 10 * _POLL_SECONDS)
+        while time.monotonic() < until and self.store.add("start/heard", 0) < self.place.nodes - 1:
+            time.sleep(_POLL_SECONDS)
+
+    def _put(self, key: str, report: Report) -> None:
+        self.store.set(key, json.dumps(asdict(report)))
+
+    def _get(self, key: str) -> Report:
+        return Report(**json.loads(self.store.get(key)))
+
+
+def _wait_for_port(place: Place, deadline: float) -> None:
+    """In short steps, so that a signal is answered at once."""
+    started = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"node 0 could not be reached at {place.address} port {place.port} for "
+                    f"{time.monotonic() - started:.0f} s ({error}); look at its output, and check MASTER_ADDR, "
+                    "MASTER_PORT and the firewall. If it is only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
+                ) from error
+        time.sleep(_POLL_SECONDS)
+
+
+def _compare(reports: list[Report]) -> Report:
+    first, *others = sorted(reports, key=lambda report: report.rank)
+    for other in others:
+        names = [name for name in {**first.start, **other.start} if first.start.get(name) != other.start.get(name)]
+        if names:
+            differences = ", ".join(f"{name} {other.start.get(name)}, not {first.start.get(name)}" for name in names)
+            problem = f"it differs from node 0 ({differences}); start all nodes with the same settings and ranks."
+            return replace(other, problem=problem, exit_code=ConfigError.exit_code)
+    return first

@@ -1,0 +1,309 @@
+"""Which kernels compute the model on this machine, and why not others.
+
+`detect_hardware` looks once; the rules are functions of what it found and of the settings. Megatron is not imported
+here: it imports whatever is called Apex, and the wrong package of that name has to be refused first.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_neobert.config import ComputeConfig, Settings
+from megatron_neobert.errors import ConfigError
+
+_HEAD_WIDTH_MULTIPLE = 8  # Transformer Engine's fast attention kernels take no other widths
+
+# What a GPU must be for a recipe: lowest capability, first capability that is too new, lowest CUDA version.
+# Source: TransformerEngine 2.11 pytorch/quantization.py, check_fp8_support and the like (capability 10.0: CUDA 12.8).
+_ANY_NEWER = (99, 0)
+_FP8_NEEDS = {
+    "delayed": ((8, 9), _ANY_NEWER, (12, 1)),
+    "tensorwise": ((8, 9), _ANY_NEWER, (12, 1)),
+    "blockwise": ((9, 0), _ANY_NEWER, (12, 9)),
+    "mxfp8": ((10, 0), (12, 0), (12, 8)),
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """An optional package: its version, or why it cannot serve."""
+
+    version: str | None = None
+    why_not: str = "not installed"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this process could compute with. The default is a machine without a GPU."""
+
+    gpu: str | None = None
+    capability: tuple[int, int] = (0, 0)
+    cuda: tuple[int, int] = (0, 0)  # that torch was built with
+    transformer_engine: Library = Library()
+    flash_attn: Library = Library()
+    apex_weight_gradients: Library = Library()
+    apex_optimizers: Library = Library()
+    foreign_apex: str | None = None  # version of a package that is called apex and is not NVIDIA's
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What will serve."""
+
+    transformer_impl: str  # "transformer_engine" or "local"
+    attention: str  # "transformer_engine", "torch" or "flash_attn"
+    attention_backend: str  # the name in Megatron's AttnBackend, with which it steers Transformer Engine
+    gradient_accumulation_fusion: bool
+    rope_fusion: bool
+    optimizer: str
+    summary: str
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        return self.summary
+
+
+@functools.cache
+def detect_hardware() -> Hardware:
+    """What is here; packages for CUDA are tried only where there is CUDA."""
+    if not torch.cuda.is_available():
+        return Hardware(foreign_apex=_foreign_apex())
+    return Hardware(
+        gpu=torch.cuda.get_device_name(),
+        capability=torch.cuda.get_device_capability(),
+        cuda=_version_pair(torch.version.cuda or "0.0"),
+        transformer_engine=_try_import("transformer_engine.pytorch", distribution="transformer-engine"),
+        flash_attn=_try_import("flash_attn", distribution="flash-attn"),
+        apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
+        apex_optimizers=_try_import("apex.optimizers", distribution="apex"),
+        foreign_apex=_foreign_apex(),
+    )
+
+
+def _version_pair(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _try_import(module: str, *, distribution: str) -> Library:
+    """Found by importing it: a compiled package that fits another torch is installed and of no use."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return Library(why_not=f"{module} cannot be imported: {error}")
+    return Library(version=_installed_version(distribution) or "of unknown version")
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _foreign_apex() -> str | None:
+    """Version of a package called apex without NVIDIA's parts; it is looked at, not imported."""
+    found = importlib.util.find_spec("apex")
+    if found is None or importlib.util.find_spec("amp_C") is not None:
+        return None
+    if any((Path(folder) / "optimizers").is_dir() for folder in found.submodule_search_locations or ()):
+        return None
+    return _installed_version("apex") or "of unknown version"
+
+
+def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kernels:
+    """The kernels that serve these settings here; whether what was asked for is possible, `check_hardware` judges."""
+    hardware = detect_hardware() if hardware is None else hardware
+    compute = settings.compute
+    engine = _uses_transformer_engine(settings, hardware)
+    attention = _attention(settings, engine=engine)
+    fusion = compute.gradient_accumulation_fusion
+    if fusion is None:
+        fusion = hardware.apex_weight_gradients.version is not None
+    optimizer = _optimizer(hardware)
+    parts = [
+        f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers",
+        f"attention by {_attention_name(attention, compute.attention_backend, hardware, bf16=settings.training.bf16)}",
+        _precision_name(settings),
+        f"weight gradients accumulated {'in the product (Apex)' if fusion else 'after the product'}",
+        f"Adam by {optimizer}",
+    ]
+    return Kernels(
+        transformer_impl="transformer_engine" if engine else "local",
+        attention=attention,
+        attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
+        gradient_accumulation_fusion=fusion,
+        rope_fusion=engine and hardware.gpu is not None,
+        optimizer=optimizer,
+        summary=f"kernels on {hardware.gpu or 'CPU'}: " + ", ".join(parts),
+    )
+
+
+def _uses_transformer_engine(settings: Settings, hardware: Hardware) -> bool:
+    if settings.compute.transformer_impl != "auto":
+        return settings.compute.transformer_impl == "transformer_engine"
+    # In float32 Transformer Engine has no packed attention but one that writes out all scores.
+    return settings.training.bf16 and hardware.transformer_engine.version is not None
+
+
+def _attention(settings: Settings, *, engine: bool) -> str:
+    width = settings.model.hidden_size // settings.model.num_attention_heads
+    if engine and width % _HEAD_WIDTH_MULTIPLE == 0:
+        return "transformer_engine"
+    return "flash_attn" if settings.compute.attention_backend == "flash" else "torch"
+
+
+def _attention_name(attention: str, backend: str, hardware: Hardware, *, bf16: bool) -> str:
+    if attention == "transformer_engine":
+        return {"auto": "Transformer Engine's choice", "flash": "flash-attn", "fused": "cuDNN"}[backend]
+    if attention == "flash_attn":
+        return f"flash-attn {hardware.flash_attn.version}"
+    return "torch's packed kernel" if hardware.gpu and bf16 else "torch document by document"
+
+
+def _precision_name(settings: Settings) -> str:
+    compute = settings.compute
+    if compute.fp8_format is not None:
+        return f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
+    return "bfloat16" if settings.training.bf16 else "float32"
+
+
+def _optimizer(hardware: Hardware) -> str:
+    """In the order in which Megatron takes them; torch's through FusedAdam of megatron_fixes.py."""
+    if hardware.transformer_engine.version is not None:
+        return "Transformer Engine"
+    return "Apex" if hardware.apex_optimizers.version is not None else "torch"
+
+
+def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:
+    """Refuses what was asked for by name and cannot be had here. No collective; all ranks find the same.
+
+    Raises:
+        ConfigError: With every reason.
+    """
+    hardware = detect_hardware() if hardware is None else hardware
+    problems = (
+        _apex_problems(settings.compute, hardware)
+        + _engine_problems(settings, hardware)
+        + _attention_problems(settings, hardware)
+        + _precision_problems(settings, hardware)
+    )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _apex_problems(compute: ComputeConfig, hardware: Hardware) -> list[str]:
+    problems = []
+    if hardware.foreign_apex is not None:
+        problems.append(
+            f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
+            "nor amp_C. The registry's package of that name is another project, and Megatron would import it. "
+            "Run `pip uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
+        )
+    elif compute.gradient_accumulation_fusion and hardware.apex_weight_gradients.version is None:
+        problems.append(
+            "--gradient-accumulation-fusion needs fused_weight_gradient_mlp_cuda of NVIDIA Apex, for the decoder "
+            f"whatever the other layers are ({hardware.apex_weight_gradients.why_not}). Leave the flag out, or build "
+            "Apex from github.com/NVIDIA/apex; the registry's package apex is another project."
+        )
+    return problems
+
+
+def _engine_problems(settings: Settings, hardware: Hardware) -> list[str]:
+    missing = _why_no_engine(hardware)
+    if missing is None:
+        return []
+    return [f"{what} needs Transformer Engine: {missing}; {remedy}." for what, remedy in _asked_of_engine(settings)]
+
+
+def _asked_of_engine(settings: Settings) -> list[tuple[str, str]]:
+    """What the settings want of Transformer Engine by name, and how to do without."""
+    compute, asked = settings.compute, []
+    if compute.transformer_impl == "transformer_engine":
+        asked.append(("--transformer-impl transformer_engine", "use --transformer-impl local"))
+    if compute.attention_backend == "fused":
+        asked.append(("--attention-backend fused", "use --attention-backend auto"))
+    if compute.cross_entropy_loss_fusion and compute.cross_entropy_fusion_impl == "te":
+        asked.append(("--cross-entropy-fusion-impl te", "use --cross-entropy-fusion-impl native"))
+    if compute.fp8_format is not None:
+        asked.append((f"--fp8-format {compute.fp8_format}", "leave it out"))
+    return asked
+
+
+def _why_no_engine(hardware: Hardware) -> str | None:
+    if hardware.gpu is None:
+        return "this machine has no CUDA device"
+    if hardware.transformer_engine.version is None:
+        return f"{hardware.transformer_engine.why_not} (pip install 'megatron-neobert[gpu]')"
+    return None
+
+
+def _attention_problems(settings: Settings, hardware: Hardware) -> list[str]:
+    if settings.compute.attention_backend != "flash":
+        return []
+    if hardware.gpu is None:
+        return ["--attention-backend flash needs a CUDA device, and this machine has none; use auto."]
+    if hardware.flash_attn.version is None:
+        return [
+            f"--attention-backend flash needs the package flash-attn ({hardware.flash_attn.why_not}); install it, or "
+            "use auto."
+        ]
+    return []
+
+
+def _precision_problems(settings: Settings, hardware: Hardware) -> list[str]:
+    if hardware.gpu is None:
+        return []
+    here = f"{hardware.gpu} (compute capability {_dotted(hardware.capability)}, CUDA {_dotted(hardware.cuda)})"
+    problems = []
+    if settings.training.bf16 and hardware.capability < (8, 0):
+        problems.append(
+            f"--bf16 needs compute capability 8.0 or higher for the packed attention kernels, not {here}; use "
+            "--no-bf16."
+        )
+    if settings.compute.fp8_format is not None:
+        recipe = settings.compute.fp8_recipe
+        lowest, too_new, cuda = _FP8_NEEDS[recipe]
+        if not (lowest <= hardware.capability < too_new and hardware.cuda >= cuda):
+            below = "" if too_new == _ANY_NEWER else f" and below {_dotted(too_new)}"
+            problems.append(
+                f"--fp8-recipe {recipe} needs compute capability {_dotted(lowest)} or higher{below} and CUDA "
+                f"{_dotted(cuda)} or newer, not {here}. {_fp8_remedy(hardware)}"
+            )
+    return problems
+
+
+def _dotted(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"
+
+
+def _fp8_remedy(hardware: Hardware) -> str:
+    possible = [
+        recipe
+        for recipe, (lowest, too_new, cuda) in _FP8_NEEDS.items()
+        if lowest <= hardware.capability < too_new and hardware.cuda >= cuda
+    ]
+    return f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
+
+
+def fp8_arguments(compute: ComputeConfig) -> dict[str, Any]:
+    """The keyword arguments of Megatron's TransformerConfig; none without FP8."""
+    if compute.fp8_format is None:
+        return {}
+    return {
+        "fp8": compute.fp8_format,
+        "fp8_recipe": compute.fp8_recipe,
+        "fp8_param": compute.fp8_param_gather,
+        "fp8_margin": compute.fp8_margin,
+        "fp8_amax_history_len": compute.fp8_amax_history_len,
+        "fp8_amax_compute_algo": compute.fp8_amax_compute_algo,
+        "first_last_layers_bf16": compute.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": compute.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": compute.num_layers_at_end_in_bf16,
+    }

@@ -1,0 +1,134 @@
+"""Two nodes on loopback, each with a launcher of its own, as on two machines."""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import read_metrics, train_on_ranks
+from test_layouts import largest_relative_gap
+from tests_tiny import ITERATIONS, tiny_settings
+from tolerances import LAYOUT_LOSS
+from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of, free_port
+
+TRAIN_ITERS = 20  # what LAYOUT_LOSS was measured with
+
+
+class Nodes:
+    """The launchers of one run; `node(0)` holds the address that the others are given."""
+
+    def __init__(self, folder: Path, *, ranks: int) -> None:
+        self.folder, self.ranks, self.port = folder, ranks, free_port()
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, rank: int, words: list[str], *, command: list[str] | None = None, **variables: object) -> None:
+        place = {"NNODES": 2, "NODE_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": self.port, **variables}
+        with self.log(rank).open("w") as log:
+            self.processes[rank] = subprocess.Popen(
+                [*(command or BASH), *words],
+                env=environment(self.ranks, **place),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"node {rank}.log"
+
+    def said(self, rank: int) -> str:
+        return self.log(rank).read_text()
+
+    def wait_until_said(self, rank: int, text: str) -> None:
+        while text not in self.said(rank):
+            try:
+                code = self.processes[rank].wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            assert text in self.said(rank), f"node {rank} ended with {code}: {self.said(rank)}"
+
+    def exit_codes(self) -> list[int]:
+        return [process.wait(timeout=240) for _, process in sorted(self.processes.items())]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    started = Nodes(tmp_path, ranks=2)
+    yield started
+    for process in started.processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_does(tiny_corpus, tmp_path, nodes):
+    def settings_of(name: str, **checkpoint: object):
+        settings = tiny_settings(tiny_corpus, save=tmp_path / name)
+        settings = settings.with_section("training", train_iters=TRAIN_ITERS, eval_interval=TRAIN_ITERS)
+        return settings.with_section("checkpoint", **checkpoint)
+
+    one_rank, two_nodes = settings_of("one rank"), settings_of("two nodes", load=str(tmp_path / "two nodes"))
+    words = flags_of(two_nodes)
+    for rank in (0, 1):
+        nodes.start(rank, words)
+    nodes.wait_until_said(0, "iteration 1/")
+    nodes.processes[1].send_signal(signal.SIGTERM)
+    assert nodes.exit_codes() == [75, 75], nodes.said(0) + nodes.said(1)
+    assert "a signal asked for it" in nodes.said(0)
+    assert "on 4 x " in nodes.said(0)
+    assert "iteration" not in nodes.said(1), "rank 0 speaks for all nodes"
+    stopped_at = max(read_metrics(tmp_path / "two nodes"))
+    assert stopped_at < TRAIN_ITERS
+
+    train_on_ranks(two_nodes, world_size=4)  # goes on, without the seconds that another start takes
+    train_on_ranks(one_rank)
+    expected, losses = read_metrics(tmp_path / "one rank"), read_metrics(tmp_path / "two nodes")
+    assert sorted(losses) == list(range(1, TRAIN_ITERS + 1))
+    gap = largest_relative_gap(expected, losses)
+    print(f"two nodes stopped at {stopped_at}: {gap}")
+    assert gap <= LAYOUT_LOSS.gate
+
+
+def test_node_that_refuses_its_start_ends_all_nodes_with_its_sentence_and_exit_code(tiny_corpus, tmp_path, nodes):
+    good = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
+    nodes.start(0, good)
+    nodes.start(1, [*good, "--tokenizer-model", "nowhere"])
+    assert nodes.exit_codes() == [66, 66]
+    assert "error: --tokenizer-model nowhere: no such file or folder" in nodes.said(1)
+    assert "error: node 1 (" in nodes.said(0)
+    assert "): --tokenizer-model nowhere: no such file or folder" in nodes.said(0)
+    assert "Traceback" not in nodes.said(0) + nodes.said(1)
+    assert list((tmp_path / "run").iterdir()) == [], "no rank was started"
+
+
+def test_node_that_never_comes_ends_the_wait_of_the_others_in_one_sentence(tiny_corpus, nodes):
+    words = flags_of(tiny_settings(tiny_corpus))
+    nodes.start(0, words, RENDEZVOUS_TIMEOUT_SECONDS=2)
+    elsewhere = free_port()
+    nodes.start(1, words, RENDEZVOUS_TIMEOUT_SECONDS=2, MASTER_PORT=elsewhere)
+    assert nodes.exit_codes() == [74, 74]
+    assert f"1 of 2 nodes came to localhost port {nodes.port} within 2 s; missing: node 1" in nodes.said(0)
+    assert f"node 0 could not be reached at localhost port {elsewhere} for " in nodes.said(1)
+    assert "Traceback" not in nodes.said(0) + nodes.said(1)
+
+
+def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corpus, nodes):
+    words = flags_of(tiny_settings(tiny_corpus))
+    for rank in (0, 1):
+        nodes.start(rank, words, MASTER_PORT=free_port())
+    for rank, number in ((0, signal.SIGUSR1), (1, signal.SIGTERM)):
+        nodes.wait_until_said(rank, "can start; meeting at")
+        nodes.processes[rank].send_signal(number)
+    assert nodes.exit_codes() == [75, 75]
+    assert "stopped by SIGUSR1 while no rank was running" in nodes.said(0)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_file_on_two_nodes(tiny_corpus, tmp_path, nodes):
+    words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
+    for rank in (0, 1):
+        where = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+        where += ["--master-addr", "localhost", "--master-port", str(nodes.port)]
+        nodes.start(rank, words, command=[*TORCHRUN, *where, SCRIPT])
+    assert nodes.exit_codes() == [0, 0], nodes.said(0) + nodes.said(1)
+    assert sorted(read_metrics(tmp_path / "run")) == list(range(1, ITERATIONS + 1))

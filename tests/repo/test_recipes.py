@@ -1,0 +1,188 @@
+"""Every recipe under examples/configs: what it changes, how large its model is, and that it starts and trains.
+
+The plan and the parameters are those of the full size; two iterations run on CPU at a fraction of the width and depth,
+in this process: one that has had a process group cannot fork another that wants one.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_neobert import distributed
+from megatron_neobert.config import Settings
+from megatron_neobert.errors import EXIT_STOPPED_EARLY
+from megatron_neobert.flags import parse_command_line, read_settings
+from megatron_neobert.model.neobert import NeoBERTModel
+from megatron_neobert.training.flops import count_parameters
+from megatron_neobert.training.loop import run_training
+from megatron_neobert.training.plan import print_plan
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "examples" / "configs"
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.is_symlink())  # M9 is another name of the stages
+WIDTH, ROW = 96, 64
+SMALL = (
+    f"--num-layers 2 --hidden-size {WIDTH} --seq-length {ROW} --max-position-embeddings {ROW} --micro-batch-size 2 "
+    "--global-batch-size 4 --lr-warmup-iters 1 --lr-decay-iters 2 --eval-iters 1 --num-workers 0 --log-interval 1"
+).split()
+
+# What each recipe changes against its parent, and nothing else; names are settings.
+CHANGES = {
+    ("ablations/m1", "ablations/m0"): "swiglu normalization norm_epsilon position_embedding_type",
+    ("ablations/m2", "ablations/m1"): "",  # another corpus
+    ("ablations/m3", "ablations/m2"): "tokenizer_type make_vocab_size_divisible_by",
+    ("ablations/m4", "ablations/m2"): "optimizer lr_decay_style weight_decay adam_beta2",
+    ("ablations/m5", "ablations/m4"): "mask_prob mask_replacement",
+    ("ablations/m6", "ablations/m5"): "batch_layout long_documents",
+    ("ablations/m7", "ablations/m5"): "num_layers hidden_size",
+    ("ablations/m7_released", "ablations/m7"): "hidden_size",
+    ("ablations/m8", "ablations/m7"): "num_layers hidden_size",
+    ("ablations/m9_stage1", "ablations/m8"): (
+        "seq_length max_position_embeddings global_batch_size lr min_lr weight_decay lr_decay_iters"
+    ),
+    ("ablations/m9_stage2", "ablations/m9_stage1"): (
+        "seq_length max_position_embeddings micro_batch_size global_batch_size train_iters seed save_interval"
+    ),
+}
+
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_corpus(tiny_corpus: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The texts of the tiny corpus, written with a SentencePiece model that was trained on them."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+    from megatron_neobert.data.preprocessing.run import preprocess
+    from megatron_neobert.data.tokenizer import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("sentencepiece_corpus")
+    shard = Path(tiny_corpus.prefix).parent / "shard.jsonl"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(json.loads(line)["content"] for line in shard.read_text().splitlines()),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=200,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    model = str(folder / "tokenizer.model")
+    settings = PreprocessSettings(inputs=(str(shard),), output_prefix=str(folder / "tiny"), tokenizer_model=model)
+    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    return tiny_corpus._replace(
+        prefix=str(folder / "tiny_content_document"),
+        tokenizer=model,
+        vocab_size=load_tokenizer(Path(model)).vocab_size,
+    )
+
+
+@pytest.fixture
+def corpus(recipe: Path, request: pytest.FixtureRequest) -> Any:
+    """A tiny corpus written with the kind of tokenizer that the recipe wants."""
+    wants_sentencepiece = read_settings(recipe).data.tokenizer_type == "SentencePieceTokenizer"
+    return request.getfixturevalue("sentencepiece_corpus" if wants_sentencepiece else "tiny_corpus")
+
+
+@pytest.fixture
+def no_process_group_left() -> Iterator[None]:
+    """A run that fails leaves its process group, and the next test could not form one."""
+    yield
+    if torch.distributed.is_initialized():
+        distributed.shut_down()
+
+
+def settings_of(recipe: Path, corpus: Any, *flags: str, data_path: tuple[str, ...] = (), ranks: int = 1) -> Settings:
+    command = ["--config", str(recipe), "--data-path", *(data_path or (corpus.prefix,))]
+    command += ["--tokenizer-model", corpus.tokenizer, *flags]
+    return parse_command_line(command, world_size=ranks).settings
+
+
+def read_metrics(save: Path, key: str) -> dict[int, float]:
+    """One value per iteration out of the run's metrics."""
+    lines = (json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines())
+    return {line["iteration"]: line[key] for line in lines if key in line}
+
+
+def flat(recipe: str) -> dict[str, Any]:
+    sections = asdict(read_settings(CONFIGS / f"{recipe}.yaml")).values()
+    return {name: value for section in sections for name, value in section.items()}
+
+
+@pytest.mark.parametrize(("recipe", "parent"), CHANGES, ids=lambda name: name.rpartition("/")[2])
+def test_recipe_changes_what_it_is_about_and_nothing_else(recipe, parent):
+    own, before = flat(recipe), flat(parent)
+    assert {name for name in own if own[name] != before[name]} == set(CHANGES[recipe, parent].split())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tokens"), [("ablations/m[0-8]*", 131_072), ("neobert_stage?", 2_097_152)], ids=["ablations", "stages"]
+)
+def test_recipes_read_as_many_tokens_per_iteration_as_the_paper(pattern, tokens):
+    recipes = list(CONFIGS.glob(f"{pattern}.yaml"))
+    assert {read_settings(path).tokens_per_iteration for path in recipes} == {tokens}
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem != "tiny"], ids=lambda path: path.stem)
+def test_page_names_the_recipe_with_its_parameters(recipe):
+    model = read_settings(recipe).model
+    # LLaMA 2's pieces and two added tokens, in a table whose every row the paper's code counts.
+    vocab_size = model.padded_vocab_size(32_002, tensor_parallel=1) if recipe.stem == "m3" else 30_522
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if f"| `{recipe.relative_to(CONFIGS)}` |" in line]
+    assert f"| {count_parameters(model, vocab_size=vocab_size).total:,} |" in row
+
+
+@each_recipe
+def test_recipe_prints_its_plan(recipe, corpus, capsys):
+    ranks = 2 if recipe.stem == "tiny" else 8  # the paper's machine; the tiny one has rows for two
+    settings = settings_of(recipe, corpus, ranks=ranks)
+    assert print_plan(settings, world_size=ranks) == 0
+    plan = capsys.readouterr().out
+    assert f"{count_parameters(settings.model, vocab_size=corpus.vocab_size).total:,} (" in plan
+    assert f"{settings.tokens_per_iteration:,} tokens" in plan
+
+
+@each_recipe
+def test_model_of_the_recipe_has_the_parameters_that_its_plan_says(recipe, no_process_group_left, monkeypatch):
+    """Built at full size on the meta device, where no weight is allocated; the rows that pad the vocabulary go off."""
+    settings, vocab_size = read_settings(recipe), 30_500
+    monkeypatch.setattr("megatron_neobert.model.neobert.initialize_weights", lambda *args, **kwargs: None)
+    distributed.initialize(settings)
+    with torch.device("meta"):
+        model = NeoBERTModel(settings, vocab_size=vocab_size)
+    padding = settings.model.padded_vocab_size(vocab_size, tensor_parallel=1) - vocab_size
+    built = sum(parameter.numel() for parameter in model.parameters()) - padding * (2 * settings.model.hidden_size + 1)
+    assert built == count_parameters(settings.model, vocab_size=vocab_size).total
+
+
+@each_recipe
+def test_recipe_trains_two_iterations_at_reduced_width(recipe, corpus, tmp_path, no_process_group_left):
+    settings = settings_of(recipe, corpus, *SMALL, "--train-iters", "2", "--save", str(tmp_path))
+    assert run_training(settings) == 0
+    losses = read_metrics(tmp_path, "loss")
+    assert list(losses) == [1, 2]
+    assert losses[1] == pytest.approx(math.log(corpus.vocab_size), abs=0.3), "fresh weights know nothing"
+
+
+def test_stage_2_goes_on_from_stage_1_at_the_lowest_rate_and_can_be_started_again(
+    tiny_corpus, tmp_path, no_process_group_left
+):
+    first, second = (str(tmp_path / name) for name in ("stage1", "stage2"))
+    stage1 = settings_of(CONFIGS / "neobert_stage1.yaml", tiny_corpus, *SMALL, "--train-iters", "2", "--save", first)
+    assert run_training(stage1) == 0
+
+    prefix = tiny_corpus.prefix
+    blend = ("0.2", prefix, "0.4", f"{prefix}:min=16", "0.4", f"{prefix}:min=32")  # a quarter and half of a row
+    flags = ["--continue-from", first, "--save", second, "--load", second, "--train-iters", "4", "--exit-interval", "3"]
+    stage2 = settings_of(CONFIGS / "neobert_stage2.yaml", tiny_corpus, *SMALL, *flags, data_path=blend)
+    assert run_training(stage2) == EXIT_STOPPED_EARLY
+    assert run_training(stage2) == 0, "the second start finds the checkpoint of the first"
+    assert read_metrics(Path(second), "lr") == {3: 6e-5, 4: 6e-5}

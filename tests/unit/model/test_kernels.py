@@ -1,0 +1,220 @@
+"""Which kernels are chosen, and what is refused, on machines that are described and not at hand."""
+
+import importlib.metadata
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_neobert.config import ComputeConfig, Settings
+from megatron_neobert.errors import ConfigError
+from megatron_neobert.model.kernels import (
+    Hardware,
+    Library,
+    check_hardware,
+    choose_kernels,
+    detect_hardware,
+    fp8_arguments,
+)
+from megatron_neobert.model.transformer_config import to_transformer_config
+
+CPU = Hardware()
+H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), cuda=(13, 0), transformer_engine=Library(version="2.11.0"))
+BARE_H100 = replace(H100, transformer_engine=Library(why_not="transformer_engine.pytorch cannot be imported: no"))
+A100 = replace(H100, gpu="NVIDIA A100", capability=(8, 0))
+V100 = replace(BARE_H100, gpu="NVIDIA V100", capability=(7, 0))
+
+
+def settings(*, bf16: bool = True, hidden_size: int = 768, **compute: Any) -> Settings:
+    built = Settings().with_section("training", bf16=bf16).with_section("model", hidden_size=hidden_size)
+    return built.with_section("compute", **compute)
+
+
+def refusal(settings: Settings, hardware: Hardware) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_hardware(settings, hardware)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "asked", "implementation", "attention"),
+    [
+        (CPU, {}, "local", "torch"),
+        (H100, {}, "transformer_engine", "transformer_engine"),
+        (H100, {"bf16": False}, "local", "torch"),
+        (H100, {"transformer_impl": "local"}, "local", "torch"),
+        (H100, {"transformer_impl": "local", "attention_backend": "flash"}, "local", "flash_attn"),
+        (H100, {"attention_backend": "flash"}, "transformer_engine", "transformer_engine"),
+        (H100, {"hidden_size": 1008}, "transformer_engine", "torch"),  # 12 heads of 84, no multiple of 8
+        (BARE_H100, {}, "local", "torch"),
+    ],
+)
+def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, implementation, attention):
+    kernels = choose_kernels(settings(**asked), hardware)
+    assert (kernels.transformer_impl, kernels.attention) == (implementation, attention)
+
+
+def test_rotary_angles_are_fused_only_by_transformer_engine_on_a_gpu():
+    assert choose_kernels(settings(), H100).rope_fusion
+    assert not choose_kernels(settings(), BARE_H100).rope_fusion
+    assert not choose_kernels(settings(transformer_impl="transformer_engine"), CPU).rope_fusion
+
+
+def test_weight_gradients_are_fused_where_apex_offers_it_unless_told_not_to():
+    with_apex = replace(H100, apex_weight_gradients=Library(version="0.1"))
+    assert not choose_kernels(settings(), H100).gradient_accumulation_fusion
+    assert choose_kernels(settings(), with_apex).gradient_accumulation_fusion
+    assert not choose_kernels(settings(gradient_accumulation_fusion=False), with_apex).gradient_accumulation_fusion
+    assert "fused_weight_gradient_mlp_cuda of NVIDIA Apex" in refusal(settings(gradient_accumulation_fusion=True), H100)
+    check_hardware(settings(gradient_accumulation_fusion=True), with_apex)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "optimizer"),
+    [
+        (H100, "Transformer Engine"),
+        (replace(BARE_H100, apex_optimizers=Library(version="0.1")), "Apex"),
+        (BARE_H100, "torch"),
+        (CPU, "torch"),
+    ],
+)
+def test_the_optimizer_is_the_one_that_megatron_takes(hardware, optimizer):
+    assert choose_kernels(settings(), hardware).optimizer == optimizer
+
+
+def test_one_line_says_what_computes():
+    assert choose_kernels(settings(fp8_format="hybrid"), H100).describe() == (
+        "kernels on NVIDIA H100: Transformer Engine 2.11.0, attention by Transformer Engine's choice, FP8 hybrid "
+        "tensorwise, weight gradients accumulated after the product, Adam by Transformer Engine"
+    )
+    assert choose_kernels(settings(bf16=False), CPU).describe() == (
+        "kernels on CPU: local layers, attention by torch document by document, float32, weight gradients accumulated "
+        "after the product, Adam by torch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("compute", "flag"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
+        ({"attention_backend": "fused"}, "--attention-backend fused"),
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
+        ({"fp8_format": "e4m3"}, "--fp8-format e4m3"),
+    ],
+)
+def test_what_needs_transformer_engine_is_refused_without_it(compute, flag):
+    assert f"{flag} needs Transformer Engine: this machine has no CUDA device" in refusal(settings(**compute), CPU)
+    assert f"{flag} needs Transformer Engine: transformer_engine.pytorch cannot" in refusal(
+        settings(**compute), BARE_H100
+    )
+    check_hardware(settings(**compute), H100)
+
+
+def test_flash_attn_is_refused_where_it_is_missing_or_there_is_no_gpu():
+    flash = settings(attention_backend="flash")
+    assert "needs the package flash-attn (not installed)" in refusal(flash, H100)
+    assert "--attention-backend flash needs a CUDA device" in refusal(flash, CPU)
+    check_hardware(flash, replace(H100, flash_attn=Library(version="2.8.3")))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "possible"),
+    [
+        ("delayed", (8, 9), (12, 8), True),
+        ("tensorwise", (8, 9), (12, 8), True),
+        ("tensorwise", (8, 0), (13, 0), False),
+        ("delayed", (8, 6), (13, 0), False),
+        ("blockwise", (9, 0), (12, 9), True),
+        ("blockwise", (9, 0), (12, 8), False),
+        ("blockwise", (8, 9), (13, 0), False),
+        ("mxfp8", (10, 0), (13, 0), True),
+        ("mxfp8", (9, 0), (13, 0), False),
+        ("mxfp8", (12, 0), (13, 0), False),
+    ],
+)
+def test_a_recipe_of_fp8_runs_on_gpus_that_have_it(recipe, capability, cuda, possible):
+    asked = settings(fp8_format="hybrid", fp8_recipe=recipe)
+    hardware = replace(H100, capability=capability, cuda=cuda)
+    if possible:
+        check_hardware(asked, hardware)
+    else:
+        found = f"(compute capability {capability[0]}.{capability[1]}, CUDA {cuda[0]}.{cuda[1]})"
+        assert f"--fp8-recipe {recipe} needs" in refusal(asked, hardware)
+        assert found in refusal(asked, hardware)
+
+
+def test_the_refusal_of_a_recipe_names_those_that_would_run():
+    asked = settings(fp8_format="hybrid", fp8_recipe="mxfp8")
+    assert refusal(asked, H100).endswith("Use --fp8-recipe delayed or tensorwise or blockwise.")
+    assert refusal(asked, A100).endswith("Leave out --fp8-format.")
+
+
+def test_bfloat16_is_refused_on_gpus_whose_attention_kernels_lack_it():
+    assert "--bf16 needs compute capability 8.0 or higher" in refusal(settings(), V100)
+    check_hardware(settings(bf16=False), V100)
+
+
+def test_all_reasons_are_given_at_once():
+    asked = settings(fp8_format="hybrid", attention_backend="flash", gradient_accumulation_fusion=True)
+    with pytest.raises(ConfigError) as caught:
+        check_hardware(asked, CPU)
+    assert len(caught.value.problems) == 3
+
+
+def install_apex(folder: Path, *, version: str, parts: tuple[str, ...]) -> None:
+    """A package of the name apex as pip leaves it."""
+    for part in ("", *parts):
+        (folder / "apex" / part).mkdir(parents=True, exist_ok=True)
+        (folder / "apex" / part / "__init__.py").write_text("raise RuntimeError('apex was imported')\n")
+    (folder / f"apex-{version}.dist-info").mkdir()
+    (folder / f"apex-{version}.dist-info" / "METADATA").write_text(f"Name: apex\nVersion: {version}\n")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder that packages are found in, and a fresh look at the machine."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    detect_hardware.cache_clear()
+    yield tmp_path
+    detect_hardware.cache_clear()
+
+
+def test_the_registry_s_package_apex_is_refused_by_name_without_being_imported(site):
+    install_apex(site, version="0.9.10.dev0", parts=("lib",))
+    assert importlib.metadata.version("apex") == "0.9.10.dev0"
+    message = refusal(Settings(), detect_hardware())
+    assert "apex 0.9.10.dev0 is not NVIDIA Apex" in message
+    assert "pip uninstall apex" in message
+    assert "apex" not in sys.modules
+
+
+def test_nvidia_s_apex_is_not_refused(site):
+    install_apex(site, version="0.1", parts=("optimizers",))
+    assert detect_hardware().foreign_apex is None
+
+
+def test_this_machine_is_described_as_torch_sees_it():
+    detect_hardware.cache_clear()
+    assert (detect_hardware().gpu is not None) == torch.cuda.is_available()
+    check_hardware(Settings())  # the defaults run everywhere
+
+
+def test_fp8_reaches_megatron_s_configuration_and_nothing_of_it_without_a_format():
+    compute = ComputeConfig(
+        fp8_format="hybrid", fp8_recipe="delayed", fp8_margin=2, fp8_amax_history_len=16, fp8_amax_compute_algo="max"
+    )
+    config = to_transformer_config(Settings(compute=compute).with_section("training", bf16=True))
+    assert (config.fp8, config.fp8_recipe, config.fp8_margin) == ("hybrid", "delayed", 2)
+    assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_param) == (16, "max", False)
+    assert fp8_arguments(ComputeConfig()) == {}
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
+def test_the_attention_backend_reaches_megatron_as_its_own_kind(backend):
+    """A plain text would be ignored without a word: Megatron compares with the members of its enumeration."""
+    asked = settings(transformer_impl="transformer_engine", attention_backend=backend)
+    assert to_transformer_config(asked).attention_backend is AttnBackend[backend]

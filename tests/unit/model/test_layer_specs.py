@@ -1,0 +1,53 @@
+"""The local layers: their norms, and how many of them a pipeline stage gets."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from spec_cases import settings_of
+
+from megatron_neobert import distributed
+from megatron_neobert.config import ModelConfig, ParallelConfig, Settings
+from megatron_neobert.model.layer_specs import LocalLayerNorm, LocalRMSNorm, layer_spec
+from megatron_neobert.model.transformer_config import to_transformer_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    distributed.initialize(settings_of("neobert", impl="local"))
+    yield
+    distributed.shut_down()
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers_of_a_piece", "expected"), [(1, None, 12), (2, None, 6), (3, None, 4), (2, 3, 3), (3, 1, 1)]
+)
+def test_a_stage_gets_its_share_of_the_layers(stages, layers_of_a_piece, expected):
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=stages, num_layers_per_virtual_pipeline_stage=layers_of_a_piece
+    )
+    spec = layer_spec(Settings(model=ModelConfig(num_layers=12), parallel=parallel))
+    assert len(spec.layer_specs) == expected
+    assert spec.layer_norm is LocalRMSNorm
+
+
+@pytest.mark.parametrize("kind", [LocalRMSNorm, LocalLayerNorm])
+def test_a_local_norm_computes_what_megatron_s_wrapper_does(kind):
+    config = to_transformer_config(settings_of("neobert", impl="local"))
+    config.normalization = {"LocalRMSNorm": "RMSNorm", "LocalLayerNorm": "LayerNorm"}[kind.__name__]
+    hidden = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0))
+    wrapped = WrappedTorchNorm(config, 64, eps=1e-5)
+    assert torch.equal(kind(config, 64, eps=1e-5)(hidden), wrapped(hidden))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_parameter_of_a_norm_is_marked_where_ranks_share_the_tokens(shared):
+    """Megatron's own wrapper refuses that; without the mark each rank would keep the gradient of its tokens."""
+    config = to_transformer_config(settings_of("neobert", impl="local"))
+    config.sequence_parallel = shared
+    norm = LocalLayerNorm(config, 64, eps=1e-5)
+    assert [parameter.sequence_parallel for parameter in norm.parameters()] == [shared, shared]
+    if shared:
+        with pytest.raises(AssertionError, match="sequence parallel not supported"):
+            WrappedTorchNorm(config, 64)
