@@ -42,7 +42,7 @@ EXTRAS = {
     "fast": ["nanotoken==0.1.0", "gigatoken==0.10.0"],
     "sentencepiece": ["sentencepiece>=0.2"],
     "warc": ["fastwarc>=2", "resiliparse>=2"],
-    "dali": ["nvidia-dali-cuda130>=1.51"],
+    "dali": ["nvidia-dali-cuda130>=2"],
     "ray": ["ray>=2.40"],
     "wandb": ["wandb>=0.18"],
     "eval": ["mteb>=2", "sentence-transformers>=5", "scikit-learn", "scipy", "optuna>=4", "matplotlib>=3.8"],

@@ -215,8 +215,8 @@ def _data_problems(data: DataConfig) -> list[str]:
             problems += error.problems
     if data.document_block_size > LARGEST_DOCUMENT_BLOCK:
         problems.append(
-            f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, the documents that are "
-            "packed together; they would all be neighbours. Use 256."
+            f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, the documents "
+            "that are packed together; they would all be neighbours. Use 256."
         )
     if data.tokenizer_model is None:
         problems.append("--tokenizer-model is missing: name the tokenizer that the corpus was written with.")

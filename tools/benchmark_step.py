@@ -1,22 +1,21 @@
-"""Command: how much faster is a training step than the reference's?
+"""Command: how fast is a training step, where does its time go, and how much faster is it than the reference's?
 
-Trains the same documents with the same masks from the same weights twice: as this project does (documents packed end
-to end, decoder at the masked positions) and as the reference does (padded to the longest, decoder at every position;
-plain PyTorch with SDPA and AdamW). To save memory, both may take a batch in several passes; the reference's are all as
-wide as the longest document of the batch. Both take turns in one process, so that the machine's mood hits both; the
-losses stand side by side. Document lengths are log-normal, about those of the web.
+    python tools/benchmark_step.py --seq-length 512 1024
+
+Trains the same documents with the same masks from the same weights three times in turns: packed, as this project
+does; padded, by this project's engine too, but with one document per row; and by the reference, which is plain PyTorch
+(SDPA, AdamW, padded to the longest, decoder at every position). Losses are compared. Document lengths are about those
+of the web, cut at the length of a row. Seconds are CPU seconds on a CPU and wall seconds on a GPU; tokens are those of
+documents, padding is not counted, and MFU neither counts what is computed for it.
 """
 
 import argparse
-import itertools
 import json
-import math
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,100 +31,226 @@ from megatron_neobert.config import (
 from megatron_neobert.errors import run_command
 
 LEARNING_RATE = 1e-4
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+LAYOUTS = ("packed", "padded", "reference")
+DOCUMENTS = 4096  # one window: as well packed as a large corpus
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One step of one implementation."""
+    """One step in one layout."""
 
-    cpu_seconds: float
-    wall_seconds: float
+    seq_length: int
+    layout: str
+    number: int  # of the round; 0 is to warm up
+    tokens: int  # of documents
+    slots: int  # padding included
+    flops: float  # that the documents need
+    seconds: float
     loss: float  # nats per masked token
+    peak_bytes: int  # most during the step, of this side: weights, gradients and optimizer state included
 
 
 def main() -> int:
-    """Measures and prints one line per pair of steps, then the medians."""
-    parser = argparse.ArgumentParser(prog="benchmark_step.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--num-layers", type=int, default=6, help="default %(default)s")
-    parser.add_argument("--hidden-size", type=int, default=384, help="default %(default)s")
-    parser.add_argument("--num-attention-heads", type=int, default=6, help="default %(default)s")
-    parser.add_argument("--vocab-size", type=int, default=30_522, help="default %(default)s")
-    parser.add_argument("--seq-length", type=int, default=1024, help="longest document, in tokens (%(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="packed rows per forward pass (%(default)s)")
-    parser.add_argument("--global-batch-size", type=int, default=8, help="packed rows per step (%(default)s)")
-    parser.add_argument(
-        "--reference-micro-batch-size", type=int, default=10**9, help="documents per pass there (all), to save memory"
+    """Measures and prints one line per step, then the tables."""
+    parser = argparse.ArgumentParser(
+        prog="benchmark_step.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("--median-tokens", type=int, default=400, help="median document (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=3, help="steps of each, after one to warm up (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="default %(default)s")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16 on this project's side")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    add = parser.add_argument
+    add("--num-layers", type=int, default=6, metavar="N", help="default %(default)s")
+    add("--hidden-size", type=int, default=384, metavar="N", help="default %(default)s")
+    add("--num-attention-heads", type=int, default=6, metavar="N", help="default %(default)s")
+    add("--vocab-size", type=int, default=30_522, metavar="N", help="default %(default)s")
+    add("--seq-length", type=int, nargs="+", default=[1024], metavar="N", help="tokens of a row (1024)")
+    add(
+        "--micro-batch-tokens", type=int, default=4096, metavar="N", help="slots per pass, at least a row (%(default)s)"
+    )
+    add("--global-batch-tokens", type=int, default=8192, metavar="N", help="packed slots per step (%(default)s)")
+    add("--median-tokens", type=int, default=368, metavar="N", help="median document (%(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="steps in each layout, after one to warm up (%(default)s)")
+    add("--threads", type=int, default=1, metavar="N", help="on a CPU (%(default)s)")
+    add("--bf16", action="store_true", help="bfloat16; the reference by autocast")
+    add("--peak-tflops", type=float, metavar="X", help="of the processor, for MFU; known for A100, H100 SXM and H200")
+    add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         return measure(arguments, Path(folder))
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> int:
-    """Builds both models, lets them train in turn, and prints the table."""
+    """Builds both models, lets them train in turn at every length, and prints the tables."""
     import torch
+    from benchmarking.report import describe_machine, print_table
+    from benchmarking.step_parts import find_peak_tflops, measure_parts
 
     from megatron_neobert import distributed
-    from megatron_neobert.training.build import build_run
 
     torch.set_num_threads(arguments.threads)
-    settings = build_settings(arguments, folder)
-    run = build_run(settings)
-    reference, reference_step = build_reference(
-        settings, arguments.vocab_size, documents_per_pass=arguments.reference_micro_batch_size
-    )
-    share_weights(run, reference, arguments.vocab_size)
-    parameters = sum(parameter.numel() for parameter in reference.parameters())
-    print(f"{arguments.num_layers} x {arguments.hidden_size}, {parameters:,} parameters, {arguments.threads} thread(s)")
+    bench = build_bench(arguments, folder)
+    device = bench.run.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{arguments.threads} CPU thread(s)"
+    parameters = sum(parameter.numel() for parameter in bench.reference.model.parameters())
+    print(f"{arguments.num_layers} x {arguments.hidden_size}, {parameters:,} parameters, {name}", flush=True)
 
-    pairs: list[tuple[int, Timing, Timing]] = []  # tokens, ours, the reference's
-    for number, batches in zip(range(arguments.pairs + 1), run.training_stream.steps(), strict=False):
-        inputs = to_padded(batches.micro_batches)
-        tokens = batches.real_tokens
-        ours = time_step(partial(our_step, run, batches))
-        theirs = time_step(partial(reference_step, *inputs))
-        if number == 0:  # the first step of each allocates what later ones reuse
-            continue
-        pairs.append((tokens, ours, theirs))
-        print(
-            f"{tokens:,} tokens in {len(inputs[0])} documents, {inputs[0].numel():,} when padded | "
-            f"{tokens / ours.cpu_seconds:,.0f} against {tokens / theirs.cpu_seconds:,.0f} useful "
-            f"tokens/cpu-s, {theirs.cpu_seconds / ours.cpu_seconds:.2f}x | loss {ours.loss:.6f} and {theirs.loss:.6f}",
-            flush=True,
-        )
-    ratios = [theirs.cpu_seconds / ours.cpu_seconds for _, ours, theirs in pairs]
-    gap = max(abs(ours.loss / theirs.loss - 1) for _, ours, theirs in pairs)
-    print(f"median speed-up {statistics.median(ratios):.2f}x, losses within {gap:.1e} of each other")
-    if arguments.json is not None:
-        figures = [{"tokens": n, "ours": vars(ours), "reference": vars(theirs)} for n, ours, theirs in pairs]
-        arguments.json.write_text(json.dumps({"arguments": str(arguments), "pairs": figures}, indent=1) + "\n")
+    timings: list[Timing] = []
+    parts: list[dict[str, Any]] = []
+    for seq_length in arguments.seq_length:
+        passes: dict[str, Any] = {}
+        for passes in layouts_of_steps(bench.run, seq_length, arguments):
+            timings += [bench.time_step(seq_length, layout, passes) for layout in LAYOUTS]
+        for layout in ("packed", "padded"):
+            shares = measure_parts(bench.run, partial(our_step, bench.run, passes[layout]))
+            parts.append({"row": seq_length, "% of time": layout} | {part: 100 * shares[part] for part in shares})
     distributed.shut_down()
+
+    counted = [timing for timing in timings if timing.number > 0]  # the first steps allocate what later ones reuse
+    peak = arguments.peak_tflops or find_peak_tflops(device, bf16=arguments.bf16)
+    table = summarise(counted, peak_tflops=peak)
+    print_table(table)
+    print_table(parts)
+    print(f"losses within {largest_loss_gap(counted):.1e} of the reference's")
+    if arguments.output is not None:
+        figures = {"machine": describe_machine(PACKAGES) | {"device": name}, "parameters": parameters, "table": table}
+        given = {key: str(value) for key, value in vars(arguments).items()}
+        figures |= {"parts": parts, "steps": [asdict(timing) for timing in counted], "arguments": given}
+        arguments.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
+def build_bench(arguments: argparse.Namespace, folder: Path) -> "Bench":
+    """Both models, and the memory that each of them holds."""
+    import torch
+    from benchmarking.step_layouts import Reference
+    from benchmarking.step_parts import Memory
+
+    from megatron_neobert.training.build import build_run
+
+    settings = build_settings(arguments, folder)
+    memory = Memory(on_gpu=torch.cuda.is_available())
+    with memory.watch("ours"):
+        run = build_run(settings)
+    with memory.watch("reference"):
+        reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
+    return Bench(run, reference, memory)
+
+
+def layouts_of_steps(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Steps of the run's documents in rows of this length, each in all layouts: one to warm up, then the rounds."""
+    from benchmarking.step_layouts import passes_in_each_layout
+
+    rows, rows_per_step = rows_of_batch(seq_length, arguments)
+    settings = replace(
+        run.training_stream.settings, seq_length=seq_length, micro_batch_size=rows, global_batch_size=rows_per_step
+    )
+    stream = replace(run.training_stream, settings=settings)  # the model does not depend on the length
+    for number, batches in zip(range(arguments.rounds + 1), stream.steps(), strict=False):
+        yield {"number": number, **passes_in_each_layout(batches, arguments.micro_batch_tokens)}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Both models, and how a step of theirs is measured."""
+
+    run: Any  # megatron_neobert.training.run.Run
+    reference: Any  # benchmarking.step_layouts.Reference
+    memory: Any  # benchmarking.step_parts.Memory
+
+    def time_step(self, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
+        """Runs one step from the reference's weights."""
+        import torch
+
+        if layout == "reference":
+            side, step = "reference", partial(self.reference.step, passes["reference"])
+        else:
+            side, step = "ours", partial(our_step, self.run, passes[layout])
+            self.reference.give_weights(self.run)
+        clock = time.process_time
+        if self.run.device.type == "cuda":
+            clock = time.perf_counter
+            torch.cuda.synchronize()
+        with self.memory.watch(side):
+            start = clock()
+            loss = step()  # a number: the device has finished
+            seconds = clock() - start
+        batches = passes["packed" if layout == "packed" else "padded"].micro_batches
+        tokens, slots = (
+            sum(sizes) for sizes in zip(*((b.real_tokens, b.tokens_t.numel()) for b in batches), strict=True)
+        )
+        print(
+            f"{seq_length} {layout} | {tokens:,} tokens in {slots:,} slots | {tokens / seconds:,.0f} tokens/s | "
+            f"loss {loss:.6f}",
+            flush=True,
+        )
+        return Timing(
+            seq_length=seq_length,
+            layout=layout,
+            number=passes["number"],
+            tokens=tokens,
+            slots=slots,
+            flops=tokens * flops_per_token(self.run, passes["lengths"]),
+            seconds=seconds,
+            loss=loss,
+            peak_bytes=self.memory.peak_bytes,
+        )
+
+
+def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:
+    """One row per length and layout: medians, and how many times as fast the packed step of the same round is."""
+    table = []
+    for seq_length, layout in dict.fromkeys((timing.seq_length, timing.layout) for timing in timings):
+        of_length = [timing for timing in timings if timing.seq_length == seq_length]
+        packed = [timing for timing in of_length if timing.layout == "packed"]
+        group = [timing for timing in of_length if timing.layout == layout]
+        tflops = statistics.median(timing.flops / timing.seconds for timing in group) / 1e12
+        table.append(
+            {
+                "row": seq_length,
+                "layout": layout,
+                "% unused": 100 * (1 - sum(timing.tokens for timing in group) / sum(timing.slots for timing in group)),
+                "tokens/s": statistics.median(timing.tokens / timing.seconds for timing in group),
+                "TFLOP/s": tflops,
+                "% MFU": None if peak_tflops is None else 100 * tflops / peak_tflops,
+                "peak GiB": max(timing.peak_bytes for timing in group) / (1 << 30),
+                "packed is faster by": statistics.median(
+                    other.seconds / ours.seconds for ours, other in zip(packed, group, strict=True)
+                ),
+            }
+        )
+    return table
+
+
+def largest_loss_gap(timings: list[Timing]) -> float:
+    """Between each step's loss and the reference's of the same round, relative."""
+    references = [timing.loss for timing in timings if timing.layout == "reference"]
+    others = ([timing.loss for timing in timings if timing.layout == layout] for layout in LAYOUTS)
+    return max(abs(loss / theirs - 1) for losses in others for loss, theirs in zip(losses, references, strict=True))
+
+
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
-    """Settings of this project's side; writes the corpus they name."""
-    documents = 6 * (arguments.pairs + 1) * arguments.global_batch_size + 64
-    prefix, vocabulary = write_corpus(folder, arguments, documents)
+    """Settings of this project's side, at the longest row; writes the corpus they name."""
+    from benchmarking.corpus import write_corpus
+
+    longest = max(arguments.seq_length)
+    prefix, vocabulary = write_corpus(
+        folder,
+        documents=DOCUMENTS,
+        median_tokens=arguments.median_tokens,
+        longest=longest,
+        vocab_size=arguments.vocab_size,
+    )
+    micro_batch_size, global_batch_size = rows_of_batch(longest, arguments)
     return Settings(
         model=ModelConfig(
             num_layers=arguments.num_layers,
             hidden_size=arguments.hidden_size,
             num_attention_heads=arguments.num_attention_heads,
+            max_position_embeddings=longest,
         ),
-        data=DataConfig(
-            data_path=prefix, tokenizer_model=vocabulary, seq_length=arguments.seq_length, split="1", num_workers=0
-        ),
+        data=DataConfig(data_path=(prefix,), tokenizer_model=vocabulary, seq_length=longest, split="1", num_workers=0),
         optimizer=OptimizerConfig(lr=LEARNING_RATE, min_lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_iters=0),
         training=TrainingConfig(
-            micro_batch_size=arguments.micro_batch_size,
-            global_batch_size=arguments.global_batch_size,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
             bf16=arguments.bf16,
             eval_iters=0,
         ),
@@ -133,85 +258,20 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
     )
 
 
-def write_corpus(folder: Path, arguments: argparse.Namespace, documents: int) -> tuple[str, str]:
-    """Documents of made-up words, one token each, of log-normal length; returns corpus prefix and vocabulary."""
-    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
-    from megatron_neobert.data.preprocessing.run import preprocess
-
-    rng = random.Random(0)
-    words = [f"w{number}" for number in range(arguments.vocab_size - len(SPECIAL))]
-    vocabulary, shard = folder / "vocab.txt", folder / "shard.jsonl"
-    vocabulary.write_text("".join(f"{word}\n" for word in (*SPECIAL, *words)), encoding="utf-8")
-    lengths = [int(rng.lognormvariate(math.log(arguments.median_tokens), 0.8)) + 1 for _ in range(documents)]
-    texts = [" ".join(rng.choices(words, k=min(length, arguments.seq_length - 2))) for length in lengths]
-    shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
-    settings = PreprocessSettings((str(shard),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
-    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
-    return str(folder / "c_content_document"), str(vocabulary)
+def rows_of_batch(seq_length: int, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Rows per pass and per step, at least one."""
+    rows = max(1, arguments.micro_batch_tokens // seq_length)
+    return rows, rows * max(1, arguments.global_batch_tokens // (rows * seq_length))
 
 
-def build_reference(
-    settings: Settings, vocab_size: int, *, documents_per_pass: int
-) -> tuple[Any, Callable[..., float]]:
-    """The plain model, and one training step of it on a padded batch."""
-    import torch
+def flops_per_token(run: Any, lengths: list[int]) -> float:
+    """Of forward and backward, for documents of these lengths."""
+    from megatron_neobert.training.flops import training_flops_per_token
 
-    from checkpoint_conversion.megatron_reader import reference_config
-    from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceNeoBERT, mlm_loss
-
-    torch.manual_seed(0)
-    model = ReferenceNeoBERT(reference_config(settings, vocab_size=vocab_size))
-    cfg = settings.optimizer
-    betas = (cfg.adam_beta1, cfg.adam_beta2)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=cfg.lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay
+    length_of_a_tokens_document = sum(length * length for length in lengths) / sum(lengths)
+    return training_flops_per_token(
+        run.settings, vocab_size=run.tokenizer.vocab_size, document_tokens=length_of_a_tokens_document
     )
-
-    def step(tokens_bs: torch.Tensor, mask_bs: torch.Tensor, labels_bs: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        masked = int((labels_bs != IGNORED_LABEL).sum())
-        loss = 0.0
-        for part in zip(*(values.split(documents_per_pass) for values in (tokens_bs, mask_bs, labels_bs)), strict=True):
-            total, _ = mlm_loss(model(*part[:2]), part[2])
-            (total / masked).backward()
-            loss += total.item() / masked
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad)
-        optimizer.step()
-        return loss
-
-    return model, step
-
-
-def share_weights(run: Any, reference: Any, vocab_size: int) -> None:
-    """Gives this project's model the reference's weights."""
-    from checkpoint_conversion.mapping import NEOBERT, to_internal
-    from checkpoint_conversion.megatron_reader import model_shape
-    from checkpoint_conversion.parity import load_into_megatron
-
-    shape = model_shape(run.settings, vocab_size=vocab_size)
-    load_into_megatron(run.unwrapped_model, to_internal(reference.state_dict(), shape, NEOBERT))
-    run.optimizer.reload_model_params()
-
-
-def to_padded(micro_batches: list[Any]) -> tuple[Any, Any, Any]:
-    """The same documents as (tokens, attention mask, labels), each padded to the longest of all: [b, s]."""
-    import torch
-
-    from megatron_neobert.model.reference import IGNORED_LABEL
-
-    tokens: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
-    for batch in micro_batches:
-        labels_t = torch.full_like(batch.tokens_t, IGNORED_LABEL)
-        labels_t[batch.masked_positions_m] = batch.labels_m
-        bounds = [bound for bound in batch.cu_seqlens_n.tolist() if bound <= batch.real_tokens]
-        lengths = [end - start for start, end in itertools.pairwise(bounds)]
-        tokens += batch.tokens_t[: batch.real_tokens].split(lengths)
-        labels += labels_t[: batch.real_tokens].split(lengths)
-    lengths_b = torch.tensor([len(document) for document in tokens])
-    present_bs = torch.arange(int(lengths_b.max())) < lengths_b[:, None]
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    return pad(tokens), present_bs, pad(labels, padding_value=IGNORED_LABEL)
 
 
 def our_step(run: Any, batches: Any) -> float:
@@ -220,13 +280,6 @@ def our_step(run: Any, batches: Any) -> float:
 
     total, tokens, *_ = train_step(run, batches).sums.tolist()
     return total / tokens
-
-
-def time_step(step: Callable[[], float]) -> Timing:
-    """Runs one step; CPU seconds are those of all threads of this process."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    loss = step()
-    return Timing(time.process_time() - cpu, time.perf_counter() - wall, loss)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def third_party_imports(path: Path) -> set[str]:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add((node.module or "").split(".")[0])
-    own = {"megatron_neobert", "checkpoint_conversion", "tools"}
+    own = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarking"}
     return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
 
 
