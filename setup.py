@@ -18,7 +18,7 @@ def read_version() -> str:
 
 
 REQUIREMENTS = [
-    "torch>=2.10",
+    "torch>=2.11",  # whose packed attention takes a scale
     "megatron-core>=0.16.1,<0.19",
     "numpy>=1.26",
     "pyarrow>=16",

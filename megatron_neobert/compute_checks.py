@@ -14,6 +14,7 @@ from megatron_neobert.config import ComputeConfig, Settings, flag_of
 FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
 # The tokens that are exchanged in FP8 between sequence-parallel ranks; 128 also suits the block-scaled recipes' scales.
 _FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
+HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
 _ONLY_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _BF16_LAYER_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
@@ -26,12 +27,6 @@ def compute_problems(settings: Settings) -> list[str]:
         + _fp8_problems(settings)
         + _recompute_problems(settings)
     )
-
-
-def layers_per_stage(settings: Settings) -> int:
-    """Layers that a pipeline rank computes in a row; a piece of an interleaved pipeline counts as a stage."""
-    stages = settings.parallel.pipeline_model_parallel_size * settings.virtual_stages_per_rank
-    return settings.model.num_layers // stages
 
 
 def _kernel_problems(settings: Settings) -> list[str]:
@@ -71,10 +66,10 @@ def _cudnn_problems(settings: Settings) -> list[str]:
             "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local; use "
             "--transformer-impl transformer_engine or --attention-backend auto."
         )
-    if width % 8:
+    if width % HEAD_WIDTH_MULTIPLE:
         problems.append(
-            f"--attention-backend fused needs heads of a width divisible by 8, not --hidden-size {model.hidden_size} "
-            f"/ --num-attention-heads {model.num_attention_heads} = {width}; use --attention-backend auto."
+            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not "
+            f"--hidden-size {model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}; use --attention-backend auto."
         )
     return problems
 
@@ -242,7 +237,7 @@ def _recompute_problems(settings: Settings) -> list[str]:
 
 
 def _recomputed_layer_problems(settings: Settings, method: str, number: int) -> list[str]:
-    layers = layers_per_stage(settings)
+    layers = settings.layers_per_stage
     if method == "uniform" and layers % number:
         fitting = [group for group in range(1, layers + 1) if layers % group == 0]
         return [

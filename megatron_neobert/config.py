@@ -296,6 +296,11 @@ class Settings:
             return 1
         return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * layers)
 
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers that a pipeline rank computes in a row; a piece of an interleaved pipeline counts as a stage."""
+        return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * self.virtual_stages_per_rank)
+
     def data_parallel_size(self, world_size: int) -> int:
         return world_size // self.parallel.ranks_per_model
 

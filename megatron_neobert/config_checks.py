@@ -3,10 +3,11 @@
 Standard library only. Each message names the values, the rule and the remedy.
 """
 
+import math
 from dataclasses import fields
 
 from megatron_neobert.compute_checks import compute_problems
-from megatron_neobert.config import DataConfig, ParallelConfig, Settings, flag_of
+from megatron_neobert.config import DataConfig, ModelConfig, ParallelConfig, Settings, flag_of
 from megatron_neobert.data_path import parse_data_path
 from megatron_neobert.errors import ConfigError
 
@@ -18,10 +19,11 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
     problems = _value_problems(settings)
     if problems:  # the arithmetic below needs legal values
         return problems
+    layout_problems = _layout_problems(settings, world_size)
     return (
         _model_problems(settings)
-        + _layout_problems(settings, world_size)
-        + compute_problems(settings)
+        + layout_problems
+        + ([] if layout_problems else compute_problems(settings))  # which divides by the layout's sizes
         + _data_problems(settings.data)
         + _schedule_problems(settings)
     )
@@ -37,6 +39,8 @@ def _value_problems(settings: Settings) -> list[str]:
                 problems.append(f"{flag_of(item.name)} {value} is not one of {', '.join(rules['choices'])}.")
             if rules["minimum"] is not None and value is not None and not value >= rules["minimum"]:  # NaN fails too
                 problems.append(f"{flag_of(item.name)} {value} is below {rules['minimum']}, its smallest legal value.")
+            elif value == math.inf:
+                problems.append(f"{flag_of(item.name)} {value} is infinite; give a finite value.")
     return problems
 
 
@@ -49,10 +53,15 @@ def _model_problems(settings: Settings) -> list[str]:
             f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads}; every head needs "
             f"the same width. Use {_neighbours(model.hidden_size, heads)} heads."
         )
-    elif (model.hidden_size // heads) % 2:
+    elif model.position_embedding_type == "rope" and (model.hidden_size // heads) % 2:
         problems.append(
             f"--hidden-size {model.hidden_size} over --num-attention-heads {heads} gives heads of width "
             f"{model.hidden_size // heads}; rotary embeddings rotate pairs and need an even width."
+        )
+    if model.position_embedding_type != "rope" and model.rotary_base != ModelConfig().rotary_base:
+        problems.append(
+            f"--rotary-base {model.rotary_base} does nothing with --position-embedding-type "
+            f"{model.position_embedding_type}; leave it out."
         )
     if data.seq_length > model.max_position_embeddings:
         problems.append(
@@ -242,6 +251,12 @@ def _schedule_problems(settings: Settings) -> list[str]:
             problems.append(f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
     if training.seed >= 2**63:
         problems.append(f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
+    checkpoint = settings.checkpoint
+    if checkpoint.continue_from is not None and checkpoint.save is not None and checkpoint.load != checkpoint.save:
+        problems.append(
+            f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
+            "as well, so that the same command goes on after a stop; add that."
+        )
     for name in ("exit_interval", "exit_duration_in_mins"):
         limit = getattr(training, name)
         if limit is not None and settings.checkpoint.save is None:

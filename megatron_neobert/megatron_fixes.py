@@ -97,7 +97,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg_sq"] for state in states],
                 [],
                 # torch counts these up itself before the update
-                [torch.tensor(float(group["step"] - 1), device=param.device) for param in params],
+                [torch.full((), float(group["step"] - 1), device=param.device) for param in params],
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],

@@ -67,9 +67,8 @@ class StepBatches:
     """What one rank trains on in one training step."""
 
     micro_batches: list[PackedBatch]
-    cursor_after: (
-        Cursor | BlendCursor
-    )  # where the next step starts, on every rank: what a checkpoint stores once this step is done
+    # Where the next step starts, on every rank: what a checkpoint stores once this step is done.
+    cursor_after: Cursor | BlendCursor
 
     @property
     def real_tokens(self) -> int:

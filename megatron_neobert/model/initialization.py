@@ -54,11 +54,13 @@ def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: 
                 set_tensor_model_parallel_attributes(param, True, dim, blocks)
             shape[dim] *= tp_size
         full = _draw(name, shape, seed=seed, init_range=init_range, vocab_size=vocab_size)
+        own = full if partition is None else _shard(full, *partition, tp_rank, tp_size)
         with torch.no_grad():
-            param.copy_(full if partition is None else _shard(full, *partition, tp_rank, tp_size))
-        if hasattr(param, "clear_high_precision_init_val"):
-            # Weights kept in FP8 remember, for the optimizer, what they were built with: unset memory here.
-            param.clear_high_precision_init_val()
+            param.copy_(own)
+        if hasattr(param, "get_high_precision_init_val"):
+            # Weights that Transformer Engine keeps in FP8 remember what they were built with, unset memory here; the
+            # optimizer starts its main weights from it.
+            param._high_precision_init_val = own.bfloat16()
 
 
 def _name_in_whole_model(model: Any, name: str) -> str:

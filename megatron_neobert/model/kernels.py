@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
+from megatron_neobert.compute_checks import HEAD_WIDTH_MULTIPLE
 from megatron_neobert.config import ComputeConfig, Settings
 from megatron_neobert.errors import ConfigError
-
-_HEAD_WIDTH_MULTIPLE = 8  # Transformer Engine's fast attention kernels take no other widths
 
 # What a GPU must be for a recipe: lowest capability, first capability that is too new, lowest CUDA version.
 # Source: TransformerEngine 2.11 pytorch/quantization.py, check_fp8_support and the like (capability 10.0: CUDA 12.8).
@@ -62,11 +61,7 @@ class Kernels:
     gradient_accumulation_fusion: bool
     rope_fusion: bool
     optimizer: str
-    summary: str
-
-    def describe(self) -> str:
-        """One line for the start of a run."""
-        return self.summary
+    summary: str  # one line for the start of a run
 
 
 @functools.cache
@@ -154,7 +149,7 @@ def _uses_transformer_engine(settings: Settings, hardware: Hardware) -> bool:
 
 def _attention(settings: Settings, *, engine: bool) -> str:
     width = settings.model.hidden_size // settings.model.num_attention_heads
-    if engine and width % _HEAD_WIDTH_MULTIPLE == 0:
+    if engine and width % HEAD_WIDTH_MULTIPLE == 0:
         return "transformer_engine"
     return "flash_attn" if settings.compute.attention_backend == "flash" else "torch"
 

@@ -82,11 +82,8 @@ def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
     else:
         parts = _local_parts(settings.model.normalization)
     layer = _layer(parts, attention=_ATTENTION[kernels.attention])
-    layers = settings.model.num_layers // (
-        settings.parallel.pipeline_model_parallel_size * settings.virtual_stages_per_rank
-    )
     # The final norm does not come from the layer's spec: without it here it would be whatever norm Megatron finds.
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=parts.final_norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * settings.layers_per_stage, layer_norm=parts.final_norm)
 
 
 def _local_parts(normalization: str) -> _Parts:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-HEAD_WIDTH_MULTIPLE = 8  # of FlashAttention's kernels, torch's and the package's
+from megatron_neobert.compute_checks import HEAD_WIDTH_MULTIPLE
 
 
 class TorchAttention(MegatronModule):
@@ -33,7 +33,9 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
     ) -> None:
         super().__init__(config=config)
-        _refuse_what_kernels_cannot(attn_mask_type, attention_type, softmax_scale)
+        assert attn_mask_type is AttnMaskType.padding, f"{attn_mask_type=}: documents are bidirectional"
+        assert attention_type == "self", f"{attention_type=}: an encoder attends to itself"
+        assert softmax_scale is None, f"{softmax_scale=}: the kernels scale by the head width"
 
     def forward(
         self,
@@ -47,41 +49,21 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Returns the context, [t, n * d], in the dtype of the query."""
         assert packed_seq_params is not None, "rows are always packed; a padded batch is one document per sequence"
+        return self.attend(query_tnd, key_tnd, value_tnd, packed_seq_params)
+
+    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, row: PackedSeqParams) -> Tensor:
         if query_tnd.is_cuda and query_tnd.dtype is torch.bfloat16:
-            return _attend_packed(query_tnd, key_tnd, value_tnd, packed_seq_params)
-        return attend_by_document(query_tnd, key_tnd, value_tnd, packed_seq_params.cu_seqlens_q)
+            return _attend_packed(query_tnd, key_tnd, value_tnd, row)
+        return attend_by_document(query_tnd, key_tnd, value_tnd, row.cu_seqlens_q)
 
 
-class FlashAttention(MegatronModule):
+class FlashAttention(TorchAttention):
     """The kernel of the package flash-attn; CUDA and bfloat16 alone."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,
-    ) -> None:
-        super().__init__(config=config)
-        _refuse_what_kernels_cannot(attn_mask_type, attention_type, softmax_scale)
+    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, row: PackedSeqParams) -> Tensor:
         from flash_attn import flash_attn_varlen_func  # an optional package that is large and slow to import
 
-        self.attend = flash_attn_varlen_func
-
-    def forward(
-        self,
-        query_tnd: Tensor,
-        key_tnd: Tensor,
-        value_tnd: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
-        """Returns the context, [t, n * d], in the dtype of the query."""
-        assert packed_seq_params is not None, "rows are always packed; a padded batch is one document per sequence"
-        context_tnd: Tensor = self.attend(query_tnd, key_tnd, value_tnd, *_bounds(packed_seq_params))
+        context_tnd: Tensor = flash_attn_varlen_func(query_tnd, key_tnd, value_tnd, *_bounds(row))
         return context_tnd.flatten(1)
 
 
@@ -116,9 +98,3 @@ def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, row: P
 def _bounds(row: PackedSeqParams) -> tuple[Any, ...]:
     """Where documents lie, as the variable-length kernels take it by position: starts twice, longest twice."""
     return row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv
-
-
-def _refuse_what_kernels_cannot(mask: AttnMaskType, attention_type: str, softmax_scale: float | None) -> None:
-    assert mask is AttnMaskType.padding, f"{mask=}: documents are bidirectional, and bounded by cu_seqlens alone"
-    assert attention_type == "self", f"{attention_type=}: an encoder attends to itself"
-    assert softmax_scale is None, f"{softmax_scale=}: the kernels scale by the head width"

@@ -18,8 +18,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron_neobert.config import Settings, flag_of
 from megatron_neobert.data.blend import read_cursor
 from megatron_neobert.data.rows import Cursor
+from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.environment import is_rank_zero
-from megatron_neobert.errors import CheckpointError
+from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.flags import read_record, write_record
 from megatron_neobert.training.checkpoint_files import (
     find_good_checkpoint,
@@ -111,17 +112,19 @@ def load_checkpoint(run: Run) -> Path | None:
     if folder is None:
         return None
     _refuse_other_run(run, read_record(folder / "settings.yaml"), folder, whole=not has_new_data)
+    _refuse_other_tokenizer(run, folder)
     SafeReader(folder).read_metadata()  # refuses a table of contents that would run code when megatron reads it
     state = dist_checkpointing.load(_sharded_state(run, loading=True), str(folder))  # collective: all ranks
     progress = dict(state["progress"])
     if has_new_data:
+        _refuse_ended_run(run, progress["iteration"])
         progress |= {"corpus_sha256": run.progress.corpus_sha256, "cursor": asdict(Cursor())}
     elif progress["corpus_sha256"] != run.progress.corpus_sha256:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path "
             f"{' '.join(run.settings.data.data_path)} has {run.progress.corpus_sha256[:12]}; its place in the data "
-            "means nothing there. Name the corpus it was trained on, or give the folder as --continue-from to go on "
-            "with new data."
+            "means nothing there. Name the corpus it was trained on; or, to go on with new data, give this folder as "
+            "--continue-from and others as --save and --load."
         )
     for name, model in _named_models(run).items():
         _load_model(model, state[name])
@@ -190,6 +193,26 @@ def _choose(load: Path) -> Path | None:
     if isinstance(choice[0], CheckpointError):
         raise choice[0]
     return choice[0]
+
+
+def _refuse_other_tokenizer(run: Run, folder: Path) -> None:
+    """Equal sizes do not show it: the same ids would mean other words."""
+    saved, now = load_tokenizer(folder / "tokenizer"), run.tokenizer
+    if saved.fingerprint != now.fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "
+            f"--tokenizer-model is {now.fingerprint[:12]} ({now.vocab_size:,} ids); its embeddings mean nothing there. "
+            f"Use {folder / 'tokenizer'} and a corpus written with it."
+        )
+
+
+def _refuse_ended_run(run: Run, iteration: int) -> None:
+    config, train_iters = run.settings.checkpoint, run.settings.training.train_iters
+    if iteration >= train_iters:
+        raise ConfigError(
+            f"--train-iters {train_iters} is not above {iteration}, the iteration of --continue-from "
+            f"{config.continue_from}, from which this run counts on; add the iterations that it shall train."
+        )
 
 
 def _refuse_other_run(run: Run, saved: Settings, folder: Path, *, whole: bool) -> None:

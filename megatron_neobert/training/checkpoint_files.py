@@ -53,12 +53,15 @@ def check_folders(config: CheckpointConfig) -> None:
             latter holds none.
         OutputError: --save holds checkpoints and is not --load, or cannot be created.
     """
-    load, save = (folder and Path(folder).resolve() for folder in (config.load, config.save))
-    if config.continue_from is not None and not list_checkpoints(Path(config.continue_from)):
-        raise MissingInputError(
-            f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{_MANIFEST}); check the path."
-        )
-    if load and load != save and config.continue_from is None and not list_checkpoints(load):
+    load = Path(config.load).resolve() if config.load is not None else None
+    save = Path(config.save).resolve() if config.save is not None else None
+    is_empty = load is None or not list_checkpoints(load)
+    if config.continue_from is not None:
+        if is_empty and not list_checkpoints(Path(config.continue_from)):
+            raise MissingInputError(
+                f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{_MANIFEST}); check the path."
+            )
+    elif load and load != save and is_empty:
         raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{_MANIFEST}); check the path.")
     if save and save != load and list_checkpoints(save):
         raise OutputError(

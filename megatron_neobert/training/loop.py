@@ -12,7 +12,7 @@ from megatron_neobert.data.batches import StepBatches
 from megatron_neobert.data.dali import build_dali_loader
 from megatron_neobert.data.loader import build_loader
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY
-from megatron_neobert.model.kernels import check_hardware, choose_kernels
+from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.training.build import build_run
 from megatron_neobert.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_neobert.training.checkpoint_files import check_folders
@@ -32,12 +32,11 @@ def run_training(settings: Settings) -> int:
     Collective: all ranks.
     """
     check_folders(settings.checkpoint)
-    check_hardware(settings)
     run = build_run(settings)
     loaded = load_checkpoint(run)
     monitor = Monitor(settings, iteration=run.progress.iteration)
     monitor.say(_opening_line(run, loaded))
-    monitor.say(choose_kernels(settings).describe())
+    monitor.say(choose_kernels(settings).summary)
     with monitor.running():
         code = train(run, monitor)
     distributed.shut_down()

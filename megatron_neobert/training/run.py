@@ -31,9 +31,8 @@ class Run:
     settings: Settings
     device: torch.device
     tokenizer: Tokenizer
-    models: list[
-        Any
-    ]  # this rank's pieces of the pipeline, usually one; megatron.core's DistributedDataParallel round each
+    # This rank's pieces of the pipeline, usually one, each in megatron.core's DistributedDataParallel.
+    models: list[Any]
     optimizer: Any  # megatron.core's MegatronOptimizer
     scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
     training_stream: BatchStream  # from the start of the corpus; the loop moves it to `progress.cursor`

@@ -1,7 +1,8 @@
 """One training step and one validation: forward, backward, update, and the sums that are logged.
 
-The loss is summed and never averaged locally: ranks and micro-batches predict different numbers of tokens, so the
-division happens once per iteration, inside Megatron, after all of them have been added.
+The loss is summed and not averaged locally: ranks and micro-batches predict different numbers of tokens, so the
+division happens once per iteration, inside Megatron, after all of them have been added (but for --loss-normalization
+micro_batch, which is there to repeat the paper's code).
 """
 
 from collections.abc import Iterator
@@ -56,7 +57,8 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
     )
     if not reports:  # a stage without the head
         return torch.zeros(4, dtype=torch.float64, device=run.device)
-    tokens = torch.tensor([batches.real_tokens], dtype=torch.float64, device=run.device)
+    # Filled on the device: a copy from here would wait for it.
+    tokens = torch.full((1,), batches.real_tokens, dtype=torch.float64, device=run.device)
     return torch.cat([torch.stack(reports).sum(0), tokens])
 
 

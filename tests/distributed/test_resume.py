@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ranks import read_metrics, train_on_ranks
@@ -13,6 +14,8 @@ from tolerances import LAYOUT_LOSS
 
 from megatron_neobert import megatron_fixes
 from megatron_neobert.config import CheckpointConfig
+from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
 from megatron_neobert.training.checkpoint_files import check_folders, list_checkpoints, verify_files
 
@@ -205,6 +208,54 @@ def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_ra
     rates, losses = read_metrics(whole.checkpoint.save, "lr"), read_metrics(whole.checkpoint.save)
     assert [line["lr"] for line in trained] == [rates[line["iteration"]] for line in trained]
     assert abs(trained[0]["loss"] - losses[STOP + 1]) < abs(trained[0]["loss"] - losses[1]), "weights were not taken"
+
+
+def test_continuing_with_another_tokenizer_is_refused_even_if_it_has_the_same_number_of_ids(
+    settings, tiny_corpus, tmp_path
+):
+    """The same ids would mean other words, and no shape would show it."""
+    first = settings("first", training={"exit_interval": 1})
+    train_on_ranks(first)
+    vocabulary = json.loads((Path(tiny_corpus.tokenizer) / "tokenizer.json").read_text())["model"]["vocab"]
+    words = sorted(vocabulary, key=vocabulary.get)
+    words[-1], words[-2] = words[-2], words[-1]
+    other = corpus_with(words, tmp_path)
+    second = settings("second", data={"data_path": (other.prefix,), "tokenizer_model": other.tokenizer, "split": "1"})
+    second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
+    with pytest.raises(Exception, match=rf"was trained with tokenizer .* \({len(words)} ids\)"):
+        train_on_ranks(second)
+
+
+def corpus_with(words: list[str], folder: Path) -> SimpleNamespace:
+    """A corpus of one document, written with a vocabulary."""
+    vocabulary, shard = folder / "vocab.txt", folder / "shard.jsonl"
+    vocabulary.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    shard.write_text(json.dumps({"content": " ".join(words[10:60])}) + "\n", encoding="utf-8")
+    preprocessing = PreprocessSettings(
+        inputs=(str(shard),), output_prefix=str(folder / "other"), tokenizer_model=str(vocabulary)
+    )
+    preprocess(plan_preprocessing(preprocessing), on_progress=lambda progress: None)
+    return SimpleNamespace(prefix=str(folder / "other_content_document"), tokenizer=str(vocabulary))
+
+
+def test_continuing_a_run_that_is_already_that_long_is_refused(settings):
+    first = settings("first", training={"exit_interval": STOP})
+    train_on_ranks(first)
+    second = settings("second", training={"train_iters": STOP})
+    second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
+    with pytest.raises(Exception, match=f"--train-iters {STOP} is not above {STOP}, the iteration of --continue-from"):
+        train_on_ranks(second)
+
+
+def test_the_run_that_was_continued_may_be_gone_once_its_successor_has_a_checkpoint(settings):
+    first = settings("first", training={"exit_interval": 1})
+    train_on_ranks(first)
+    second = settings("second", training={"exit_interval": 2})
+    second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
+    train_on_ranks(second)
+    shutil.rmtree(first.checkpoint.save)
+    train_on_ranks(second)
+    assert max(read_metrics(second.checkpoint.save)) == 4
 
 
 def test_continuing_from_a_folder_without_checkpoints_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """The Slurm template, with stand-ins for srun and scontrol: the nodes of the step are processes on this machine."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,15 +18,15 @@ TEMPLATE = str(REPOSITORY / "examples" / "slurm" / "pretrain.sh")
 TRAIN_ITERS = 300
 
 # Like srun: the environment of a step, SIGUSR1 to every process of every task, SIGTERM kills, the highest exit code.
-SRUN = f"""#!{sys.executable}
+SRUN = """
 import os, psutil, signal, subprocess, sys
 
 command = sys.argv[1:]
 while command[0].startswith("--"):
     print("srun", command.pop(0), file=sys.stderr)
 nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-step = {{"SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(nodes)}}
-tasks = [psutil.Popen(command, env={{**os.environ, **step, "SLURM_NODEID": str(node)}}) for node in range(nodes)]
+step = {"SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(nodes)}
+tasks = [psutil.Popen(command, env={**os.environ, **step, "SLURM_NODEID": str(node)}) for node in range(nodes)]
 
 def signal_all(number, frame):
     for task in tasks:
@@ -45,8 +46,11 @@ if [[ $1 == show ]]; then printf '%s\\n' localhost node-2; else echo "$*" >>"${0
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
     """A folder with the two commands."""
-    for name, source in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "srun.py").write_text(SRUN)
+    # Through a shell: the path of this Python may have a space, which a first line of "#!" cannot express.
+    srun = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / "srun.py"))} "$@"\n'
+    for name, source in (("srun", srun), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(source)
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path / "bin"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_neobert.config import DataConfig, ModelConfig, Settings
-from megatron_neobert.config_checks import find_problems
+from megatron_neobert.config_checks import LARGEST_DOCUMENT_BLOCK, find_problems
+from megatron_neobert.data.rows import WINDOW_DOCUMENTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LEGAL = Settings(data=DataConfig(data_path=("corpus",), tokenizer_model="tokenizer"))
@@ -96,6 +97,31 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
             {"parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}},
             ["6 ranks", "2 x --pipeline-model-parallel-size 2 = 4", "multiple of 4"],
         ),
+        (
+            2,
+            {
+                "model": {"num_layers": 4},
+                "parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 8},
+                "compute": {
+                    "recompute_granularity": "full",
+                    "recompute_method": "uniform",
+                    "recompute_num_layers": 1,
+                },
+            },
+            ["--num-layers 4", "stage 8 = 16"],
+        ),
+        (
+            1,
+            {"model": {"rotary_base": 500, "position_embedding_type": "learned_absolute"}},
+            ["--rotary-base 500", "learned_absolute"],
+        ),
+        (1, {"optimizer": {"lr": float("inf")}}, ["--lr inf", "finite"]),
+        (
+            1,
+            {"checkpoint": {"continue_from": "one", "save": "two"}},
+            ["--continue-from one", "--save two", "--load two"],
+        ),
+        (1, {"data": {"document_block_size": 8192}}, ["--document-block-size 8192", "4096", "Use 256"]),
         (1, {"optimizer": {"min_lr": 1e-3}}, ["--min-lr 0.001", "--lr 0.0006"]),
         (1, {"optimizer": {"adam_beta2": 1.0}}, ["--adam-beta2 1.0", "below 1"]),
         (1, {"data": {"mask_prob": 1.5}}, ["--mask-prob 1.5", "between 0 and 1"]),
@@ -151,3 +177,14 @@ def test_every_setting_is_read_somewhere():
         "split",  # share_of_data_path
     }
     assert FIELDS - read - by_properties == set()
+
+
+def test_the_largest_block_of_documents_is_a_window():
+    assert LARGEST_DOCUMENT_BLOCK == WINDOW_DOCUMENTS
+
+
+def test_heads_of_odd_width_are_fine_without_rotation():
+    """Rotary embeddings turn pairs of channels; learned positions do not."""
+    odd = {"hidden_size": 60, "num_attention_heads": 4}
+    assert problems_of(model=odd)
+    assert problems_of(model={**odd, "position_embedding_type": "learned_absolute"}) == []

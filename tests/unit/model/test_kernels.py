@@ -87,11 +87,11 @@ def test_the_optimizer_is_the_one_that_megatron_takes(hardware, optimizer):
 
 
 def test_one_line_says_what_computes():
-    assert choose_kernels(settings(fp8_format="hybrid"), H100).describe() == (
+    assert choose_kernels(settings(fp8_format="hybrid"), H100).summary == (
         "kernels on NVIDIA H100: Transformer Engine 2.11.0, attention by Transformer Engine's choice, FP8 hybrid "
         "tensorwise, weight gradients accumulated after the product, Adam by Transformer Engine"
     )
-    assert choose_kernels(settings(bf16=False), CPU).describe() == (
+    assert choose_kernels(settings(bf16=False), CPU).summary == (
         "kernels on CPU: local layers, attention by torch document by document, float32, weight gradients accumulated "
         "after the product, Adam by torch"
     )

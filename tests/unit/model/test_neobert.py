@@ -162,3 +162,14 @@ def test_documents_without_a_token_and_filled_up_positions_change_nothing(build)
     for (name, parameter), other in zip(plain.named_parameters(), filled.parameters(), strict=True):
         gap = (other.grad - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert gap <= FILLED_UP_GRADIENT.gate, name
+
+
+def test_a_weight_that_transformer_engine_keeps_in_fp8_remembers_its_first_value():
+    """As Transformer Engine does it: methods bound to the parameter, round an attribute; the optimizer asks them."""
+    model = NeoBERTModel(small_settings(), vocab_size=VOCAB)
+    weight = model.decoder.layers[0].mlp.linear_fc2.weight
+    expected = weight.detach().clone()
+    weight._high_precision_init_val = torch.full_like(weight, torch.nan)
+    weight.get_high_precision_init_val = lambda: weight._high_precision_init_val
+    initialize_weights(model, seed=0, init_range=0.02, vocab_size=VOCAB)
+    assert torch.equal(weight.get_high_precision_init_val(), expected.bfloat16())
