@@ -68,8 +68,9 @@ def _cudnn_problems(settings: Settings) -> list[str]:
         )
     if width % HEAD_WIDTH_MULTIPLE:
         problems.append(
-            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not "
-            f"--hidden-size {model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}; use --attention-backend auto."
+            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not --hidden-size "
+            f"{model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}; use "
+            "--attention-backend auto."
         )
     return problems
 

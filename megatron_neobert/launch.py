@@ -14,20 +14,23 @@ import os
 import shutil
 import signal
 import sys
+import time
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
 import psutil
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config import Settings, flag_of
 from megatron_neobert.data.inputs import open_inputs
-from megatron_neobert.errors import EXIT_STOPPED_EARLY, ConfigError, NeoBERTError, run_command
+from megatron_neobert.errors import EXIT_IO_ERROR, EXIT_STOPPED_EARLY, ConfigError, NeoBERTError, run_command
 from megatron_neobert.flags import parse_command_line
 from megatron_neobert.meeting import Meeting
 from megatron_neobert.nodes import Place, find_place, whole_number
 from megatron_neobert.training.checkpoint_files import check_folders
+from megatron_neobert.training.stopping import watch_signals
 
+_STOP_SECONDS = 3  # within which a signal is answered, unless the launcher waits in C++
 _forwarded_signals: set[int] = set()
 
 
@@ -36,8 +39,7 @@ def main() -> int:
     if len(sys.argv) < 2:
         raise ConfigError("usage: python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _stop)
+    _install_signal_handlers()
     place = find_place(os.environ)
     nproc = whole_number(os.environ, "NPROC_PER_NODE", str(_default_processes()))
     timeout_seconds = whole_number(os.environ, "RENDEZVOUS_TIMEOUT_SECONDS", "600")
@@ -47,12 +49,13 @@ def main() -> int:
         command = parse_command_line(arguments, world_size=world_size)
         open_inputs(command.settings.data)  # once and at once, before any rank is started
         check_folders(command.settings.checkpoint)
-    except NeoBERTError as error:
+    except (NeoBERTError, OSError) as error:
         if place.nodes == 1 or "--dry-run" in arguments:
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)  # now: the other nodes may take a while to be told
-        meeting.refuse(str(error), exit_code=error.exit_code)
-        return error.exit_code
+        exit_code = error.exit_code if isinstance(error, NeoBERTError) else EXIT_IO_ERROR
+        meeting.refuse(str(error), exit_code=exit_code)
+        return exit_code
     if command.dry_run:
         from megatron_neobert.training.plan import print_plan
 
@@ -77,11 +80,7 @@ def _default_processes() -> int:
 
 def _what_must_agree(settings: Settings, *, nodes: int, nproc: int) -> dict[str, Any]:
     """What all nodes must be started with alike, by the name that the user knows."""
-    flags = {
-        f"--{name.replace('_', '-')}": str(value)
-        for section in asdict(settings).values()
-        for name, value in section.items()
-    }
+    flags = {flag_of(name): str(value) for section in asdict(settings).values() for name, value in section.items()}
     return {"NNODES": str(nodes), "NPROC_PER_NODE": str(nproc), **flags}
 
 
@@ -108,16 +107,34 @@ def _run_torchrun(script: str, arguments: list[str], *, place: Place, nproc: int
     return 0
 
 
+def _install_signal_handlers() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop)
+    watch_signals(_stop_waiting)
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     """The ranks save and end by themselves, torchrun then ends with their exit code. Without ranks it ends at once."""
     ranks = psutil.Process().children()
     if not ranks:
-        print(f"stopped by {signal.Signals(number).name} while no rank was running", file=sys.stderr)
+        _say_stopped(number)
         sys.exit(EXIT_STOPPED_EARLY)
     _forwarded_signals.add(number)
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
             rank.send_signal(number)
+
+
+def _stop_waiting(number: int) -> None:
+    """For the wait in torchrun for the launcher of another node, during which Python cannot call `_stop`."""
+    time.sleep(_STOP_SECONDS)
+    if not _forwarded_signals and not psutil.Process().children():
+        _say_stopped(number)
+        os._exit(EXIT_STOPPED_EARLY)
+
+
+def _say_stopped(number: int) -> None:
+    print(f"stopped by {signal.Signals(number).name} while no rank was running", file=sys.stderr, flush=True)
 
 
 def _exit_code_of_rank(rank: int, code: int) -> int:

@@ -5,11 +5,12 @@ others end with its sentence and its exit code instead of waiting for its ranks;
 time limit, no more. The store's address and port are those that torchrun uses afterwards.
 """
 
+import contextlib
 import json
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -54,78 +55,96 @@ class Meeting:
             file=sys.stderr,
             flush=True,
         )
-        deadline = self._enter(self.timeout_seconds)
-        if self.store.add(f"start/arrivals/{place.rank}", 1) == 1:
+        with self._loss_in_words():
+            deadline = self._enter(self.timeout_seconds)
+            if self.store.add(f"start/arrivals/{place.rank}", 1) > 1:
+                return self._refuse_duplicate()
             self._put(f"start/report/{place.rank}", Report(rank=place.rank, start=start))
-        else:
-            problem = f"NODE_RANK {place.rank} was given to two nodes; number them from 0 to {place.nodes - 1}."
-            self._put("start/refusal", self._refusal(problem, exit_code=ConfigError.exit_code))
-        if place.rank == 0:
+            if place.rank > 0:
+                return self._hear_verdict(deadline)
             verdict = self._judge(deadline)
             if verdict.problem:
                 self._announce(verdict, late_nodes=time.monotonic() < deadline)
             else:
                 self._put("start/verdict", verdict)
             return verdict
-        verdict = self._hear_verdict(deadline)
-        self.store.add("start/heard", 1)
-        return verdict
 
     def refuse(self, problem: str, *, exit_code: int) -> None:
         """Tells the other nodes that this one does not start, if they can be reached at all."""
         report = self._refusal(problem, exit_code=exit_code)
         try:
-            self._enter(_FAREWELL_SECONDS)
+            with self._loss_in_words():
+                self._enter(_FAREWELL_SECONDS)
+                if self.place.rank == 0:
+                    self._announce(report, late_nodes=True)
+                else:
+                    self._put("start/refusal", report)
+                    self.store.add("start/heard", 1)
         except OSError as error:
             print(f"the other nodes could not be told: {error}", file=sys.stderr)
-            return
-        if self.place.rank == 0:
-            self._announce(report, late_nodes=True)
-        else:
-            self._put("start/refusal", report)
-            self.store.add("start/heard", 1)
+
+    def _refuse_duplicate(self) -> Report:
+        """Ends this node whatever the others decide: the verdict may have been given without it."""
+        place = self.place
+        problem = (
+            f"NODE_RANK {place.rank} was given to two nodes, or one node was started twice; number them from 0 to "
+            f"{place.nodes - 1} and start each of them once."
+        )
+        refusal = self._refusal(problem, exit_code=ConfigError.exit_code)
+        self._put("start/refusal", refusal)
+        self.store.add("start/heard", 1)
+        return refusal
 
     def _refusal(self, problem: str, *, exit_code: int) -> Report:
         return Report(rank=self.place.rank, start={}, problem=problem, exit_code=exit_code)
 
     def _enter(self, seconds: int) -> float:
         """Opens or finds the store; returns when the time is over, by `time.monotonic`."""
-        from torch.distributed import DistNetworkError, TCPStore  # slow: the clock runs from here
+        from torch.distributed import TCPStore
 
         place, deadline = self.place, time.monotonic() + seconds
         if place.rank > 0:
             _wait_for_port(place, deadline)
-        try:
-            # Several stores of a process share one server at a port (multi_tenant): torchrun's will be the second.
-            self.store = TCPStore(
-                place.address if place.rank > 0 else "localhost",
-                place.port,
-                world_size=place.nodes,
-                is_master=place.rank == 0,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except DistNetworkError as error:
-            raise ConnectionError(
-                f"MASTER_PORT {place.port} cannot be used on node {place.rank} ({str(error).splitlines()[0]}); choose "
-                "a free port, the same on all nodes."
-            ) from error
+        # Several stores of a process share one server at a port (multi_tenant): torchrun's will be the second.
+        self.store = TCPStore(
+            place.address if place.rank > 0 else "localhost",
+            place.port,
+            world_size=place.nodes,
+            is_master=place.rank == 0,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
         return deadline
 
+    @contextlib.contextmanager
+    def _loss_in_words(self) -> Iterator[None]:
+        """Turns what the store raises at any of its calls into a ConnectionError for the user."""
+        from torch.distributed import DistError  # slow: whoever sets a clock does it after this
+
+        place = self.place
+        try:
+            yield
+        except DistError as error:
+            if place.rank > 0:
+                problem = f"node 0 at {place.address} port {place.port} ended before the start; look at its output."
+            else:
+                problem = (
+                    f"MASTER_PORT {place.port} cannot be used on node 0 ({str(error).splitlines()[0]}); choose a free "
+                    "port, the same on all nodes."
+                )
+            raise ConnectionError(problem) from error
+
     def _judge(self, deadline: float) -> Report:
-        missing = list(range(self.place.nodes))
-        reports: list[Report] = []
-        while missing:
-            here = [rank for rank in missing if self.store.check([f"start/report/{rank}"])]
-            missing = [rank for rank in missing if rank not in here]
-            reports += [self._get(f"start/report/{rank}") for rank in here]
+        keys = [f"start/report/{rank}" for rank in range(self.place.nodes)]
+        while True:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             if self.store.check(["start/refusal"]):
                 return self._get("start/refusal")
-            if missing and time.monotonic() > deadline:
+            if not missing:
+                return _compare([self._get(key) for key in keys])
+            if time.monotonic() > deadline:
                 return self._refusal(self._describe_absence(missing), exit_code=EXIT_IO_ERROR)
-            if missing:
-                time.sleep(_POLL_SECONDS)
-        return _compare(reports)
+            time.sleep(_POLL_SECONDS)
 
     def _describe_absence(self, missing: list[int]) -> str:
         named = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
@@ -136,22 +155,17 @@ class Meeting:
         )
 
     def _hear_verdict(self, deadline: float) -> Report:
-        from torch.distributed import DistNetworkError
-
         place = self.place
-        try:
-            while not self.store.check(["start/verdict"]):
-                if time.monotonic() > deadline + _FAREWELL_SECONDS:  # node 0 may have started its clock later
-                    raise TimeoutError(
-                        f"node 0 at {place.address} port {place.port} did not say within {self.timeout_seconds} s "
-                        "whether to start; look at its output."
-                    )
-                time.sleep(_POLL_SECONDS)
-            return self._get("start/verdict")
-        except DistNetworkError as error:
-            raise ConnectionError(
-                f"node 0 at {place.address} port {place.port} ended before the start; look at its output."
-            ) from error
+        while not self.store.check(["start/verdict"]):
+            if time.monotonic() > deadline + _FAREWELL_SECONDS:  # node 0 may have started its clock later
+                raise TimeoutError(
+                    f"node 0 at {place.address} port {place.port} did not say within {self.timeout_seconds} s "
+                    "whether to start; look at its output."
+                )
+            time.sleep(_POLL_SECONDS)
+        verdict = self._get("start/verdict")
+        self.store.add("start/heard", 1)
+        return verdict
 
     def _announce(self, refusal: Report, *, late_nodes: bool) -> None:
         self._put("start/verdict", refusal)
@@ -184,7 +198,7 @@ def _wait_for_port(place: Place, deadline: float) -> None:
 
 
 def _compare(reports: list[Report]) -> Report:
-    first, *others = sorted(reports, key=lambda report: report.rank)
+    first, *others = reports
     for other in others:
         names = [name for name in {**first.start, **other.start} if first.start.get(name) != other.start.get(name)]
         if names:

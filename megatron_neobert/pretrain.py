@@ -1,5 +1,6 @@
-"""Entry point of a run: `python -m megatron_neobert.pretrain`, or under torchrun on every rank. No logic of its own."""
+"""Entry point of a run: `python -m megatron_neobert.pretrain`, or under torchrun on every rank."""
 
+import os
 import sys
 
 from megatron_neobert.environment import world_size
@@ -9,7 +10,7 @@ from megatron_neobert.training import stopping
 
 def main() -> int:
     """Parses the flags, then builds and trains, or says what would be trained."""
-    stopping.install_signal_handlers()  # before torch is imported: a signal during the imports must not be lost
+    stopping.install_signal_handlers()  # first of all: the imports below take seconds
     from megatron_neobert.flags import parse_command_line
 
     command = parse_command_line(sys.argv[1:], world_size=world_size())
@@ -17,6 +18,13 @@ def main() -> int:
         from megatron_neobert.training.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size())
+    if command.settings.parallel.tensor_model_parallel_size > 1:
+        # CUDA reads it when it starts. Kernels then begin in the order of their launches, by which Megatron overlaps
+        # the reductions of tensor parallelism with its matrix products.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from megatron_neobert.model.kernels import check_hardware
+
+    check_hardware(command.settings)  # before Megatron is imported: it imports whatever package is called apex
     from megatron_neobert.training.loop import run_training
 
     return run_training(command.settings)

@@ -24,6 +24,7 @@ from megatron_neobert.data.inputs import Inputs, open_inputs
 from megatron_neobert.data.masking import MaskingScheme, TokenIds
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.training.run import Progress, Run
+from megatron_neobert.training.stopping import remember_signals
 
 _MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
 
@@ -38,6 +39,7 @@ def build_run(settings: Settings) -> Run:
     """
     inputs = open_inputs(settings.data)
     device = distributed.initialize(settings)  # collective: all ranks
+    remember_signals()  # from here on all ranks can agree on the iteration after which they stop
     training_stream, validation_stream = _build_streams(settings, inputs)
     models = _build_models(settings, device, vocab_size=inputs.tokenizer.vocab_size)
     optimizer = _build_optimizer(settings, models)

@@ -1,28 +1,67 @@
 """When a run ends before its last iteration: a signal to any rank, the time limit, or the exit interval.
 
-All ranks stop at the same iteration, after saving. Standard library only, so that the handler can be installed before
-torch is imported: a signal that arrives during the imports is remembered and not deadly to one rank.
+All ranks stop at the same iteration, after saving. Before the process group stands there is no such iteration and
+nothing to save, so a signal ends the rank at once. Standard library only: this has to hold before torch is imported.
 """
 
 import os
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from megatron_neobert.config import TrainingConfig
-from megatron_neobert.errors import EXIT_INTERRUPTED
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY
 
 _NOTHING, _TIME_LIMIT, _SIGNAL = range(3)
 _REASONS = {_TIME_LIMIT: "--exit-duration-in-mins is over", _SIGNAL: "a signal asked for it"}
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+_group_stands = threading.Event()
 _signals_received: list[int] = []
 _started_seconds = time.monotonic()
 
 
 def install_signal_handlers() -> None:
-    """SIGTERM, SIGUSR1 and the first Ctrl-C finish the iteration and save; a second Ctrl-C aborts."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    """SIGTERM, SIGUSR1 and Ctrl-C end this rank at once, with 75, until `remember_signals` is called."""
+    for number in STOP_SIGNALS:
         signal.signal(number, _remember)
+    watch_signals(_end_rank)
+
+
+def remember_signals() -> None:
+    """From now on they finish the iteration and save; a second Ctrl-C aborts. To be called once the group stands."""
+    _group_stands.set()
+
+
+def watch_signals(answer: Callable[[int], None]) -> None:
+    """Calls `answer` with each stop signal that has a handler, in a thread of its own.
+
+    Python runs a handler between two steps of the main thread, and there is no next step while that waits in C++ for
+    a peer that does not come. At once, however, the signal leaves its number in a pipe, which a thread can read.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    threading.Thread(target=_read_signals, args=(reader, answer), daemon=True).start()
+
+
+def _read_signals(reader: int, answer: Callable[[int], None]) -> None:
+    while True:
+        (number,) = os.read(reader, 1)
+        if number in STOP_SIGNALS:
+            answer(number)
+
+
+def _end_rank(number: int) -> None:
+    if _group_stands.is_set():
+        return
+    rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
+    sys.stderr.write(f"rank {rank}: stopped by {name} before the first iteration\n")  # in one piece, beside others
+    os._exit(EXIT_STOPPED_EARLY)
 
 
 def _remember(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ranks import read_metrics
-from training_command import BASH, SCRIPT, TORCHRUN, environment
+from training_command import BASH, REPOSITORY, SCRIPT, TORCHRUN, environment
 
 TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64"
@@ -142,3 +142,15 @@ def test_nothing_is_left_to_do_after_the_last_iteration(tiny_corpus, tmp_path):
     again = run(command)
     assert again.returncode == 0, f"{again.stderr} after {time.monotonic() - started:.0f} s"
     assert "nothing to do: iteration 1 of 1" in again.stdout
+
+
+def test_package_called_apex_that_is_not_nvidias_is_refused_before_megatron_imports_it(tiny_corpus, tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise AttributeError('another project')\n")
+    (tmp_path / "apex-0.9.10.dist-info").mkdir()
+    (tmp_path / "apex-0.9.10.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\n")
+    here = environment(1, PYTHONPATH=f"{REPOSITORY}:{tmp_path}")
+    finished = subprocess.run([*BASH, *flags(tiny_corpus)], env=here, capture_output=True, text=True, check=False)
+    assert finished.returncode == 2, finished.stderr
+    assert finished.stderr.startswith("error: The installed package apex 0.9.10 is not NVIDIA Apex")
+    assert "Traceback" not in finished.stderr

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,17 @@ from tolerances import LAYOUT_LOSS
 from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of, free_port
 
 TRAIN_ITERS = 20  # what LAYOUT_LOSS was measured with
+
+WAIT_UNTIL_GLOO_OF_RANK_0_WAITS = """
+import os, time
+from torch.distributed import TCPStore
+
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+while not any("//cpu//" in key for key in store.list_keys()):  # where rank 0 says that it can be reached
+    time.sleep(0.1)
+print("rank 0 waits", flush=True)
+time.sleep(300)
+"""
 
 
 class Nodes:
@@ -101,6 +113,17 @@ def test_node_that_refuses_its_start_ends_all_nodes_with_its_sentence_and_exit_c
     assert list((tmp_path / "run").iterdir()) == [], "no rank was started"
 
 
+def test_node_that_cannot_read_a_file_ends_all_nodes_with_its_sentence_and_74(tiny_corpus, tmp_path, nodes):
+    good = flags_of(tiny_settings(tiny_corpus))
+    (tmp_path / "vocab.txt").symlink_to("/proc/self/mem")  # its first byte cannot be read: EIO
+    nodes.start(0, good, RENDEZVOUS_TIMEOUT_SECONDS=30)
+    nodes.start(1, [*good, "--tokenizer-model", str(tmp_path / "vocab.txt")])
+    assert nodes.exit_codes() == [74, 74], nodes.said(0) + nodes.said(1)
+    assert "error: [Errno 5] Input/output error" in nodes.said(1)
+    assert "): [Errno 5] Input/output error" in nodes.said(0)
+    assert "Traceback" not in nodes.said(0) + nodes.said(1)
+
+
 def test_node_that_never_comes_ends_the_wait_of_the_others_in_one_sentence(tiny_corpus, nodes):
     words = flags_of(tiny_settings(tiny_corpus))
     nodes.start(0, words, RENDEZVOUS_TIMEOUT_SECONDS=2)
@@ -121,6 +144,21 @@ def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corp
         nodes.processes[rank].send_signal(number)
     assert nodes.exit_codes() == [75, 75]
     assert "stopped by SIGUSR1 while no rank was running" in nodes.said(0)
+
+
+def test_stop_signal_while_ranks_wait_for_those_of_another_node_ends_the_node_with_75(tiny_corpus, tmp_path, nodes):
+    words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
+    (tmp_path / "no_rank.py").write_text(WAIT_UNTIL_GLOO_OF_RANK_0_WAITS)
+    nodes.ranks = 1
+    nodes.start(0, words)
+    nodes.start(1, words, command=[sys.executable, "-m", "megatron_neobert.launch", str(tmp_path / "no_rank.py")])
+    nodes.wait_until_said(1, "rank 0 waits")
+    nodes.processes[0].send_signal(signal.SIGTERM)
+    assert nodes.processes[0].wait(20) == 75, nodes.said(0)
+    assert "rank 0: stopped by SIGTERM before the first iteration" in nodes.said(0)
+    assert list((tmp_path / "run").iterdir()) == []
+    nodes.processes[1].send_signal(signal.SIGTERM)
+    assert nodes.processes[1].wait(20) == 75, nodes.said(1)
 
 
 @pytest.mark.slow

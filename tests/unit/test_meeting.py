@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from torch.distributed import TCPStore
 
 from megatron_neobert.meeting import Meeting, Report
 from megatron_neobert.nodes import Place
@@ -65,6 +66,15 @@ def test_number_given_to_two_nodes_is_refused_on_all(port, threads):
         assert "NODE_RANK 1 was given to two nodes" in verdict.problem
 
 
+def test_second_node_of_a_number_is_refused_after_all_have_agreed_and_does_not_disturb_them(port, threads):
+    meetings = [meeting(rank, port, nodes=2) for rank in (0, 1)]
+    for verdict in results([threads.submit(one.agree, START) for one in meetings]):
+        assert verdict.problem == ""
+    late = meeting(1, port, nodes=2).agree(START)
+    assert (late.rank, late.exit_code) == (1, 2)
+    assert "NODE_RANK 1 was given to two nodes, or one node was started twice; number them from 0 to 1" in late.problem
+
+
 def test_nodes_that_do_not_come_are_named_to_those_that_did(port, threads):
     meetings = [meeting(rank, port, nodes=4, timeout_seconds=1) for rank in (0, 2)]
     for verdict in results([threads.submit(one.agree, START) for one in meetings]):
@@ -75,6 +85,21 @@ def test_nodes_that_do_not_come_are_named_to_those_that_did(port, threads):
 def test_node_0_that_is_not_there_ends_the_wait_with_its_address(port):
     with pytest.raises(TimeoutError, match=rf"node 0 could not be reached at 127\.0\.0\.1 port {port} for \d+ s"):
         meeting(1, port, timeout_seconds=1).agree(START)
+
+
+def test_node_0_that_dies_while_another_reports_is_named_with_its_address(port, monkeypatch):
+    servers = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
+    late = meeting(1, port)
+    enter = late._enter
+
+    def enter_and_lose_node_0(seconds: int) -> float:
+        deadline = enter(seconds)
+        servers.clear()
+        return deadline
+
+    monkeypatch.setattr(late, "_enter", enter_and_lose_node_0)
+    with pytest.raises(ConnectionError, match=f"node 0 at 127.0.0.1 port {port} ended before the start; look at its"):
+        late.agree(START)
 
 
 def test_port_that_somebody_else_uses_is_named():
