@@ -126,24 +126,17 @@ def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
 
 def our_stream(job: Job) -> Any:
     from megatron_neobert.data.batches import BatchSettings, BatchStream
-    from megatron_neobert.data.masking import MaskingScheme, TokenIds
+    from megatron_neobert.data.inputs import token_ids_of
+    from megatron_neobert.data.masking import MaskingScheme
     from megatron_neobert.data.rows import Source
 
-    tokenizer = job.tokenizer
     settings = BatchSettings(
         seq_length=job.seq_length,
         micro_batch_size=job.batch_size,
         global_batch_size=job.batch_size,
         long_documents="truncate",
         masking=MaskingScheme(MASKED_SHARE),
-        token_ids=TokenIds(
-            vocab_size=tokenizer.vocab_size,
-            cls=tokenizer.cls_id,
-            sep=tokenizer.sep_id,
-            pad=tokenizer.pad_id,
-            mask=tokenizer.mask_id,
-            special=tokenizer.special_ids,
-        ),
+        token_ids=token_ids_of(job.tokenizer),
         seed=SEED,
     )
     return BatchStream((Source(job.corpus, range(len(job.corpus))),), settings)

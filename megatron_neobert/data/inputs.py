@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_neobert.config import DataConfig
 from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.data.masking import TokenIds
 from megatron_neobert.data.order import split_ranges
 from megatron_neobert.data.rows import Source
 from megatron_neobert.data.selection import KeptDocuments
@@ -61,6 +62,18 @@ def open_inputs(data: DataConfig) -> Inputs:
             _describe(component, corpus, source)
             for component, corpus, source in zip(components, corpora, training, strict=True)
         ],
+    )
+
+
+def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
+    """What batches need of a tokenizer."""
+    return TokenIds(
+        vocab_size=tokenizer.vocab_size,
+        cls=tokenizer.cls_id,
+        sep=tokenizer.sep_id,
+        pad=tokenizer.pad_id,
+        mask=tokenizer.mask_id,
+        special=tuple(tokenizer.special_ids),
     )
 
 

@@ -44,7 +44,6 @@ class TorchAttention(MegatronModule):
         value_tnd: Tensor,
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Returns the context, [t, n * d], in the dtype of the query."""

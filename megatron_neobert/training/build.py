@@ -20,8 +20,8 @@ from torch import nn
 from megatron_neobert import distributed
 from megatron_neobert.config import DataConfig, Settings
 from megatron_neobert.data.batches import BatchSettings, BatchStream
-from megatron_neobert.data.inputs import Inputs, open_inputs
-from megatron_neobert.data.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.inputs import Inputs, open_inputs, token_ids_of
+from megatron_neobert.data.masking import MaskingScheme
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.training.run import Progress, Run
 from megatron_neobert.training.stopping import remember_signals
@@ -58,21 +58,13 @@ def build_run(settings: Settings) -> Run:
 
 def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, BatchStream | None]:
     """This rank's batches for training and, if wanted, for validation, both from their start."""
-    tokenizer = inputs.tokenizer
     batch_settings = BatchSettings(
         seq_length=settings.data.seq_length,
         micro_batch_size=settings.training.micro_batch_size,
         global_batch_size=settings.training.global_batch_size,
         long_documents=settings.data.long_documents,  # type: ignore[arg-type]
         masking=_masking_scheme(settings.data),
-        token_ids=TokenIds(
-            vocab_size=tokenizer.vocab_size,
-            cls=tokenizer.cls_id,
-            sep=tokenizer.sep_id,
-            pad=tokenizer.pad_id,
-            mask=tokenizer.mask_id,
-            special=tuple(tokenizer.special_ids),
-        ),
+        token_ids=token_ids_of(inputs.tokenizer),
         seed=settings.training.seed,
         batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
         document_block_size=settings.data.document_block_size,

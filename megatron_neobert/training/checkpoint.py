@@ -154,7 +154,7 @@ def _sharded_model(model: Any) -> dict[str, Any]:
     """The model's tensors, without Transformer Engine's `_extra_state`.
 
     Those are pickles, which a reader must not open, and hold nothing but the history of delayed FP8 scaling, which
-    fills anew within some iterations.
+    begins anew where a run goes on.
     """
     return {name: value for name, value in model.sharded_state_dict().items() if not name.endswith("_extra_state")}
 

@@ -1,7 +1,8 @@
 """What only a GPU can show: real kernels give the model's numbers, in bfloat16 and FP8, without waiting for the device.
 
 The oracle is the same model in float32 on the same GPU, document by document, which tests/parity compares with the
-reference. Every test skips with its reason where CUDA or a package is missing.
+reference. Every test skips with its reason where CUDA or a package is missing. No GPU has run this file yet: its gates
+are expectations, to be replaced by the measurements of the first one that does.
 """
 
 import inspect

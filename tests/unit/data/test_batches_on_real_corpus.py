@@ -10,8 +10,9 @@ import pytest
 
 from megatron_neobert.data.batches import BatchSettings, BatchStream, Source
 from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.data.inputs import token_ids_of
 from megatron_neobert.data.loader import build_loader
-from megatron_neobert.data.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.masking import MaskingScheme
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.data.tokenizer import train_wordpiece
@@ -37,14 +38,7 @@ def stream(tmp_path_factory) -> BatchStream:
     )
     preprocess(plan, on_progress=lambda progress: None)
     corpus = Corpus(folder / "made_up_content_document")
-    ids = TokenIds(
-        vocab_size=tokenizer.vocab_size,
-        cls=tokenizer.cls_id,
-        sep=tokenizer.sep_id,
-        pad=tokenizer.pad_id,
-        mask=tokenizer.mask_id,
-        special=tokenizer.special_ids,
-    )
+    ids = token_ids_of(tokenizer)
     settings = BatchSettings(
         seq_length=SEQ_LENGTH,
         micro_batch_size=1,
