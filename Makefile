@@ -1,13 +1,17 @@
 # Each target prepares its environment itself: an active one, or .venv (see tools/prepare_environment.sh).
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test fuzz lint clean
 
 environment = python="$$(bash tools/prepare_environment.sh --dev)"
 
 help:
 	@echo "make quickstart   train, stop, resume, convert and try a tiny NeoBERT on this machine"
 	@echo "make test         ruff, mypy and the whole test suite"
+	@echo "make fuzz         mutated corpora, settings, tokenizers and checkpoints; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) takes about ten minutes"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make clean        remove build products and caches, keep .venv and quickstart_run"
+
+# How many times as many mutations are tried as in the suite, others each time.
+FUZZ_EXAMPLES ?= 25
 
 quickstart:
 	@bash examples/quickstart.sh
@@ -15,6 +19,9 @@ quickstart:
 # The linters' verdict waits until the tests have spoken, so that one run shows everything.
 test:
 	@$(environment) && lint=0 && { $(MAKE) --no-print-directory lint || lint=$$?; } && "$$python" -m pytest && exit $$lint
+
+fuzz:
+	@$(environment) && FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) "$$python" -m pytest tests/bad_inputs -k fuzz
 
 lint:
 	@$(environment) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy

@@ -37,6 +37,11 @@ def _parse() -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the stored weights (default: float32)"
     )
     export.add_argument("--iteration", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
+    export.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="let the checkpoint's pickled table of contents run code; only for files from people you trust",
+    )
     return parser.parse_args()
 
 
@@ -47,8 +52,11 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> None:
     from checkpoint_conversion.export import export_eurobert
     from checkpoint_conversion.megatron_reader import read_checkpoint
     from megatron_neobert.data.tokenizer import load_tokenizer
+    from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
-    checkpoint = read_checkpoint(arguments.load, iteration=arguments.iteration)
+    trust = arguments.trust_checkpoint
+    refuse_unsafe_environment(trust)
+    checkpoint = read_checkpoint(arguments.load, iteration=arguments.iteration, trust=trust)
     tokenizer = checkpoint.tokenizer
     if arguments.tokenizer_model is not None:
         tokenizer = load_tokenizer(arguments.tokenizer_model)

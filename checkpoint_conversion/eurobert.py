@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, EuroBertConfig
 from transformers.utils import logging as transformers_logging
 
+from checkpoint_conversion.huggingface_folder import check_folder
 from checkpoint_conversion.mapping import ModelShape
 from megatron_neobert.config import ModelConfig
 from megatron_neobert.data.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ from megatron_neobert.errors import ConversionError
 
 # Left by the decoder models that EuroBERT descends from; an encoder has no cache and no pretraining_tp.
 _MEANINGLESS_KEYS = ("use_cache", "pretraining_tp")
+_LONGEST_REASON = 500  # characters of what transformers says
 
 
 def build_config(model: ModelConfig, shape: ModelShape, tokenizer: Tokenizer, *, dtype: torch.dtype) -> EuroBertConfig:
@@ -70,8 +71,10 @@ def load_masked_lm(folder: Path) -> Any:
     """The model of a Hugging Face folder in fp32, as any user of transformers gets it; local files, no remote code.
 
     Raises:
-        ConversionError: transformers cannot load it, or leaves out or invents a weight.
+        ConversionError: The folder names something outside it, or transformers cannot load it, or leaves out or
+            invents a weight.
     """
+    check_folder(folder)
     transformers_logging.disable_progress_bar()
     try:
         model, info = AutoModelForMaskedLM.from_pretrained(
@@ -82,8 +85,8 @@ def load_masked_lm(folder: Path) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # a strange config.json makes transformers raise almost anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
         raise ConversionError(
             f"{folder}: transformers cannot load it as a masked language model ({reason})."
         ) from error

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_neobert.errors import ConversionError
 
+LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its layers
 _LISTED_NAMES = 4  # names that a message spells out before it counts the rest
 
 
@@ -194,11 +195,11 @@ def expand_table(table: Table, num_layers: int) -> list[Row]:
 
 def unstack_layers(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One tensor per layer out of a checkpoint, which stores the layers of a kind as one tensor, layer first."""
-    prefix = "decoder.layers."
     tensors: dict[str, Tensor] = {}
     for name, tensor in stacked.items():
-        if name.startswith(prefix):
-            tensors |= {f"{prefix}{i}.{name.removeprefix(prefix)}": layer for i, layer in enumerate(tensor.unbind(0))}
+        if name.startswith(LAYERS_PREFIX):
+            kind = name.removeprefix(LAYERS_PREFIX)
+            tensors |= {f"{LAYERS_PREFIX}{i}.{kind}": layer for i, layer in enumerate(tensor.unbind(0))}
         else:
             tensors[name] = tensor
     return tensors
@@ -220,12 +221,14 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[i
     for name, wanted in expected.items():
         if tuple(tensors[name].shape) != wanted:
             raise ConversionError(f"{name} has shape {tuple(tensors[name].shape)}; the settings give it {wanted}.")
-        if not tensors[name].isfinite().all():
-            bad = int((~tensors[name].isfinite()).sum())
-            raise ConversionError(
-                f"{name} has {bad} of {tensors[name].numel()} values that are NaN or infinite; convert an earlier "
-                "iteration, from before the loss diverged."
-            )
+    if bad := [name for name in expected if not tensors[name].isfinite().all()]:
+        first = tensors[bad[0]]
+        others = f", and so have {', '.join(bad[1:_LISTED_NAMES])}" * (len(bad) > 1)
+        more = f" and {len(bad) - _LISTED_NAMES} more" * (len(bad) > _LISTED_NAMES)
+        raise ConversionError(
+            f"{bad[0]} has {int((~first.isfinite()).sum())} of {first.numel()} values that are NaN or infinite"
+            f"{others}{more}; convert an earlier iteration, from before the loss diverged."
+        )
 
 
 def _check_padding(name: str, tensor: Tensor, shape: ModelShape) -> None:

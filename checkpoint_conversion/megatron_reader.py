@@ -12,14 +12,14 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoint_conversion.mapping import NEOBERT, ModelShape, to_published, unstack_layers
+from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, ModelShape, to_published, unstack_layers
 from megatron_neobert.config import ModelConfig, Settings, flag_of
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
-from megatron_neobert.training.checkpoint_metadata import SafeReader
+from megatron_neobert.training.safe_reading import one_sentence, open_reader
 
 _OPTIMIZER_PREFIX = "optimizer."
 
@@ -47,10 +47,11 @@ class MegatronCheckpoint:
         Raises:
             ConversionError: The weights are not those of the settings.
         """
+        rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
+        published = to_published(rounded, self.shape, NEOBERT)  # first: a record can ask for a model of any size
         with torch.device("meta"):  # no time spent on weights that are replaced at once
             reference = ReferenceNeoBERT(reference_config(self.settings, vocab_size=self.tokenizer.vocab_size))
-        rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
-        reference.load_state_dict(to_published(rounded, self.shape, NEOBERT), assign=True)
+        reference.load_state_dict(published, assign=True)
         return reference.eval()
 
 
@@ -82,8 +83,11 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
     )
 
 
-def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
+def read_checkpoint(save: Path, *, iteration: int | None = None, trust: bool = False) -> MegatronCheckpoint:
     """The newest checkpoint of a save folder, or that of one iteration.
+
+    Args:
+        trust: Let torch unpickle the table of contents, which can run code.
 
     Raises:
         MissingInputError: There is none.
@@ -94,11 +98,13 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     verify_files(folder)
     settings = read_record(folder / "settings.yaml")
     _refuse_other_layers(folder, settings.model)
+    stacked = _read_tensors(folder, trust=trust)
+    _check_depth(folder, stacked, settings.model.num_layers)
     return MegatronCheckpoint(
         folder=folder,
         settings=settings,
         tokenizer=load_tokenizer(folder / "tokenizer"),
-        tensors=unstack_layers(_read_tensors(folder)),
+        tensors=unstack_layers(stacked),
     )
 
 
@@ -116,15 +122,25 @@ def _refuse_other_layers(folder: Path, model: ModelConfig) -> None:
     )
 
 
+def _check_depth(folder: Path, stacked: dict[str, Tensor], num_layers: int) -> None:
+    """Refuses tensors of another number of layers than the settings, before names are made for each of these."""
+    for name, tensor in stacked.items():
+        if name.startswith(LAYERS_PREFIX) and (tensor.dim() == 0 or len(tensor) != num_layers):
+            raise ConversionError(
+                f"{folder}: {name} has shape {tuple(tensor.shape)}, one entry for each layer; settings.yaml says "
+                f"--num-layers {num_layers}. One of the files belongs to another checkpoint."
+            )
+
+
 def _flag(name: str, value: object) -> str:
     if isinstance(value, bool):
         return flag_of(name) if value else flag_of(f"no_{name}")
     return f"{flag_of(name)} {value}"
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, *, trust: bool) -> dict[str, Tensor]:
     """Every tensor of the model at its full size, under the names of the checkpoint."""
-    reader = SafeReader(folder)
+    reader = open_reader(folder, trust=trust)
     entries = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -133,5 +149,6 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     }
     if not tensors:
         raise CheckpointError(f"{folder} holds no weights; use another checkpoint.")
-    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    with one_sentence():
+        torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return tensors

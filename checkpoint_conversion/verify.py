@@ -36,11 +36,19 @@ def main() -> int:
         help="largest difference over largest logit that still counts as equal (default 1e-4, as after a conversion; "
         "weights rounded to bfloat16 on one side differ by 0.015)",
     )
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="let a checkpoint's pickled table of contents run code; only for files from people you trust",
+    )
     arguments = parser.parse_args()
 
     from checkpoint_conversion.comparison import FP32_TOLERANCE, build_prompts, compare_functions
+    from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
-    first, second = load_side(arguments.first), load_side(arguments.second)
+    trust = arguments.trust_checkpoint
+    refuse_unsafe_environment(trust)
+    first, second = (load_side(folder, trust=trust) for folder in (arguments.first, arguments.second))
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
             f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
@@ -55,8 +63,8 @@ def main() -> int:
     return 0 if equal else 1
 
 
-def load_side(folder: Path) -> Side:
-    """The model of a folder, whichever kind it is.
+def load_side(folder: Path, *, trust: bool = False) -> Side:
+    """The model of a folder, whichever kind it is; `trust` lets a table of contents be unpickled.
 
     Raises:
         MissingInputError: No such folder, or one that holds no model.
@@ -64,7 +72,7 @@ def load_side(folder: Path) -> Side:
     """
     if not folder.is_dir():
         raise MissingInputError(f"{folder}: no such folder.")
-    return _load_huggingface(folder) if (folder / "config.json").is_file() else _load_megatron(folder)
+    return _load_huggingface(folder) if (folder / "config.json").is_file() else _load_megatron(folder, trust=trust)
 
 
 def _load_huggingface(folder: Path) -> Side:
@@ -72,19 +80,19 @@ def _load_huggingface(folder: Path) -> Side:
 
     model = load_masked_lm(folder)
     return Side(
-        description=f"{folder} ({model.config.architectures[0]})",
+        description=f"{folder} ({type(model).__name__})",
         vocab_size=model.config.vocab_size,
         max_tokens=model.config.max_position_embeddings,
         logits=lambda *inputs: model(*inputs).logits,
     )
 
 
-def _load_megatron(folder: Path) -> Side:
+def _load_megatron(folder: Path, *, trust: bool) -> Side:
     import torch
 
     from checkpoint_conversion.megatron_reader import read_checkpoint
 
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_checkpoint(folder, trust=trust)
     return Side(
         description=f"{checkpoint.folder} (Megatron)",
         vocab_size=checkpoint.shape.vocab_size,

@@ -89,7 +89,9 @@ class ParallelConfig:
     overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass still runs")
     overlap_param_gather: bool = setting(False, "gather updated weights while the next forward pass runs")
     ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default Megatron's", minimum=1)
-    distributed_timeout_minutes: int = setting(10, "a collective that waits longer ends the run", minimum=1)
+    distributed_timeout_minutes: float = setting(
+        10.0, "a run that does not get on for so long ends, and says which rank holds it up", minimum=0.01
+    )
 
     @property
     def ranks_per_model(self) -> int:
@@ -239,6 +241,18 @@ class TrainingConfig:
         None, "save and stop at each iteration that is a multiple of this, with exit code 75", minimum=1
     )
     exit_duration_in_mins: float | None = setting(None, "save and stop after so many minutes", minimum=0.0)
+    loss_spike_sigma: float | None = setting(
+        None,
+        "skip an update whose loss or gradient norm exceeds the mean of the last updates by so many standard "
+        "deviations; 6 is usual; default: none is skipped for this",
+        minimum=1.0,
+    )
+    loss_spike_window: int = setting(128, "updates whose mean and deviation are compared with", minimum=8)
+    max_skipped_iters: int = setting(
+        10,
+        "a run ends when so many updates in a row were skipped, for a spike or a value that is not finite",
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +268,32 @@ class CheckpointConfig:
         "folder of another run, used while --load is empty: its newest weights, optimizer state and iteration, with "
         "this run's data from the start",
     )
+    resume: str = setting(
+        "auto",
+        "whether --load continues a run: if it has a checkpoint, it must have one, or never, from fresh weights",
+        choices=("auto", "must", "never"),
+    )
+    allow_changed: tuple[str, ...] = setting(
+        (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
+    )
     save_interval: int = setting(1000, "iterations between checkpoints", minimum=1)
+    async_save: bool = setting(False, "write checkpoints while training goes on, from a copy in host memory")
+    keep_last: int | None = setting(
+        None, "delete all but the newest N checkpoints after each save; default: keep all", minimum=2
+    )
+    keep_every: int | None = setting(
+        None, "with --keep-last: keep those of iterations that are a multiple of this as well", minimum=1
+    )
+    check_for_nan: bool = setting(True, "refuse to save weights that are not finite")
+    trust_checkpoint: bool = setting(
+        False, "read checkpoints whose pickled objects could run code; only for files from people you trust"
+    )
+
+    @property
+    def changes_allowed(self) -> set[str]:
+        """The settings named by --allow-changed, one by one or with commas between, as `seq_length`."""
+        names = (name for words in self.allow_changed for name in words.split(","))
+        return {name.strip().removeprefix("--").replace("-", "_") for name in names if name.strip()}
 
 
 @dataclass(frozen=True, kw_only=True)

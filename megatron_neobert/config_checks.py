@@ -6,11 +6,13 @@ Standard library only. Each message names the values, the rule and the remedy.
 import math
 from dataclasses import fields
 
+from megatron_neobert.compatibility import ALLOWABLE
 from megatron_neobert.compute_checks import compute_problems
-from megatron_neobert.config import DataConfig, ModelConfig, ParallelConfig, Settings, flag_of
+from megatron_neobert.config import DataConfig, ModelConfig, ParallelConfig, Settings, TrainingConfig, flag_of
 from megatron_neobert.data_path import parse_data_path
 from megatron_neobert.errors import ConfigError
 
+_SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
 LARGEST_DOCUMENT_BLOCK = 4096  # data/rows.py packs windows of so many documents
 
 
@@ -26,7 +28,13 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         + ([] if layout_problems else compute_problems(settings))  # which divides by the layout's sizes
         + _data_problems(settings.data)
         + _schedule_problems(settings)
+        + _checkpoint_problems(settings)
     )
+
+
+def find_record_problems(settings: Settings) -> list[str]:
+    """What no run can have been started with, whatever its version; a record of one is damaged or made up."""
+    return _value_problems(settings) or _head_problems(settings.model)
 
 
 def _value_problems(settings: Settings) -> list[str]:
@@ -44,8 +52,7 @@ def _value_problems(settings: Settings) -> list[str]:
     return problems
 
 
-def _model_problems(settings: Settings) -> list[str]:
-    model, data = settings.model, settings.data
+def _head_problems(model: ModelConfig) -> list[str]:
     problems = []
     heads = model.num_attention_heads
     if model.hidden_size % heads:
@@ -58,6 +65,12 @@ def _model_problems(settings: Settings) -> list[str]:
             f"--hidden-size {model.hidden_size} over --num-attention-heads {heads} gives heads of width "
             f"{model.hidden_size // heads}; rotary embeddings rotate pairs and need an even width."
         )
+    return problems
+
+
+def _model_problems(settings: Settings) -> list[str]:
+    model, data = settings.model, settings.data
+    problems = _head_problems(model)
     if model.position_embedding_type != "rope" and model.rotary_base != ModelConfig().rotary_base:
         problems.append(
             f"--rotary-base {model.rotary_base} does nothing with --position-embedding-type "
@@ -73,7 +86,7 @@ def _model_problems(settings: Settings) -> list[str]:
 
 def _neighbours(size: int, heads: int) -> str:
     """The nearest head counts below and above that divide `size` into even widths."""
-    fitting = [n for n in range(1, size + 1) if size % n == 0 and (size // n) % 2 == 0]
+    fitting = [n for n in range(1, min(size, _SUGGESTED) + 1) if size % n == 0 and (size // n) % 2 == 0]
     below, above = [n for n in fitting if n < heads][-1:], [n for n in fitting if n > heads][:1]
     return " or ".join(str(n) for n in below + above) or "an even hidden size and other"
 
@@ -161,8 +174,8 @@ def _context_parallel_problems(settings: Settings) -> list[str]:
 
 
 def _divisors(number: int) -> str:
-    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-    return " or ".join([", ".join(map(str, divisors[:-1])), str(divisors[-1])]) if number > 1 else "1"
+    divisors = [candidate for candidate in range(1, min(number, _SUGGESTED) + 1) if number % candidate == 0]
+    return " or ".join([", ".join(map(str, divisors[:-1])), str(divisors[-1])]) if len(divisors) > 1 else "1"
 
 
 def _rank_problems(settings: Settings, world_size: int) -> list[str]:
@@ -251,7 +264,17 @@ def _schedule_problems(settings: Settings) -> list[str]:
             problems.append(f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
     if training.seed >= 2**63:
         problems.append(f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
-    checkpoint = settings.checkpoint
+    if training.loss_spike_sigma is None and training.loss_spike_window != TrainingConfig().loss_spike_window:
+        problems.append(
+            f"--loss-spike-window {training.loss_spike_window} does nothing without --loss-spike-sigma; add that, or "
+            "leave it out."
+        )
+    return problems
+
+
+def _checkpoint_problems(settings: Settings) -> list[str]:
+    checkpoint, training = settings.checkpoint, settings.training
+    problems = []
     if checkpoint.continue_from is not None and checkpoint.save is not None and checkpoint.load != checkpoint.save:
         problems.append(
             f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
@@ -259,6 +282,23 @@ def _schedule_problems(settings: Settings) -> list[str]:
         )
     for name in ("exit_interval", "exit_duration_in_mins"):
         limit = getattr(training, name)
-        if limit is not None and settings.checkpoint.save is None:
+        if limit is not None and checkpoint.save is None:
             problems.append(f"{flag_of(name)} {limit} stops a run that could not go on; add --save DIR.")
+    for name in ("async_save", "keep_last"):
+        value = getattr(checkpoint, name)
+        if value and checkpoint.save is None:
+            problems.append(f"{flag_of(name)} does nothing without --save DIR; add that, or leave it out.")
+    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
+        problems.append(
+            f"--keep-every {checkpoint.keep_every} does nothing without --keep-last, since all checkpoints are kept; "
+            "add --keep-last 2, or leave it out."
+        )
+    if checkpoint.resume == "must" and checkpoint.load is None:
+        problems.append("--resume must needs --load DIR, the folder of the run to continue; add that.")
+    unknown = sorted(checkpoint.changes_allowed - set(ALLOWABLE))
+    if unknown:
+        problems.append(
+            f"--allow-changed {','.join(unknown)} cannot be allowed: either the weights would not fit, or the setting "
+            f"may change anyway. It takes {', '.join(ALLOWABLE)}."
+        )
     return problems

@@ -6,6 +6,7 @@ proportions can be kept exactly.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,6 +14,8 @@ from fractions import Fraction
 from megatron_neobert.errors import ConfigError
 
 _FORM = "name one corpus, or give each a weight before it, such as 0.2 PREFIX_A 0.8 PREFIX_B:min=1024:max=4096"
+_MOST_COMPONENTS = 1024
+_LONGEST_LIMIT = 18  # digits
 _LIMIT = re.compile(r"(.*):([A-Za-z_]+)=([^/:]*)", re.DOTALL)
 
 
@@ -44,14 +47,21 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
         raise ConfigError(f"{flag} is missing: name the corpus prefix that tools/preprocess_data.py printed.")
     pairs = [("1", entries[0])] if len(entries) == 1 else list(zip(entries[::2], entries[1::2], strict=False))
     problems = []
+    if len(pairs) > _MOST_COMPONENTS:
+        raise ConfigError(
+            f"{flag} names {len(pairs):,} corpora, more than {_MOST_COMPONENTS:,}; preprocess those of one weight "
+            "into one corpus."
+        )
     if len(entries) > 1 and len(entries) % 2:
         problems.append(
-            f"{flag} has {len(entries)} entries, {' '.join(entries)}; several corpora need a weight each; {_FORM}."
+            f"{flag} has {len(entries)} entries, {_shorten(' '.join(entries))}; several corpora need a weight each; "
+            f"{_FORM}."
         )
     weights = [_read_weight(text, path, problems, flag) for text, path in pairs]
     components = [
         _read_component(path, weight, problems, flag) for (_, path), weight in zip(pairs, weights, strict=True)
     ]
+    problems += _find_repeated(components, flag)
     if problems:
         raise ConfigError(problems)
     return tuple(components)
@@ -65,15 +75,34 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
     return tuple(number // divisor for number in numbers)
 
 
+def _find_repeated(components: Sequence[Component], flag: str) -> list[str]:
+    """The same documents under two weights are a slip of the hand: one weight says it as well."""
+    counts = Counter(str(component) for component in components)
+    return [
+        f"{flag} names {_shorten(text)} {count} times; name it once, with the sum of the weights."
+        for text, count in counts.items()
+        if count > 1
+    ]
+
+
+def _shorten(text: str) -> str:
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
 def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fraction:
     try:
         value = float(text)  # first: the fraction of 1e999999999 would not fit into memory
         weight = Fraction(text) if 0 < value < math.inf else None
     except ValueError:
-        problems.append(f"{flag}: {text!r}, where the weight of {path} should stand, is no number; {_FORM}.")
+        shown = _shorten(repr(text))
+        problems.append(f"{flag}: {shown}, where the weight of {_shorten(path)} should stand, is no number; {_FORM}.")
         return Fraction(1)
     if weight is None:
-        problems.append(f"{flag}: the weight {text} of {path} is not above 0 and finite; change it, or leave both out.")
+        problems.append(
+            f"{flag}: the weight {_shorten(text)} of {_shorten(path)} is not above 0 and finite; change it, or leave "
+            "both out."
+        )
         return Fraction(1)
     return weight
 
@@ -82,18 +111,19 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
     prefix, limits = text, dict[str, int]()
     while found := _LIMIT.fullmatch(prefix):
         prefix, name, number = found.groups()
-        if name not in ("min", "max") or name in limits or not number.isascii() or not number.isdigit():
+        is_number = number.isascii() and number.isdigit() and len(number) <= _LONGEST_LIMIT
+        if name not in ("min", "max") or name in limits or not is_number:
             problems.append(
-                f"{flag} {text}: ':{name}={number}' is not a limit; each of :min=N and :max=N may follow a prefix "
-                "once, with N in tokens."
+                f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; each of :min=N and "
+                ":max=N may follow a prefix once, with N in tokens."
             )
-        limits[name] = int(number) if number.isascii() and number.isdigit() else 1
+        limits[name] = int(number) if is_number else 1
     if not prefix:
-        problems.append(f"{flag} {text!r} names no corpus; {_FORM}.")
+        problems.append(f"{flag} {_shorten(repr(text))} names no corpus; {_FORM}.")
     minimum, maximum = limits.get("min", 1), limits.get("max")
     if minimum < 1 or (maximum is not None and maximum < minimum):
         problems.append(
-            f"{flag} {text}: no document has at least {minimum} and at most "
+            f"{flag} {_shorten(text)}: no document has at least {minimum} and at most "
             f"{'any number of' if maximum is None else maximum} tokens; lengths are counted from 1, and the largest "
             "must not be below the smallest. Change min or max."
         )

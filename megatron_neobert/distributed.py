@@ -5,12 +5,15 @@ gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; witho
 
 import datetime
 import os
+from collections.abc import Sequence
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_neobert import cpu_backend, megatron_fixes
+from megatron_neobert import cpu_backend, environment, megatron_fixes
 from megatron_neobert.config import Settings
+
+_MARGIN_SECONDS = 30
 
 
 def initialize(settings: Settings) -> torch.device:
@@ -22,14 +25,19 @@ def initialize(settings: Settings) -> torch.device:
     cpu_backend.install()
     megatron_fixes.install()
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", environment.local_rank())
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    # Should the watchdog fail, whose message says more.
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=_MARGIN_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts the ranks again; they would read their predecessors' addresses there.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     else:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
@@ -40,7 +48,7 @@ def initialize(settings: Settings) -> torch.device:
             settings.virtual_stages_per_rank if settings.virtual_stages_per_rank > 1 else None
         ),
         context_parallel_size=parallel.context_parallel_size,
-        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     # Nothing is random in a step, but Megatron's sequence parallelism and recomputation want the states to exist.
     tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed)
@@ -63,11 +71,11 @@ def sum_over_batch(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def largest_over_all_ranks(value: int, device: torch.device) -> int:
-    """The largest of all ranks' values. Collective: all ranks."""
-    tensor = torch.tensor([value], dtype=torch.int32, device=device)
+def largest_over_all_ranks(values: Sequence[int], device: torch.device) -> list[int]:
+    """The largest of all ranks' values, one by one. Collective: all ranks."""
+    tensor = torch.tensor(values, dtype=torch.int32, device=device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-    return int(tensor.item())
+    return [int(value) for value in tensor.tolist()]
 
 
 def data_parallel_rank() -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NoReturn
 
+EXIT_UNAVAILABLE = 69  # another rank has gone or does not answer: start again with the same command
 EXIT_IO_ERROR = 74
 EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
 EXIT_INTERRUPTED = 130
@@ -35,6 +36,12 @@ class ConfigError(NeoBERTError):
             super().__init__("cannot start:" + "".join(f"\n  - {problem}" for problem in self.problems))
 
 
+class LauncherError(NeoBERTError):
+    """What the environment says about this rank. Each rank is told something else, so each of them speaks."""
+
+    exit_code = 2
+
+
 class DataError(NeoBERTError):
     """The content of a shard, a corpus or a tokenizer."""
 
@@ -47,10 +54,22 @@ class MissingInputError(NeoBERTError):
     exit_code = 66
 
 
+class DivergenceError(NeoBERTError):
+    """Numbers that a run cannot go on with: weights, losses or gradients that are not finite."""
+
+    exit_code = 70
+
+
 class OutputError(NeoBERTError):
     """An output that cannot be created, or that exists already."""
 
     exit_code = 73
+
+
+class SaveError(NeoBERTError):
+    """A checkpoint that could not be written."""
+
+    exit_code = EXIT_IO_ERROR
 
 
 class CheckpointError(NeoBERTError):
@@ -76,7 +95,10 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         sys.stdout.flush()  # here, where a reader that has left is noticed
     except NeoBERTError as error:
         _print_error(
-            error, same_on_all_ranks=isinstance(error, (ConfigError, MissingInputError, OutputError, CheckpointError))
+            error,
+            same_on_all_ranks=isinstance(
+                error, (ConfigError, MissingInputError, DivergenceError, OutputError, SaveError, CheckpointError)
+            ),
         )
         code = error.exit_code
     except OSError as error:

@@ -1,11 +1,15 @@
 """Files that are whole or absent: checksums, and writing that survives a crash at any instant."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import socket
 from pathlib import Path
+from typing import IO
 
 _CHUNK_BYTES = 1 << 20
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
 
 
 def sha256_of(path: Path) -> str:
@@ -44,3 +48,18 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_if_possible(file: IO[bytes], operation: int) -> bool:
+    """`fcntl.flock`, or False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process has it, and `operation` does not wait.
+    """
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True

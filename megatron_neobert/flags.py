@@ -6,6 +6,7 @@ follow from the dataclass. Order of precedence: default < file < flag. Every pro
 
 import argparse
 import difflib
+import reprlib
 import types
 import typing
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -15,12 +16,30 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_neobert.config import Settings, flag_of
-from megatron_neobert.config_checks import find_problems
+from megatron_neobert.config_checks import find_problems, find_record_problems
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
 _SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
 _TEXTS = tuple[str, ...]
 _SECTION_OF = {item.name: name for name, config in _SECTIONS.items() for item in fields(config)}
+# All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
+_LARGEST_FILE_BYTES = 1 << 18
+_LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
+
+
+class _Excerpt(reprlib.Repr):
+    """A few words of a value for a message: YAML's aliases can make a page of text exponentially long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 2, 80, 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python itself refuses to write more than 4,300 digits."""
+        return repr(x) if abs(x) < 10**40 else f"a number of {x.bit_length()} bits"
+
+
+_shown = _Excerpt()
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,7 @@ class Command:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See --help.")
+        raise ConfigError(f"{_one_line(message)}. See --help.")
 
 
 def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
@@ -45,7 +64,9 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     """
     parsed, unknown = _build_parser().parse_known_args(arguments)
     problems = [_unknown_flag(word) for word in unknown if word.startswith("-")]
-    problems += [f"{word!r} is not the value of any flag; check the spelling before it." for word in _strays(unknown)]
+    problems += [
+        f"{_shown.repr(word)} is not the value of any flag; check the spelling before it." for word in _strays(unknown)
+    ]
     given = {name: value for name, value in vars(parsed).items() if name in _SECTION_OF}
 
     values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
@@ -85,8 +106,15 @@ def read_record(path: Path) -> Settings:
         CheckpointError: The record is missing, unreadable, or of another version of this project.
     """
     try:
-        return read_settings(path)
-    except (ConfigError, MissingInputError) as error:
+        settings = read_settings(path)
+        if problems := find_record_problems(settings):
+            raise ConfigError(problems)
+        return settings
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path}: not the settings of a run ({' '.join(error.problems)}); was it written by another version?"
+        ) from error
+    except MissingInputError as error:
         raise CheckpointError(
             f"{path}: not the settings of a run ({error}); was it written by another version?"
         ) from error
@@ -121,7 +149,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _unknown_flag(word: str) -> str:
-    flag = word.split("=", 1)[0]
+    flag = _one_line(word.split("=", 1)[0])
     known = [flag_of(name) for name in _SECTION_OF] + ["--config", "--dry-run"]
     return f"unknown flag {flag}{_suggestion(flag, known)}"
 
@@ -144,7 +172,10 @@ def _suggestion(word: str, known: list[str]) -> str:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key that stands twice is an error and not an overwrite."""
+    """YAML's safe loader, except that a key that stands twice is an error and not an overwrite.
+
+    The merge key << would be such an overwrite, and is not known.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -161,11 +192,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     """Adds the content of a YAML file to `values`; returns its problems, each with the file's name in front."""
     if not path.is_file():
-        raise MissingInputError(f"--config {path}: no such file (looked from {Path.cwd()}).")
+        problem = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise MissingInputError(f"--config {path}: {problem} (looked from {Path.cwd()}).")
+    if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
+        return [f"{path}: {size:,} bytes are more than {_LARGEST_FILE_BYTES:,}; no settings are that long. Is it YAML?"]
+    content_bytes = path.read_bytes()  # apart from the parsing: an error of the disk is not one of the YAML
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        return [f"{path}: not readable as YAML: {' '.join(str(error).split())}"]
+        content = yaml.load(content_bytes.decode("utf-8-sig"), Loader=_UniqueKeyLoader)  # a SafeLoader
+    except Exception as error:  # besides YAMLError whatever int(), chr() or a date make of a value, or too deep nesting
+        return [f"{path}: not readable as YAML: {_first_words(error)}; compare it with examples/configs."]
     if content is None:
         return []
     if not isinstance(content, dict):
@@ -173,13 +208,29 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     problems = []
     for section, entries in content.items():
         if section not in _SECTIONS:
-            problems.append(f"{path}: unknown section {section}{_suggestion(str(section), list(_SECTIONS))}")
+            name = _name_of(section)
+            problems.append(f"{path}: unknown section {name}{_suggestion(name, list(_SECTIONS))}")
         elif entries is not None and not isinstance(entries, dict):
-            problems.append(f"{path}: section {section} holds {entries!r}; expected 'name: value' lines.")
+            problems.append(f"{path}: section {section} holds {_shown.repr(entries)}; expected 'name: value' lines.")
         else:
-            for name, value in (entries or {}).items():
-                problems += _assign(values, section, str(name), value, source=f"{path}: {section}.{name}")
+            for key, value in (entries or {}).items():
+                name = _name_of(key)
+                problems += _assign(values, section, name, value, source=f"{path}: {section}.{name}")
     return problems
+
+
+def _name_of(key: Any) -> str:
+    """A key as it stands in a message; a text that could be a name as it is."""
+    return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else _shown.repr(key)
+
+
+def _first_words(error: Exception) -> str:
+    return _one_line(str(error)) or type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
@@ -190,9 +241,12 @@ def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: A
         hint = f"; it belongs to section {home!r}." if home else _suggestion(name, list(types_of_section))
         return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
     try:
-        values[section][name] = _convert(value, types_of_section[name])
+        converted = _convert(value, types_of_section[name])
     except (ValueError, TypeError, OverflowError):
-        return [f"{source} {value!r} is not {_type_words(types_of_section[name])}."]
+        return [f"{source} {_shown.repr(value)} is not {_type_words(types_of_section[name])}."]
+    if isinstance(converted, int) and abs(converted) > _LARGEST_NUMBER:
+        return [f"{source} {_shown.repr(converted)} is beyond {_LARGEST_NUMBER}; whole numbers take 64 bits at most."]
+    values[section][name] = converted
     return []
 
 
@@ -221,6 +275,8 @@ def _convert(value: Any, wanted: Any) -> Any:
         raise ValueError(value)
     if wanted == _TEXTS:
         return tuple(_convert(entry, str) for entry in (value if isinstance(value, list) else [value]))
+    if plain in (int, float) and isinstance(value, str) and not value.isascii():  # int() reads the digits of any script
+        raise ValueError(value)
     if plain is int:
         number = float(value) if isinstance(value, (str, float)) and not _is_integer(value) else int(value)
         if number != int(number):
@@ -229,7 +285,11 @@ def _convert(value: Any, wanted: Any) -> Any:
     if plain is float and isinstance(value, (int, float, str)):
         return float(value)
     if plain is str and isinstance(value, (str, int, float)):
-        return str(value)
+        text = str(value)
+        # An empty path would be the current folder; the others are the end of what Linux allows, and of a line.
+        if not text.strip() or len(text.encode()) >= 4096 or set(text) & set("\0\n\r"):
+            raise ValueError(value)
+        return text
     raise ValueError(value)
 
 
@@ -254,8 +314,8 @@ def _type_words(wanted: Any) -> str:
     words = {
         int: "a whole number",
         float: "a number",
-        str: "a text",
+        str: "a text in UTF-8 that a file could be called",
         bool: "true or false",
-        _TEXTS: "a text or a list of texts",
+        _TEXTS: "a text or a list of texts in UTF-8 that files could be called",
     }[plain]
     return words + (" or null" if optional else "")

@@ -18,6 +18,7 @@ def main() -> int:
         from megatron_neobert.training.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size())
+    stopping.refuse_stop_file(command.settings.checkpoint.save)
     if command.settings.parallel.tensor_model_parallel_size > 1:
         # CUDA reads it when it starts. Kernels then begin in the order of their launches, by which Megatron overlaps
         # the reductions of tensor parallelism with its matrix products.

@@ -189,7 +189,7 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]], *, tensors: b
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
     job.tokenizer.save_tokenizer_files(job.folder / "tokenizer", model_max_length=job.seq_length)
-    tokenizer = AutoTokenizer.from_pretrained(job.folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(job.folder / "tokenizer", trust_remote_code=False)
     collate = DataCollatorForLanguageModeling(
         tokenizer, mlm_probability=MASKED_SHARE, mask_replace_prob=1.0, random_replace_prob=0.0
     )

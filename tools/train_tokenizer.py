@@ -15,13 +15,17 @@ from megatron_neobert.data.shards.find import find_shards
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings
 from megatron_neobert.data.tokenizer import train_wordpiece
-from megatron_neobert.errors import DataError, OutputError, run_command
+from megatron_neobert.errors import ConfigError, DataError, OutputError, run_command
 
 MODEL_MAX_LENGTH = 1024  # tokens; the first training stage's. Converting a model writes its own length
 
 
 def main() -> None:
     arguments = parse_arguments()
+    for name in ("vocab_size", "min_frequency"):
+        number = getattr(arguments, name)
+        if not 1 <= number < 2**31:
+            raise ConfigError(f"--{name.replace('_', '-')} {number} is not a number from 1 to {2**31 - 1}; change it")
     folder = Path(arguments.output)
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():

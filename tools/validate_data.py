@@ -7,6 +7,8 @@ with it every token and all checksums.
 """
 
 import argparse
+import io
+import sys
 
 from megatron_neobert.data.corpus import Corpus, check_content, check_ends
 from megatron_neobert.errors import run_command
@@ -17,6 +19,8 @@ def main() -> None:
     parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
     parser.add_argument("--full", action="store_true", help="read every token, and compare all checksums")
     arguments = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
 
     corpus = Corpus(arguments.prefix)
     if arguments.full:

@@ -18,8 +18,9 @@
 #          --tokenizer-model DIR --save runs/first --load runs/first
 #
 # Five minutes before its time is over, or when Slurm asks it to stop, the run saves and ends with exit code 75; the job
-# is then queued again and goes on, which is why it needs both --save and --load. Any other exit code ends the job. What
-# sbatch is given on its command line replaces the lines above; a cluster with its own way of asking for GPUs needs that.
+# is then queued again and goes on, which is why it needs both --save and --load. Any other exit code ends the job; so
+# does a file STOP in the folder given to --save, after a checkpoint. What sbatch is given on its command line replaces
+# the lines above; a cluster with its own way of asking for GPUs needs that.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 
@@ -40,7 +41,15 @@ while
     wait "$child" || code=$?
     ((signalled)) # the signal has ended the wait, not srun
 do :; done
-if [[ $code == 75 ]]; then
+save='' previous=''
+for word in "$@"; do
+    if [[ $previous == --save ]]; then save=$word; fi
+    if [[ $word == --save=* ]]; then save=${word#--save=}; fi
+    previous=$word
+done
+if [[ $code == 75 && -n $save && -e $save/STOP ]]; then
+    echo "$save/STOP exists: the job is not queued again" >&2
+elif [[ $code == 75 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus_format import CorpusFiles, Manifest, corpus_files, read_manifest
+from megatron_neobert.data.corpus_format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.volume_reader import MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.files import sha256_of
@@ -120,12 +120,20 @@ class Corpus:
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Raises DataError where the corpus was written with another tokenizer than the run uses."""
-        if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
+        manifest = self.manifest
+        if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
             raise DataError(
                 f"{self.prefix} was written with tokenizer {self.manifest.tokenizer_fingerprint[:12]} "
                 f"({self.manifest.vocab_size:,} ids), but --tokenizer-model is {tokenizer.fingerprint[:12]} "
                 f"({tokenizer.vocab_size:,} ids); name the tokenizer of the corpus, or preprocess again with this one"
             )
+        for name in ("vocab_size", "special_tokens", "special_ids"):  # which the fingerprint covers
+            found, expected = getattr(manifest, name), getattr(tokenizer, name)
+            if found != (list(expected) if name == "special_ids" else expected):
+                raise DataError(
+                    f"{self.files.manifest}: expected {name} {expected} of tokenizer {tokenizer.fingerprint[:12]}, "
+                    f"found {found}; {DAMAGED}"
+                )
 
 
 def _check_segments(starts: NDArray[np.int64], lengths: NDArray[np.int64], document_lengths: NDArray[np.int32]) -> None:
@@ -203,10 +211,11 @@ def _chunks(volume: MappedVolume, dtype: np.dtype[Any]) -> Iterator[tuple[int, N
 
 
 def _check_ids(manifest: Manifest, volume: MappedVolume, first: int, ids: NDArray[Any]) -> None:
-    refused = np.zeros(manifest.vocab_size, dtype=np.bool_)
-    refused[manifest.special_ids] = True
-    refused[manifest.special_tokens["unk"]] = False
-    if ids.min() >= 0 and ids.max() < manifest.vocab_size and not refused[ids].any():
+    largest = int(ids.max())
+    refused = np.zeros(min(max(largest, 0) + 1, manifest.vocab_size), dtype=np.bool_)  # a file may give a huge size
+    never = {*manifest.special_ids} - {manifest.special_tokens["unk"]}
+    refused[[id_ for id_ in never if id_ < refused.size]] = True
+    if ids.min() >= 0 and largest < manifest.vocab_size and not refused[ids].any():
         return
     outside = (ids < 0) | (ids >= manifest.vocab_size)
     at = int(np.argmax(outside | refused[np.where(outside, 0, ids)]))
@@ -219,9 +228,14 @@ def _check_ids(manifest: Manifest, volume: MappedVolume, first: int, ids: NDArra
 
 def _read_complete(files: CorpusFiles) -> Manifest:
     """The manifest of a corpus none of whose files is missing."""
-    prefix = files.manifest.with_name(files.name)
+    prefix = files.manifest.parent / files.name
     if not files.manifest.is_file():
         if not files.existing_volumes():
+            if prefix.is_dir():
+                raise MissingInputError(
+                    f"no corpus {prefix}: that is a folder; give the prefix of a corpus in it, without .bin, as "
+                    "tools/preprocess_data.py printed it"
+                )
             raise MissingInputError(
                 f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
                 "prefix without .bin, as tools/preprocess_data.py printed it"

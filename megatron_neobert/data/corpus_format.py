@@ -12,6 +12,7 @@ Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; tests/unit/data/t
 import hashlib
 import json
 import re
+import reprlib
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -31,6 +32,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 DAMAGED = "the file is damaged or not of this corpus: copy it again or preprocess again"
+_LARGEST_MANIFEST_BYTES = 1 << 30  # 150 bytes for each of the shards
 DUPLICATE = "duplicate"  # in Manifest.dropped: the text of an earlier document once more
 
 
@@ -166,13 +168,16 @@ def describe_reasons(reasons: Mapping[str, int]) -> str:
 
 def read_manifest(path: Path) -> Manifest:
     """Raises DataError where the file is not a manifest of this version, or contradicts itself."""
+    if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:
+        raise DataError(f"{path}: {size:,} bytes are more than a manifest has; {DAMAGED}")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a manifest ({error}); {DAMAGED}") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
-        raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {version}; preprocess again")
+        found = reprlib.repr(version)
+        raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
     volumes = content.get("volumes")
     try:
         if isinstance(volumes, list):
@@ -201,10 +206,21 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def find_contradictions(manifest: Manifest) -> Iterator[str]:
     """What is wrong with it by itself, one clause each."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
-    if "unk" not in manifest.special_tokens or not special <= set(range(manifest.vocab_size)):
-        yield f"special ids {sorted(special)} are not all below vocab_size {manifest.vocab_size}"
+    if "unk" not in manifest.special_tokens or not all(0 <= id_ < manifest.vocab_size for id_ in special):
+        yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
+    if manifest.vocab_size > 2**31:
+        yield f"expected a vocab_size that int32 can number, found {manifest.vocab_size}"
     if not manifest.volumes:
         yield "expected at least one volume, found none"
+    statistics = manifest.statistics
+    cuts = [*statistics.documents_above, *statistics.percentiles]
+    if statistics.documents_above.keys() != statistics.tokens_above.keys() or not all(map(_is_number, cuts)):
+        yield "expected the statistics to have the same numbers of tokens in documents_above and tokens_above"
+    for name, count in _counts(manifest):
+        if count < 0:
+            yield f"expected {name} to be at least 0, found {count}"
+    if manifest.unknown_tokens > manifest.tokens:
+        yield f"expected at most {manifest.tokens} unknown_tokens, all tokens, found {manifest.unknown_tokens}"
     sums = {
         "records": manifest.documents
         + manifest.held_out
@@ -217,6 +233,19 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, expected in sums.items():
         if (found := getattr(manifest, name)) != expected:
             yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+def _counts(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    """What was counted, by name."""
+    for name in ("documents", "held_out", "tokens", "unknown_tokens", "repaired_documents"):
+        yield name, getattr(manifest, name)
+    for name in ("rejected", "dropped"):
+        for reason, count in getattr(manifest, name).items():
+            yield f"{name} of {reason!r}", count
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
@@ -238,6 +267,6 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     else:
         fits = type(value) is kind
     if not fits:
-        name = getattr(origin or kind, "__name__", None) if origin is not UnionType else None
-        raise ValueError(f"expected {where} to be {name or kind}, found {value!r}")
+        name = getattr(kind, "__name__", str(kind)) if origin is not Literal else " or ".join(arguments)
+        raise ValueError(f"expected {where} to be {name}, found {reprlib.repr(value)}")
     return value

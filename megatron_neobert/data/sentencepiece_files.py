@@ -7,6 +7,7 @@ letters written apart, may give others. Of two ways to cut a word that are equal
 model may choose another, because SentencePiece adds up in 32 bits.
 """
 
+import math
 import re
 import struct
 from collections import Counter
@@ -17,10 +18,18 @@ from typing import Any, NamedTuple, TypeVar
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
-from megatron_neobert.data.tokenizer_files import STANDARD_NAMES, declared_names, read_tokenizer_config
+from megatron_neobert.data.tokenizer_files import (
+    STANDARD_NAMES,
+    declared_names,
+    is_character_map,
+    raise_unless_library,
+    read_tokenizer_config,
+    read_whole,
+)
 from megatron_neobert.errors import DataError
 
 _SPACE = "▁"  # what SentencePiece writes for a space
+_LONGEST_PIECE = 2048  # characters; SentencePiece's default is 16. Every way to cut one in two is looked at
 _FIRST_STAND_IN = 0x10F000  # in the last plane for private use
 
 # Numbers of sentencepiece_model.proto: fields of ModelProto, SentencePiece, TrainerSpec and NormalizerSpec.
@@ -72,8 +81,12 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
         DataError: The file is not a SentencePiece model, or one of a kind that cannot be represented.
     """
     model = _read_model(path)
-    backend = _build_backend(model)
-    names = _choose_names(model, declared_names(read_tokenizer_config(path.parent)))
+    try:
+        backend = _build_backend(model)
+    except BaseException as error:
+        raise_unless_library(error)
+        raise DataError(f"{path}: the tokenizers library refuses it ({error}); fetch it again") from error
+    names = _choose_names(model, declared_names(read_tokenizer_config(path.parent), path.parent))
     # In the order of the vocabulary, then of these roles: what is new gets the next id.
     declared_special = [piece.text for piece in model.pieces if piece.type == _CONTROL or piece.text in names.values()]
     backend.add_special_tokens([*declared_special, *(names[role] for role in ("cls", "pad", "sep", "unk", "mask"))])
@@ -172,7 +185,7 @@ def _build_unigram(model: SentencePieceModel) -> models.Unigram:
 
 def _read_model(path: Path) -> SentencePieceModel:
     try:
-        fields = _read_message(path.read_bytes())
+        fields = _read_message(read_whole(path))
         trainer = _read_message(_last(fields, _TRAINER, b""))
         normalizer = _read_message(_last(fields, _NORMALIZER, b""))
         pieces = [_read_piece(content) for content in fields[_PIECES]]
@@ -211,12 +224,21 @@ def _find_problem(model: SentencePieceModel, trainer: Fields, normalizer: Fields
         )
     if _last(trainer, _SPACE_AS_SUFFIX, 0) or not _last(normalizer, _ESCAPE_SPACES, 1):
         return "spaces at the end of pieces, or not escaped, are not supported; train with SentencePiece's defaults"
+    if model.character_map and not is_character_map(model.character_map):
+        return "the normalisation rules are cut off or damaged; fetch it again"
+    longest = max(len(piece.text) for piece in model.pieces if piece.type == _NORMAL) if types[_NORMAL] else 0
+    if longest > _LONGEST_PIECE:
+        return f"a piece has {longest:,} characters, more than {_LONGEST_PIECE:,}; train with shorter ones"
+    if not all(math.isfinite(piece.score) for piece in model.pieces):
+        return "a score of a piece is not a finite number; fetch it again"
     if model.model_type == _BPE and types[_UNUSED]:
         return f"{types[_UNUSED]} pieces of a BPE model are marked unused, which is not supported; remove them"
     return None
 
 
-def _read_piece(content: bytes) -> Piece:
+def _read_piece(content: Any) -> Piece:
+    if not isinstance(content, bytes):
+        raise ValueError(f"a piece is {content!r}")
     fields = _read_message(content)
     (score,) = struct.unpack("<f", _last(fields, _SCORE, b"\0\0\0\0"))
     return Piece(_last(fields, _TEXT, b"").decode(), score, _last(fields, _TYPE, _NORMAL))
@@ -259,6 +281,8 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     byte = data[at]
     value, shift = byte & 127, 7
     while byte & 128:
+        if shift > 63:
+            raise ValueError("a number of more than ten bytes")
         at += 1
         byte = data[at]
         value |= (byte & 127) << shift

@@ -26,9 +26,10 @@ from megatron_neobert.data.tokenizer_files import (
     build_bert_backend,
     find_tokenizer_file,
     is_sentencepiece,
+    raise_unless_library,
     read_tokenizer_files,
 )
-from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.files import replace_file
 
 # The backend holds about 130 bytes of memory per character that it is given at once (12 MB: 1.6 GB), and is fastest so.
@@ -36,6 +37,7 @@ _ENCODE_CHARACTERS = 1 << 16
 # Of a training text; a word with one of the rarer characters is unknown. SentencePiece's default is 0.9995, but its
 # words survive an unknown character.
 _CHARACTER_COVERAGE = 0.9999
+_PROBES = ["a b. 1", "\u00e9\u0301 \ufb01\u4e2d", "\U0010fffd\0\u200b", "\ue000"]  # the last: known to no vocabulary
 
 
 class EncodedBatch(NamedTuple):
@@ -98,8 +100,8 @@ class Tokenizer:
         """sha256 over everything that decides the ids of a text, and over the special tokens.
 
         Not over the post-processor and decoder, so a vocab.txt, the folder saved from it, and Hugging Face's
-        tokenizer.json of the same vocabulary have one fingerprint. Null and false entries are left out: they are
-        the defaults of settings that later versions of the backend add.
+        tokenizer.json of the same vocabulary have one fingerprint. Null and false entries are left out (but one):
+        they are the defaults of settings that later versions of the backend add.
         """
         state = json.loads(self.backend.to_str())
         if state["model"]["type"] == "Unigram":  # reading a tokenizer.json may change the last bits of a score
@@ -135,13 +137,27 @@ class Tokenizer:
         self.backend.encode_special_tokens = True  # here: a pickled or copied backend has lost the setting
         ids, lengths = [], np.zeros(len(texts), dtype=np.int32)
         for owners, pieces in self._bounded_calls(texts):
-            encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+            encodings = self._encode(pieces)
             counts = [len(encoding) for encoding in encodings]
             np.add.at(lengths, owners, counts)
             flat = chain.from_iterable(encoding.ids for encoding in encodings)
             ids.append(np.fromiter(flat, dtype=np.int32, count=sum(counts)))
         joined = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
         return EncodedBatch(self.without_special_ids(joined), lengths)
+
+    def _encode(self, texts: list[str]) -> list[Any]:
+        """
+        Raises:
+            DataError: The tokenizer's file says something that the library fails at.
+        """
+        try:
+            return self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:
+            raise_unless_library(error)
+            raise DataError(
+                f"the tokenizer with {self.special_names['mask']!r} among {self.vocab_size:,} ids cannot encode a text "
+                f"({error}); its file is damaged or incomplete: fetch it again"
+            ) from error
 
     def without_special_ids(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
         """The ids a model gave, changed in place where it knows a special token's literal as an ordinary piece."""
@@ -249,7 +265,29 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
         backend, names = read_sentencepiece(file)
     else:
         backend, names = read_tokenizer_files(file, tokenizer_type)
-    return _with_special_tokens(backend, names)
+    tokenizer = _with_special_tokens(backend, names)
+    _check_use(tokenizer, file)
+    return tokenizer
+
+
+def _check_use(tokenizer: Tokenizer, file: Path) -> None:
+    """Refuses what would fail, or train on other tokens than [MASK], hours later."""
+    shared = [role for role, id_ in tokenizer.special_tokens.items() if role != "mask" and id_ == tokenizer.mask_id]
+    if shared:
+        raise DataError(
+            f"{file}: '{tokenizer.special_names['mask']}' is the mask token and the {shared[0]} token as well; what is "
+            "predicted needs a token of its own. Correct tokenizer_config.json"
+        )
+    unknown = tokenizer.special_names["unk"]
+    if tokenizer.is_bert_wordpiece and tokenizer.backend.model.unk_token != unknown:
+        raise DataError(
+            f"{file}: the model writes '{tokenizer.backend.model.unk_token}' for unknown text, but '{unknown}' is the "
+            "unknown token; correct unk_token in tokenizer_config.json"
+        )
+    try:
+        tokenizer.encode_batch(_PROBES)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
 
 
 def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, min_frequency: int) -> Tokenizer:
@@ -334,6 +372,8 @@ def _split_at_spaces(text: str) -> Iterator[str]:
 def _canonical(value: Any) -> Any:
     """Sorted by key and without defaults. Here because json's own sorting takes three times as long for 30,000 keys."""
     if isinstance(value, dict):
+        if value.get("type") == "BertNormalizer" and value["lowercase"] and value["strip_accents"] is False:
+            value = {**value, "strip_accents": "never"}  # of all settings the one to which null does not mean false
         kept = (key for key in sorted(value) if value[key] is not None and value[key] is not False)
         return {key: value[key] if isinstance(value[key], int) else _canonical(value[key]) for key in kept}
     if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):  # not the pairs of merges, scores

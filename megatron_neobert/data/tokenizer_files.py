@@ -3,7 +3,9 @@
 Every problem names the file and, where there is one, the line. Nothing is downloaded and no code of a tokenizer is run.
 """
 
+import base64
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ STANDARD_NAMES = {
     "mask": ("[MASK]", "<mask>"),
     "unk": ("[UNK]", "<unk>"),
 }
+
+_LARGEST_FILE_BYTES = 512 << 20  # a vocabulary of a million pieces takes 100 MB
 
 # The files of a folder that each of config.TOKENIZER_TYPES takes, best first.
 _FILE_NAMES = {
@@ -75,6 +79,17 @@ def is_sentencepiece(path: Path) -> bool:
     return path.suffix == ".model" or head[:1] == head[2:] == b"\n"
 
 
+def read_whole(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+        DataError: It is larger than any tokenizer: a corpus, or weights.
+    """
+    if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
+        raise DataError(f"{path}: {size:,} bytes are more than {_LARGEST_FILE_BYTES:,}; that is no tokenizer's file")
+    return path.read_bytes()
+
+
 def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
 
@@ -114,12 +129,12 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
         models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100),
         lowercase=_choose_lower_case(path, pieces, config.get("do_lower_case"), tokenizer_type),
         strip_accents=config.get("strip_accents"),
-        chinese_characters=config.get("tokenize_chinese_chars", True),
+        chinese_characters=config.get("tokenize_chinese_chars") is not False,
     )
 
 
 def _read_pieces(path: Path) -> list[str]:
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    content = read_whole(path).removeprefix(b"\xef\xbb\xbf")
     try:
         pieces = content.decode().split("\n")  # not splitlines: pieces like U+2028 exist
     except UnicodeDecodeError as error:
@@ -181,9 +196,15 @@ def _check_bert_type(backend: tokenizers.Tokenizer, path: Path, tokenizer_type: 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     state = _read_json_object(path)
+    for rules in _find_character_maps(state.get("normalizer")):
+        if not is_character_map(rules):
+            raise DataError(f"{path}: precompiled_charsmap is cut off or damaged; fetch the file again")
+    if "post_processor" in state:  # its template can leave out the text itself, also where no special tokens are wanted
+        state["post_processor"] = None
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(state))
-    except Exception as error:  # the library raises nothing more precise
+    except BaseException as error:
+        raise_unless_library(error)
         raise DataError(f"{path}: not a tokenizer.json ({error}); save it again with the tokenizers library") from error
     for token in state.get("added_tokens", []):
         loaded = backend.token_to_id(token["content"])
@@ -198,29 +219,73 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def raise_unless_library(error: BaseException) -> None:
+    """Passes on what the tokenizers library does not raise: it knows Exception and, from Rust, PanicException."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def _find_character_maps(normalizer: Any) -> list[bytes]:
+    """SentencePiece's compiled rules in a normalizer; those that are not base64 as empty, which no map is."""
+    maps = []
+    waiting = [normalizer]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, list):
+            waiting += entry
+        elif isinstance(entry, dict):
+            if isinstance(text := entry.get("precompiled_charsmap"), str):
+                maps.append(_decode_base64(text))
+            waiting += entry.values()
+    return maps
+
+
+def _decode_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return b""
+
+
+def is_character_map(rules: bytes) -> bool:
+    """Whether the lengths in SentencePiece's compiled rules add up: the library allocates what they say, and aborts."""
+    if len(rules) < 4:
+        return False
+    (table_bytes,) = struct.unpack_from("<I", rules)
+    return table_bytes % 4 == 0 and 4 + table_bytes <= len(rules)
+
+
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """special_tokens_map.json and tokenizer_config.json of a folder as one dictionary; the latter wins."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             config |= _read_json_object(folder / name)
-    if "AutoTokenizer" in (config.get("auto_map") or {}):
+    if "AutoTokenizer" in str(config.get("auto_map")):
         raise DataError(
             f"{folder / 'tokenizer_config.json'}: auto_map asks for the tokenizer's own Python code, which is never "
             "run; save it as a tokenizer.json, and remove auto_map"
         )
+    for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars"):
+        if not isinstance(config.get(name), (bool, type(None))):
+            raise DataError(
+                f"{folder / 'tokenizer_config.json'}: expected {name} to be true, false or null, found "
+                f"{json.dumps(config[name])[:80]}; correct it"
+            )
     return config
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(path).decode())
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); cut off? Fetch it again"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; fetch it again") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or as many open brackets
+        raise DataError(f"{path}: not readable as JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch it again")
     return content
@@ -242,21 +307,27 @@ def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
         )
 
 
-def declared_names(config: dict[str, Any]) -> dict[str, str]:
-    """Names of special tokens by role, as far as a tokenizer_config.json gives them."""
+def declared_names(config: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Names of special tokens by role, as far as the tokenizer_config.json of a folder gives them."""
     names = {}
     for role in STANDARD_NAMES:
         declared = config.get(f"{role}_token")
         if isinstance(declared, dict):  # an AddedToken as Hugging Face writes it
-            declared = declared.get("content")
-        if isinstance(declared, str):
+            declared = declared.get("content") or declared
+        # JSON can name half a character, which no file holds.
+        if isinstance(declared, str) and declared and declared == declared.encode("utf-8", "ignore").decode():
             names[role] = declared
+        elif declared is not None:
+            raise DataError(
+                f"{folder / 'tokenizer_config.json'}: expected {role}_token to be the name of a token, found "
+                f"{json.dumps(declared)[:80]}; correct it"
+            )
     return names
 
 
 def _find_special_names(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> dict[str, str]:
     names, missing = {}, []
-    declared = declared_names(config)
+    declared = declared_names(config, path.parent)
     for role, standard in STANDARD_NAMES.items():
         candidates = (declared[role],) if role in declared else standard
         known = [name for name in candidates if backend.token_to_id(name) is not None]

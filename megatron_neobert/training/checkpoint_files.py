@@ -4,19 +4,48 @@
     SAVE/iter_0001000/                          settings.yaml  tokenizer/  common.pt  metadata.json  .metadata  *.distcp
     SAVE/iter_0001000/MANIFEST.json             size and sha256 of every file; written last
 
-A checkpoint counts when its folder has its final name and a manifest.
+A checkpoint counts when its folder has its final name and a manifest. Names that begin otherwise are on their way:
+
+    SAVE/.tmp-iter_0001000/                     being written; after a crash, swept by the next save
+    SAVE/.old-iter_0001000/                     being deleted; likewise
+    SAVE/iter_0001000.damaged/                  found damaged when a run was continued from an older one
 """
 
+import fcntl
 import json
+import os
 import re
-from pathlib import Path
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
 
 from megatron_neobert.config import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
-from megatron_neobert.files import replace_file, sha256_of, sync_to_disk
+from megatron_neobert.files import lock_if_possible, replace_file, sha256_of, sync_to_disk
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _MANIFEST = "MANIFEST.json"
+_LOCK = "lock"
+_LEAVE_SECONDS = 10  # a run that was killed may have children that hold its lock a little longer
+# Without these there is nothing to load.
+_NEEDED = (".metadata", "common.pt", "metadata.json", "settings.yaml")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a file has to be."""
+
+    bytes: int
+    sha256: str
+
+
+def fingerprint_of(path: Path) -> Fingerprint:
+    """Reads the whole file."""
+    return Fingerprint(path.stat().st_size, sha256_of(path))
 
 
 def iteration_folder(save: Path, iteration: int) -> Path:
@@ -25,9 +54,17 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 def list_checkpoints(save: Path) -> list[Path]:
     """Folders of the checkpoints that count, newest first; nothing else is looked at."""
-    folders = (manifest.parent for manifest in save.glob(f"iter_*/{_MANIFEST}"))
-    numbered = [folder for folder in folders if re.fullmatch(r"iter_\d{7,}", folder.name)]
-    return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("iter_")), reverse=True)
+    return [folder for folder in _list_folders(save) if (folder / _MANIFEST).exists()]
+
+
+def _list_folders(save: Path) -> list[Path]:
+    folders = [path for path in save.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name)]
+    return sorted(folders, key=iteration_of, reverse=True)
+
+
+def iteration_of(checkpoint: Path) -> int:
+    """By the name of its folder."""
+    return int(checkpoint.name.removeprefix("iter_"))
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
@@ -49,25 +86,19 @@ def check_folders(config: CheckpointConfig) -> None:
     """Refuses folders that a run must not start with.
 
     Raises:
-        MissingInputError: --load holds no checkpoint and is neither --save nor replaced by --continue-from; or the
-            latter holds none.
-        OutputError: --save holds checkpoints and is not --load, or cannot be created.
+        MissingInputError: --load holds no checkpoint although it must: by --resume must, or because it is neither
+            --save nor replaced by --continue-from; or the latter holds none.
+        CheckpointError: --load holds remains of checkpoints, but none that counts.
+        OutputError: --save holds checkpoints and is not continued, or cannot be created.
     """
-    load = Path(config.load).resolve() if config.load is not None else None
+    resumes = config.load is not None and config.resume != "never"
+    load = Path(config.load).resolve() if config.load is not None and resumes else None
     save = Path(config.save).resolve() if config.save is not None else None
-    is_empty = load is None or not list_checkpoints(load)
-    if config.continue_from is not None:
-        if is_empty and not list_checkpoints(Path(config.continue_from)):
-            raise MissingInputError(
-                f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{_MANIFEST}); check the path."
-            )
-    elif load and load != save and is_empty:
-        raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{_MANIFEST}); check the path.")
+    if load is None or not list_checkpoints(load):
+        _refuse_fresh_start(config, load, is_save=load == save)
     if save and save != load and list_checkpoints(save):
-        raise OutputError(
-            f"--save {config.save} already holds checkpoints of a run; give --load {config.save} to continue it, or "
-            "name another folder."
-        )
+        go_on = "" if config.resume == "never" else f"give --load {config.save} to continue it, or "
+        raise OutputError(f"--save {config.save} already holds checkpoints of a run; {go_on}name another folder.")
     if save:
         try:
             save.mkdir(parents=True, exist_ok=True)
@@ -77,59 +108,187 @@ def check_folders(config: CheckpointConfig) -> None:
             ) from error
 
 
+def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save: bool) -> None:
+    """Refuses it unless it is what the user meant: never from scratch where there was something."""
+    if load is not None:
+        if config.resume == "must":
+            raise MissingInputError(f"--resume must: --load {config.load} holds no checkpoint (iter_*/{_MANIFEST}).")
+        remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(_POINTER)))
+        if remains:
+            raise CheckpointError(
+                f"--load {config.load} holds {', '.join(remains[:3])} but no whole checkpoint (iter_*/{_MANIFEST}); a "
+                "fresh start would hide that. Remove them, or name another folder."
+            )
+    if config.continue_from is not None:
+        if not list_checkpoints(Path(config.continue_from)):
+            raise MissingInputError(
+                f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{_MANIFEST}); check the path."
+            )
+    elif load is not None and not is_save:
+        raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{_MANIFEST}); check the path.")
+
+
+@contextmanager
+def claim(save: str | None) -> Iterator[None]:
+    """Keeps other runs from writing to a save folder meanwhile; to be entered by rank 0.
+
+    Raises:
+        OutputError: Another run is writing to it, and does not end within some seconds.
+    """
+    if save is None:
+        yield
+        return
+    with (Path(save) / _LOCK).open("a+b") as lock:
+        until = time.monotonic() + _LEAVE_SECONDS
+        while True:
+            try:
+                lock_if_possible(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > until:
+                    lock.seek(0)
+                    raise OutputError(
+                        f"--save {save} is being written by another run ({lock.read().decode()}); wait for its end, or "
+                        "name another folder."
+                    ) from error
+                time.sleep(0.2)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        lock.flush()
+        yield
+
+
 def verify_files(checkpoint: Path) -> None:
     """Compares every file with the manifest.
 
     Raises:
         CheckpointError: Naming the first file that is missing or differs in size or sha256.
     """
-    manifest = checkpoint / _MANIFEST
-    try:
-        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        expectations = [(name, int(file["bytes"]), str(file["sha256"])) for name, file in listed.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
-    for name, expected_bytes, expected_sha256 in expectations:
+    for name, expected in _read_manifest(checkpoint / _MANIFEST).items():
         path = checkpoint / name
-        if not path.is_file():
+        if not path.is_file() or path.resolve() != checkpoint.resolve() / name:  # no links
             raise CheckpointError(f"{path}: missing, although the manifest lists it; use another checkpoint.")
         size = path.stat().st_size
-        if size != expected_bytes:
-            raise CheckpointError(f"{path}: {size} bytes, expected {expected_bytes}; use another checkpoint.")
-        if sha256_of(path) != expected_sha256:
+        if size != expected.bytes:
+            raise CheckpointError(f"{path}: {size} bytes, expected {expected.bytes}; use another checkpoint.")
+        if sha256_of(path) != expected.sha256:
             raise CheckpointError(f"{path}: its sha256 is not the manifest's; it is damaged, use another checkpoint.")
 
 
-def find_good_checkpoint(load: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint whose files are whole, and what is wrong with newer ones.
+def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
+    try:
+        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = {name: Fingerprint(int(file["bytes"]), str(file["sha256"])) for name, file in listed.items()}
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
+    for name in files:
+        if name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
+            raise CheckpointError(f"{manifest}: lists {name!r}, which is not below its folder; use another checkpoint.")
+    missing = [name for name in _NEEDED if name not in files]
+    if missing:
+        raise CheckpointError(f"{manifest}: does not list {', '.join(missing)}; the checkpoint is incomplete.")
+    return files
+
+
+def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, str]]]:
+    """The newest checkpoint whose files are whole, and which newer ones are not, with the reason.
 
     Raises:
         CheckpointError: None is whole.
     """
-    problems: list[str] = []
-    for candidate in list_checkpoints(load):
+    damaged: list[tuple[Path, str]] = []
+    for candidate in _list_folders(load):
         try:
             verify_files(candidate)
         except CheckpointError as error:
-            problems.append(str(error))
+            damaged.append((candidate, str(error)))
         else:
-            return candidate, problems
-    raise CheckpointError(f"--load {load}: no usable checkpoint. {' '.join(problems)}")
+            return candidate, damaged
+    raise CheckpointError(f"--load {load}: no usable checkpoint. {' '.join(problem for _, problem in damaged)}")
 
 
-def write_manifest(folder: Path) -> None:
-    """Seals a checkpoint folder: every file on disk, then the manifest."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    listed = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files
-    }
-    for path in files:
-        sync_to_disk(path)
+def is_newest(checkpoint: Path) -> bool:
+    """Whether the pointer beside it, as far as that is readable, names no later one."""
+    try:
+        return int((checkpoint.parent / _POINTER).read_text(encoding="utf-8")) <= iteration_of(checkpoint)
+    except (OSError, ValueError):
+        return True
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a damaged checkpoint, so that it neither counts nor is in the way of its successor."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
+
+
+def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
+    """Creates the folder that a checkpoint is written to; removes what crashes have left beside it.
+
+    Raises:
+        OSError: It cannot be created, or there is no room for the checkpoint.
+    """
+    save = temporary.parent
+    save.mkdir(parents=True, exist_ok=True)
+    for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
+        shutil.rmtree(leftover)
+    free = shutil.disk_usage(save).free
+    if free < expected_bytes:
+        raise OSError(
+            f"{save} has {free / 2**20:,.0f} MiB free, but a checkpoint takes {expected_bytes / 2**20:,.0f} MiB"
+        )
+    temporary.mkdir()
+
+
+def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
+    """Seals a checkpoint folder: every file on disk, then the manifest.
+
+    Args:
+        written: Files that are on disk already, by name.
+
+    Raises:
+        OSError: One of those is not there.
+    """
+    for name, expected in written.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != expected.bytes:
+            raise OSError(
+                f"{path} was written by another rank but is not seen here; --save must be on a file system that all "
+                "nodes share"
+            )
+    files = dict(written)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = str(path.relative_to(folder))
+        if name not in files:
+            sync_to_disk(path)
+            files[name] = fingerprint_of(path)
+    listed = {name: asdict(files[name]) for name in sorted(files)}
     replace_file(folder / _MANIFEST, json.dumps({"format": 1, "files": listed}, indent=1))
 
 
 def publish(temporary: Path, final: Path, *, iteration: int) -> None:
     """Makes a sealed folder a checkpoint by one rename, and the newest one by one replacement."""
+    older = _out_of_the_way(final) if final.exists() else None  # of the same iteration
     temporary.rename(final)
     sync_to_disk(final.parent)
     replace_file(final.parent / _POINTER, str(iteration))
+    if older is not None:
+        shutil.rmtree(older)
+
+
+def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
+    """Deletes all but the newest checkpoints, and those of every so many iterations.
+
+    Raises:
+        OSError: One cannot be deleted.
+    """
+    for checkpoint in list_checkpoints(save)[keep_last:]:
+        if keep_every is None or iteration_of(checkpoint) % keep_every:
+            shutil.rmtree(_out_of_the_way(checkpoint))
+
+
+def _out_of_the_way(checkpoint: Path) -> Path:
+    """Under a name that nobody takes for a checkpoint: it can be deleted, and the deletion can be interrupted."""
+    going = checkpoint.with_name(f".old-{checkpoint.name}")
+    shutil.rmtree(going, ignore_errors=True)
+    return checkpoint.rename(going)

@@ -11,16 +11,21 @@ from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import StepBatches
 from megatron_neobert.data.dali import build_dali_loader
 from megatron_neobert.data.loader import build_loader
-from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY
+from megatron_neobert.environment import is_rank_zero
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.training.build import build_run
-from megatron_neobert.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_neobert.training.checkpoint_files import check_folders
+from megatron_neobert.training.checkpoint import load_checkpoint
+from megatron_neobert.training.checkpoint_files import check_folders, claim
 from megatron_neobert.training.flops import count_parameters
+from megatron_neobert.training.guard import count_update, too_many_skips
 from megatron_neobert.training.metrics import Averages, Monitor
 from megatron_neobert.training.run import Progress, Run
+from megatron_neobert.training.safe_reading import refuse_unsafe_environment
+from megatron_neobert.training.saver import Saver
 from megatron_neobert.training.step import train_step, validation_step
-from megatron_neobert.training.stopping import reason_to_stop, stop_code_of_this_rank
+from megatron_neobert.training.stopping import forget_save_request, reason_to_stop, requests_of_this_rank
+from megatron_neobert.training.watchdog import Watchdog
 
 
 def run_training(settings: Settings) -> int:
@@ -31,75 +36,141 @@ def run_training(settings: Settings) -> int:
 
     Collective: all ranks.
     """
+    refuse_unsafe_environment(settings.checkpoint.trust_checkpoint)
     check_folders(settings.checkpoint)
+    with claim(settings.checkpoint.save if is_rank_zero() else None):
+        return _run(settings)
+
+
+def _run(settings: Settings) -> int:
     run = build_run(settings)
-    loaded = load_checkpoint(run)
-    monitor = Monitor(settings, iteration=run.progress.iteration)
-    monitor.say(_opening_line(run, loaded))
-    monitor.say(choose_kernels(settings).summary)
-    with monitor.running():
-        code = train(run, monitor)
+    with Watchdog(settings.parallel) as watchdog:
+        run.tick = watchdog.tick
+        loaded = load_checkpoint(run)
+        monitor = Monitor(settings, iteration=run.progress.iteration)
+        monitor.say(_opening_line(run, loaded))
+        monitor.say(choose_kernels(settings).summary)
+        with monitor.running():
+            code = train(run, monitor, watchdog)
     distributed.shut_down()
     return code
 
 
-def train(run: Run, monitor: Monitor) -> int:
+def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
     """Trains from `run.progress` to the last iteration, or until somebody wants the run to stop.
 
     Returns:
         The exit code: 0 at the end of training, 75 if the run can go on later, 130 if it was stopped unsaved.
 
+    Raises:
+        DivergenceError: Too many updates in a row were skipped; what there is has been saved.
+
     Collective: all ranks.
     """
-    training, checkpoint = run.settings.training, run.settings.checkpoint
+    training, saver = run.settings.training, Saver(run, say=monitor.say)
+    reason, _ = _agree(run, saver)  # to stop: it may have come while the run was built
+    if reason is None and _validation_is_due(run):  # the run was stopped before or during it
+        reason = _validate(run, monitor, saver, watchdog)
+    if reason is not None:
+        return _stop(run, monitor, reason)
     if run.progress.iteration >= training.train_iters:
         monitor.say(f"nothing to do: iteration {run.progress.iteration} of {training.train_iters} is saved already")
         return 0
+    watchdog.mark("waiting for data", run.progress.iteration + 1)
     for batches in _training_batches(run):
+        watchdog.mark("training", run.progress.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
         report = train_step(run, batches)
-        run.progress = _advance(run, batches)
-        monitor.add(report)
+        run.progress = count_update(_advance(run, batches), report, training)
+        monitor.add(report, run.progress)
         iteration = run.progress.iteration
-        reason = _agree_to_stop(run)
-        last = iteration == training.train_iters or reason is not None
-        saves = checkpoint.save is not None and (last or _due(iteration, checkpoint.save_interval))
-        validates = run.validation_stream is not None and (
-            iteration == training.train_iters or _due(iteration, training.eval_interval)
-        )
-        if last or saves or validates or _due(iteration, run.settings.logging.log_interval):
+        reason, save_is_wanted = _agree(run, saver)
+        if reason is None and iteration < training.train_iters and _due(iteration, training.exit_interval):
+            reason = f"--exit-interval {training.exit_interval}"
+        trouble = too_many_skips(run.progress, training, save=run.settings.checkpoint.save)
+        last = iteration == training.train_iters or reason is not None or trouble is not None
+        validates = not (reason or trouble) and _validation_is_due(run)
+        saves = last or save_is_wanted or _due(iteration, run.settings.checkpoint.save_interval)
+        if saves or validates or _due(iteration, run.settings.logging.log_interval):
             run.progress = monitor.close_interval(run.progress, lr=learning_rate, grad_norm=report.grad_norm)
         if validates:
-            monitor.report_validation(run.progress, validate(run))
-        if saves:
-            monitor.say(f"saved {save_checkpoint(run)}")
+            reason = _validate(run, monitor, saver, watchdog)
+            last = last or reason is not None
+        if (saves or last) and run.settings.checkpoint.save is not None:
+            watchdog.mark("saving", iteration)
+            saver.save()
+            forget_save_request(run.settings)
         if last:
             break
         if saves or validates:
             monitor.restart_clock()
-    if reason is None:
-        return 0
-    saved = "" if checkpoint.save is not None else "; nothing was saved, there is no --save"
-    monitor.say(f"stopped after iteration {iteration} of {training.train_iters}: {reason}{saved}")
-    return EXIT_STOPPED_EARLY if checkpoint.save is not None else EXIT_INTERRUPTED
+        watchdog.mark("waiting for data", iteration + 1)
+    saver.finish()
+    if trouble is not None:
+        raise DivergenceError(trouble)
+    return 0 if reason is None else _stop(run, monitor, reason)
 
 
-def validate(run: Run) -> Averages:
-    """Loss over the first `eval_iters` batches of the held-out documents, the same at every call.
+def _validate(run: Run, monitor: Monitor, saver: Saver, watchdog: Watchdog) -> str | None:
+    """Says the loss over the first `eval_iters` batches of the held-out documents, the same ones at every call.
+
+    Returns:
+        Why the run shall stop, if somebody asks for that meanwhile. Nothing is said then; the validation is due again
+        when the run goes on.
 
     Collective: all ranks.
     """
     assert run.validation_stream is not None
+    sums: torch.Tensor | None = None
+    reason: str | None = None
     for model in run.models:
         model.eval()
-    sums: torch.Tensor | None = None
     for _, batches in zip(range(run.settings.training.eval_iters), run.validation_stream.steps(), strict=False):
+        watchdog.mark("validating", run.progress.iteration)
         report = validation_step(run, batches)
         sums = report.sums if sums is None else sums + report.sums
+        reason, _ = _agree(run, saver)
+        if reason is not None:
+            break
     for model in run.models:
         model.train()
-    assert sums is not None
-    return Averages.of(sums)
+    if reason is None:
+        assert sums is not None
+        run.progress = replace(run.progress, validated_iteration=run.progress.iteration)
+        monitor.report_validation(run.progress, Averages.of(sums))
+    return reason
+
+
+def _validation_is_due(run: Run) -> bool:
+    iteration, training = run.progress.iteration, run.settings.training
+    return (
+        run.validation_stream is not None
+        and iteration > run.progress.validated_iteration
+        and (iteration == training.train_iters or _due(iteration, training.eval_interval))
+    )
+
+
+def _agree(run: Run, saver: Saver) -> tuple[str | None, bool]:
+    """Why all ranks stop after this iteration, None to go on; and whether somebody wants a checkpoint now.
+
+    Completes a checkpoint that all ranks have written in the background. Collective: all ranks.
+    """
+    code, save_is_wanted, writing = distributed.largest_over_all_ranks(
+        [*requests_of_this_rank(run.settings), saver.is_writing], run.device
+    )
+    if not writing:
+        saver.finish()
+    reason = reason_to_stop(run.settings.training, iteration=run.progress.iteration, agreed_code=code)
+    return reason, bool(save_is_wanted)
+
+
+def _stop(run: Run, monitor: Monitor, reason: str) -> int:
+    is_saved = run.settings.checkpoint.save is not None
+    saved = "" if is_saved else "; nothing was saved, there is no --save"
+    monitor.say(
+        f"stopped after iteration {run.progress.iteration} of {run.settings.training.train_iters}: {reason}{saved}"
+    )
+    return EXIT_STOPPED_EARLY if is_saved else EXIT_INTERRUPTED
 
 
 def _training_batches(run: Run) -> Iterable[StepBatches]:
@@ -128,11 +199,5 @@ def _advance(run: Run, batches: StepBatches) -> Progress:
     )
 
 
-def _agree_to_stop(run: Run) -> str | None:
-    training = run.settings.training
-    code = distributed.largest_over_all_ranks(stop_code_of_this_rank(training), run.device)  # collective: all ranks
-    return reason_to_stop(training, iteration=run.progress.iteration, agreed_code=code)
-
-
-def _due(iteration: int, interval: int) -> bool:
-    return iteration % interval == 0
+def _due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0

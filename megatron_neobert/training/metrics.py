@@ -1,14 +1,16 @@
 """What a run says: one line per interval, TensorBoard, a JSON line per interval, and a bar on a terminal.
 
-Sums of loss and tokens stay on the device between two lines; one reduction over the ranks per line.
+Sums of loss and tokens stay on the device between two lines. A skipped update is said at once; its loss enters no
+average, its tokens count.
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from megatron_neobert import distributed
 from megatron_neobert.config import Settings
 from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.training.run import Progress
@@ -34,8 +35,7 @@ class Averages:
 
     @classmethod
     def of(cls, sums: torch.Tensor) -> "Averages":
-        """Collective: all ranks."""
-        loss, masked, correct, tokens = distributed.sum_over_batch(sums).tolist()
+        loss, masked, correct, tokens = sums.tolist()
         covered = max(masked, 1)
         return cls(loss=loss / covered, accuracy=correct / covered, tokens=round(tokens))
 
@@ -48,6 +48,7 @@ class Monitor:
         self.speaks = is_rank_zero()
         self.sums: torch.Tensor | None = None
         self.iterations = 0
+        self.updates = 0  # of these iterations, those that were not skipped
         self.started_seconds = time.perf_counter()
         self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self.bar = ProgressBar(
@@ -76,56 +77,68 @@ class Monitor:
         if self.speaks:
             self.console.print(text, markup=False)
 
-    def add(self, report: StepReport) -> None:
-        """Adds a step to the current interval; no collective."""
-        self.sums = report.sums if self.sums is None else self.sums + report.sums
+    def add(self, report: StepReport, progress: Progress) -> None:
+        """Adds a step to the current interval, and says if its update was skipped; `progress` counts it already."""
+        sums = report.sums
+        if report.skip_reason is None:
+            self.updates += 1
+        else:
+            sums = torch.cat([torch.zeros_like(sums[:3]), sums[3:]])
+            self._report_skip(progress, report.skip_reason)
+        self.sums = sums if self.sums is None else self.sums + sums
         self.iterations += 1
         self.bar.advance(self.task)
 
     def close_interval(self, progress: Progress, *, lr: float, grad_norm: float) -> Progress:
-        """Says the averages since the last call and counts their tokens into `progress`.
-
-        Collective: all ranks.
-        """
+        """Says the averages since the last call and counts their tokens into `progress`."""
         assert self.sums is not None, "an interval has at least one step"
         averages = Averages.of(self.sums)
         seconds = time.perf_counter() - self.started_seconds
-        progress = Progress(**{**vars(progress), "consumed_tokens": progress.consumed_tokens + averages.tokens})
-        total = self.settings.training.train_iters
-        remaining = (total - progress.iteration) * seconds / self.iterations
+        progress = replace(progress, consumed_tokens=progress.consumed_tokens + averages.tokens)
+        remaining = (self.settings.training.train_iters - progress.iteration) * seconds / self.iterations
         rate = averages.tokens / seconds
+        values = {
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens_per_second": rate,
+            "consumed_tokens": progress.consumed_tokens,
+            "skipped_iterations": progress.skipped_iterations,
+        }
+        said = "every update skipped"
+        if self.updates:
+            said = f"loss {averages.loss:.4f} nats | masked accuracy {100 * averages.accuracy:.2f} %"
+            values = {"loss": averages.loss, "masked_accuracy": averages.accuracy, **values}
+        norm = f"grad norm {grad_norm:.3f} | " if math.isfinite(grad_norm) else ""
         self.say(
-            f"iteration {progress.iteration}/{total} | loss {averages.loss:.4f} nats | masked accuracy "
-            f"{100 * averages.accuracy:.2f} % | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
-            f"{_with_prefix(rate)}tokens/s | ETA {_duration(remaining)}"
+            f"{self._place(progress)} | {said} | lr {lr:.2e} | {norm}{_with_prefix(rate)}tokens/s | "
+            f"ETA {_duration(remaining)}"
         )
-        self._record(
-            progress,
-            {
-                "loss": averages.loss,
-                "masked_accuracy": averages.accuracy,
-                "lr": lr,
-                "grad_norm": grad_norm,
-                "tokens_per_second": rate,
-                "consumed_tokens": progress.consumed_tokens,
-            },
-        )
+        self._record(progress, values)
         self.restart_clock()
         return progress
 
     def report_validation(self, progress: Progress, averages: Averages) -> None:
-        """Says a validation; no collective."""
-        total = self.settings.training.train_iters
+        """Says a validation."""
         self.say(
-            f"iteration {progress.iteration}/{total} | validation loss {averages.loss:.4f} nats | masked accuracy "
+            f"{self._place(progress)} | validation loss {averages.loss:.4f} nats | masked accuracy "
             f"{100 * averages.accuracy:.2f} % | {averages.tokens:,} tokens"
         )
         self._record(progress, {"validation_loss": averages.loss, "validation_accuracy": averages.accuracy})
 
     def restart_clock(self) -> None:
         """Starts a new interval now, so that saving and validating do not count as training."""
-        self.sums, self.iterations = None, 0
+        self.sums, self.iterations, self.updates = None, 0, 0
         self.started_seconds = time.perf_counter()
+
+    def _report_skip(self, progress: Progress, reason: str) -> None:
+        self.say(
+            f"{self._place(progress)} | update skipped: {reason} | {progress.skipped_iterations} skipped, "
+            f"{progress.skipped_in_a_row} in a row"
+        )
+        self._record(progress, {"skipped_iterations": progress.skipped_iterations})
+
+    def _place(self, progress: Progress) -> str:
+        return f"iteration {progress.iteration}/{self.settings.training.train_iters}"
 
     def _open_tensorboard(self, iteration: int) -> Any:
         folder = self.settings.logging.tensorboard_dir
@@ -138,6 +151,7 @@ class Monitor:
         return SummaryWriter(folder, purge_step=iteration + 1)  # hides what a killed run wrote beyond its checkpoint
 
     def _record(self, progress: Progress, values: dict[str, float]) -> None:
+        values = {name: value for name, value in values.items() if math.isfinite(value)}  # JSON has no others
         if self.writer is not None:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, progress.iteration)

@@ -1,5 +1,6 @@
 """What the training loop carries from one iteration to the next."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,10 @@ class Progress:
     cursor: Cursor | BlendCursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
     consumed_tokens: int = 0  # tokens of documents; unused slots are not counted
+    skipped_iterations: int = 0  # without an update, for a loss or a gradient that would have spoilt the weights
+    skipped_in_a_row: int = 0  # of these, the last ones without a good one between
+    recent_updates: tuple[tuple[float, float], ...] = ()  # loss and gradient norm, if --loss-spike-sigma needs them
+    validated_iteration: int = 0  # of the last whole validation
 
 
 @dataclass
@@ -38,6 +43,8 @@ class Run:
     training_stream: BatchStream  # from the start of the corpus; the loop moves it to `progress.cursor`
     validation_stream: BatchStream | None
     progress: Progress
+    # Called before each micro-batch: a watchdog's way to see that the run gets on.
+    tick: Callable[[], None] = lambda: None
 
     @property
     def unwrapped_models(self) -> list[NeoBERTModel]:

@@ -2,7 +2,8 @@
 
 The loss is summed and not averaged locally: ranks and micro-batches predict different numbers of tokens, so the
 division happens once per iteration, inside Megatron, after all of them have been added (but for --loss-normalization
-micro_batch, which is there to repeat the paper's code).
+micro_batch, which is there to repeat the paper's code). Whether the update is made is decided between the backward
+pass and the clipping of gradients, by numbers that all ranks hold alike (guard.py).
 """
 
 from collections.abc import Iterator
@@ -10,42 +11,102 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_neobert import distributed
 from megatron_neobert.data.batches import PackedBatch, StepBatches
+from megatron_neobert.training.guard import skip_reason
 from megatron_neobert.training.run import Run
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What this rank alone knows of a step; sums, so that reports of ranks and steps add up."""
+    """What is known of a step, the same on all ranks; sums, so that those of several steps add up."""
 
     sums: Tensor  # fp64 on the device: loss in nats, masked tokens, correct predictions, tokens of documents
+    loss: float = 0.0  # nats per masked token; 0 without one
     grad_norm: float = 0.0  # over all ranks, before clipping
+    skip_reason: str | None = None  # why there was no update
 
 
 def train_step(run: Run, batches: StepBatches) -> StepReport:
-    """Forward and backward over this rank's micro-batches, then one update. Collective: all ranks."""
+    """Forward and backward over this rank's micro-batches, then one update if it does no harm. Collective: all ranks.
+
+    The learning rate goes on without an update too: it is a function of the iteration.
+    """
+    reports, grad_norm = compute_gradients(run, batches)
+    sums, grad_norm = _agree(_sum_up(reports, batches, run.device), grad_norm)  # collective: all ranks
+    nats, masked, *_ = sums.tolist()
+    loss = nats / max(masked, 1)
+    reason = skip_reason(run.progress, loss=loss, grad_norm=grad_norm, training=run.settings.training)
+    if reason is None:
+        _update(run, grad_norm)
+    run.scheduler.step(increment=1)
+    return StepReport(sums, loss=loss, grad_norm=grad_norm, skip_reason=reason)
+
+
+def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], float]:
+    """Forward and backward over this rank's micro-batches. Collective: all ranks.
+
+    Returns:
+        What `_sum_loss` reports of each micro-batch, nothing on a stage without the head; and the gradient norm over
+        all ranks, before clipping.
+    """
     for model in run.models:
         model.zero_grad_buffer()
     run.optimizer.zero_grad()
-    sums = _forward_backward(run, batches, forward_only=False)
-    _, grad_norm, _ = run.optimizer.step()
-    run.scheduler.step(increment=1)
-    return StepReport(sums, grad_norm=float(grad_norm or 0.0))
+    reports = _forward_backward(run, batches, forward_only=False)
+    run.optimizer.prepare_grads()  # finds nothing itself: only float16 has a loss scale
+    return reports, run.optimizer.get_grad_norm()
 
 
 @torch.no_grad()
 def validation_step(run: Run, batches: StepBatches) -> StepReport:
     """Loss sums of one validation batch. Collective: all ranks."""
-    return StepReport(_forward_backward(run, batches, forward_only=True))
+    reports = _forward_backward(run, batches, forward_only=True)
+    return StepReport(distributed.sum_over_batch(_sum_up(reports, batches, run.device)))
 
 
-def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> Tensor:
+def _agree(sums: Tensor, grad_norm: float) -> tuple[Tensor, float]:
+    """Sums over the ranks and the gradient norm, the same bits on all ranks. Collective: all ranks.
+
+    What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm
+    is reduced by each replica for itself unless the optimizer is distributed, and equal only up to rounding.
+    """
+    # Filled on the device: a copy from here would wait for it.
+    values = torch.cat([sums, torch.full((1,), grad_norm, dtype=sums.dtype, device=sums.device)])
+    torch.distributed.all_reduce(values)
+    # Tensor-parallel ranks hold the same sums, and all ranks the same norm.
+    return (
+        values[:4] / parallel_state.get_tensor_model_parallel_world_size(),
+        values[4].item() / torch.distributed.get_world_size(),
+    )
+
+
+def _update(run: Run, grad_norm: float) -> None:
+    """Clips the gradients, which are ready, and updates the weights. Collective: all ranks.
+
+    What megatron.core's ChainedOptimizer.step does once it knows the norm; nothing may come between there.
+    """
+    clip_grad = run.settings.optimizer.clip_grad
+    for optimizer in run.optimizer.chained_optimizers:
+        parameters = optimizer.get_parameters()
+        if parameters and clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
+    run.optimizer.step_with_ready_grads()
+
+
+def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> list[Tensor]:
+    """What is reported of this rank's micro-batches, and unless it is forward only the gradients.
+
+    Collective: all ranks.
+    """
     iterators = [iter(batches.micro_batches) for _ in run.models]
-    reports = get_forward_backward_func()(
-        forward_step_func=lambda data, model: _forward_step(data, model, run.device),
+    return get_forward_backward_func()(
+        forward_step_func=lambda data, model: _forward_step(run, data, model),
         # Every piece of the pipeline reads all micro-batches.
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=run.models if len(run.models) > 1 else run.models[0],
@@ -55,15 +116,20 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def _sum_up(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
+    """This rank's part of the sums of a StepReport."""
     if not reports:  # a stage without the head
-        return torch.zeros(4, dtype=torch.float64, device=run.device)
+        return torch.zeros(4, dtype=torch.float64, device=device)
     # Filled on the device: a copy from here would wait for it.
-    tokens = torch.full((1,), batches.real_tokens, dtype=torch.float64, device=run.device)
+    tokens = torch.full((1,), batches.real_tokens, dtype=torch.float64, device=device)
     return torch.cat([torch.stack(reports).sum(0), tokens])
 
 
-def _forward_step(data: Iterator[PackedBatch], model: torch.nn.Module, device: torch.device) -> tuple:
-    batch = next(data).to(device, non_blocking=True)
+def _forward_step(run: Run, data: Iterator[PackedBatch], model: torch.nn.Module) -> tuple:
+    run.tick()
+    batch = next(data).to(run.device, non_blocking=True)
     output = model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
     return output, partial(_sum_loss, batch.labels_m)
 

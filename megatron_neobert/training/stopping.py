@@ -1,7 +1,10 @@
-"""When a run ends before its last iteration: a signal to any rank, the time limit, or the exit interval.
+"""Requests to end a run before its last iteration, or to save: a signal to any rank, the time limit, a file.
 
 All ranks stop at the same iteration, after saving. Before the process group stands there is no such iteration and
 nothing to save, so a signal ends the rank at once. Standard library only: this has to hold before torch is imported.
+
+    SAVE/STOP        save and stop, with 75; no run starts in this folder until somebody removes it
+    SAVE/SAVE_NOW    save and go on; removed when that is done
 """
 
 import os
@@ -10,26 +13,42 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-from megatron_neobert.config import TrainingConfig
-from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY
+from megatron_neobert.config import Settings, TrainingConfig
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE, ConfigError
 
-_NOTHING, _TIME_LIMIT, _SIGNAL = range(3)
-_REASONS = {_TIME_LIMIT: "--exit-duration-in-mins is over", _SIGNAL: "a signal asked for it"}
+_NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
+_REASONS = {
+    _TIME_LIMIT: "--exit-duration-in-mins is over",
+    _STOP_FILE: "the file STOP in --save asked for it",
+    _SIGNAL: "a signal asked for it",
+}
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ABORT_SIGNAL = signal.SIGQUIT  # what the launcher makes of the second Ctrl-C
+FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint; Ctrl-C again aborts at once, without one"
+
+_SECONDS_BETWEEN_LOOKS = 1.0  # at the files; a network file system answers each look in milliseconds
 
 _group_stands = threading.Event()
 _signals_received: list[int] = []
+_signals_answered: list[int] = []
 _started_seconds = time.monotonic()
+_launchers: list[int] = []  # the process that started this rank, if it watches over it
 
 
 def install_signal_handlers() -> None:
     """SIGTERM, SIGUSR1 and Ctrl-C end this rank at once, with 75, until `remember_signals` is called."""
-    for number in STOP_SIGNALS:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _launchers.append(os.getppid())
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
+    for number in (*STOP_SIGNALS, ABORT_SIGNAL):
         signal.signal(number, _remember)
-    watch_signals(_end_rank)
+    watch_signals(_answer)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until now
 
 
 def remember_signals() -> None:
@@ -38,7 +57,7 @@ def remember_signals() -> None:
 
 
 def watch_signals(answer: Callable[[int], None]) -> None:
-    """Calls `answer` with each stop signal that has a handler, in a thread of its own.
+    """Calls `answer` with each stop or abort signal that has a handler, in a thread of its own.
 
     Python runs a handler between two steps of the main thread, and there is no next step while that waits in C++ for
     a peer that does not come. At once, however, the signal leaves its number in a pipe, which a thread can read.
@@ -52,40 +71,104 @@ def watch_signals(answer: Callable[[int], None]) -> None:
 def _read_signals(reader: int, answer: Callable[[int], None]) -> None:
     while True:
         (number,) = os.read(reader, 1)
-        if number in STOP_SIGNALS:
+        if number in STOP_SIGNALS or number == ABORT_SIGNAL:
             answer(number)
 
 
-def _end_rank(number: int) -> None:
-    if _group_stands.is_set():
-        return
+def _end_with_launcher() -> None:
+    """Until the watchdog does it: a rank that waits for others would wait for ever once the launcher is gone."""
+    while not _group_stands.wait(_SECONDS_BETWEEN_LOOKS):
+        if launcher_has_gone():
+            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: the launcher that started it has gone\n")
+            os._exit(EXIT_UNAVAILABLE)
+
+
+def _answer(number: int) -> None:
     rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
-    sys.stderr.write(f"rank {rank}: stopped by {name} before the first iteration\n")  # in one piece, beside others
-    os._exit(EXIT_STOPPED_EARLY)
+    _signals_answered.append(number)
+    if number == ABORT_SIGNAL or _signals_answered.count(signal.SIGINT) > 1:
+        sys.stderr.write(f"rank {rank}: aborted\n")  # in one piece, beside others
+        os._exit(EXIT_INTERRUPTED)
+    if not _group_stands.is_set():
+        sys.stderr.write(f"rank {rank}: stopped by {name} before the first iteration\n")
+        os._exit(EXIT_STOPPED_EARLY)
+    if number == signal.SIGINT:
+        sys.stderr.write(f"{FIRST_INTERRUPT}\n")
 
 
 def _remember(number: int, frame: FrameType | None) -> None:
     _signals_received.append(number)
-    if _signals_received.count(signal.SIGINT) > 1:
-        os._exit(EXIT_INTERRUPTED)
 
 
-def stop_code_of_this_rank(training: TrainingConfig) -> int:
-    """What this rank alone knows; the largest code over all ranks decides (see `reason_to_stop`)."""
-    if _signals_received:
-        return _SIGNAL
-    limit = training.exit_duration_in_mins
+def count_signals() -> int:
+    """How many stop signals have reached this rank."""
+    return len(_signals_received)
+
+
+def launcher_has_gone() -> bool:
+    """Whether the torchrun or launcher that started this rank has ended without it."""
+    return bool(_launchers) and os.getppid() != _launchers[-1]
+
+
+@dataclass
+class _Files:
+    """What rank 0 saw when it last looked into `folder`."""
+
+    folder: Path
+    looked_seconds: float = float("-inf")
+    stop: bool = False
+    save: bool = False
+
+    def look_into(self, folder: Path) -> None:
+        if folder != self.folder or time.monotonic() - self.looked_seconds >= _SECONDS_BETWEEN_LOOKS:
+            self.stop, self.save = (folder / "STOP").exists(), (folder / "SAVE_NOW").exists()
+            self.folder, self.looked_seconds = folder, time.monotonic()
+
+
+_files = _Files(folder=Path())
+
+
+def requests_of_this_rank(settings: Settings) -> tuple[int, int]:
+    """A stop code, and 1 to save and go on: what this rank alone knows. The largest over all ranks decides.
+
+    Rank 0 looks for the files, at most once a second.
+    """
+    limit, save = settings.training.exit_duration_in_mins, settings.checkpoint.save
+    code = _NOTHING
     if limit is not None and time.monotonic() - _started_seconds >= 60 * limit:
-        return _TIME_LIMIT
-    return _NOTHING
+        code = _TIME_LIMIT
+    if save is not None and os.environ.get("RANK", "0") == "0":
+        _files.look_into(Path(save))
+        code = max(code, _STOP_FILE if _files.stop else _NOTHING)
+    if _signals_received:
+        code = _SIGNAL
+    return code, int(_files.save)
+
+
+def forget_save_request(settings: Settings) -> None:
+    """Removes SAVE/SAVE_NOW if it asked for the checkpoint just written; one that came later asks for another."""
+    if _files.save and settings.checkpoint.save is not None:
+        _files.save = False
+        (Path(settings.checkpoint.save) / "SAVE_NOW").unlink(missing_ok=True)
+
+
+def has_stop_file(save: str | None) -> bool:
+    """Whether somebody wants no run to train in this folder."""
+    return save is not None and (Path(save) / "STOP").exists()
+
+
+def refuse_stop_file(save: str | None) -> None:
+    """Keeps a queue from starting a run again that was stopped by a file.
+
+    Raises:
+        ConfigError: SAVE/STOP exists.
+    """
+    if has_stop_file(save):
+        raise ConfigError(f"{save}/STOP exists, so no run starts in --save {save}; remove that file to go on.")
 
 
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
     """Why all ranks stop after this iteration, in words; None to go on."""
-    if iteration >= training.train_iters:
-        return None  # it is over anyway
-    if agreed_code != _NOTHING:
-        return _REASONS[agreed_code]
-    if training.exit_interval and iteration % training.exit_interval == 0:
-        return f"--exit-interval {training.exit_interval}"
-    return None
+    if iteration >= training.train_iters or agreed_code == _NOTHING:  # in the first case it is over anyway
+        return None
+    return _REASONS[agreed_code]

@@ -12,7 +12,7 @@ from torch import multiprocessing
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.config import Settings
 from megatron_neobert.training.build import build_run
-from megatron_neobert.training.checkpoint import save_checkpoint
+from megatron_neobert.training.saver import Saver
 
 torch.set_num_threads(1)  # a forked child must not wait for the threads of its parent
 
@@ -44,7 +44,7 @@ def _save_on_rank(rank: int, settings: Settings, world_size: int, port: int, log
     run.models[0].zero_grad_buffer()
     run.optimizer.step()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
     run.progress = replace(run.progress, iteration=7)
-    save_checkpoint(run)
+    Saver(run, say=print).save()
 
 
 def test_saved_weights_read_into_the_reference_give_megatrons_logits(settings, tmp_path):

@@ -98,6 +98,26 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
     assert not (cluster / "requeued").exists(), "a finished job is not queued again"
 
 
+def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluster):
+    save = tmp_path / "run"
+    settings = tiny_settings(tiny_corpus, save=save).with_section("checkpoint", load=str(save))
+    settings = settings.with_section("training", train_iters=100_000, eval_iters=0)
+    with submit(cluster, settings, nodes=1) as job:
+        assert job.stdout is not None
+        said = []
+        for line in job.stdout:
+            said.append(line)
+            if line.startswith("iteration 1/"):
+                (save / "STOP").touch()
+        assert job.wait(60) == 75, "".join(said)
+    assert f"{save}/STOP exists: the job is not queued again\n" in said
+    assert not (cluster / "requeued").exists()
+    with submit(cluster, settings, nodes=1) as job:
+        output, _ = job.communicate(timeout=240)
+    assert job.returncode == 2, output
+    assert f"error: {save}/STOP exists, so no run starts" in output
+
+
 def test_job_that_fails_is_not_queued_again(tiny_corpus, tmp_path, cluster):
     settings = tiny_settings(tiny_corpus).with_section("data", tokenizer_model="nowhere")
     with submit(cluster, settings, nodes=1) as job:

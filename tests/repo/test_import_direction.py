@@ -24,11 +24,12 @@ PURE = Place(2, "pure")
 PLACES = {
     "megatron_neobert": Place(0, "version"),
     "megatron_neobert.errors": Place(0, "errors"),
-    "megatron_neobert.environment": Place(0, "environment"),
+    "megatron_neobert.environment": Place(1, "environment"),
     "megatron_neobert.files": Place(1, "files"),
     "megatron_neobert.config": Place(1, "config"),
     "megatron_neobert.config_checks": Place(1, "config"),
     "megatron_neobert.compute_checks": Place(1, "config"),
+    "megatron_neobert.compatibility": Place(1, "config"),
     "megatron_neobert.data_path": Place(1, "config"),
     "megatron_neobert.nodes": Place(1, "nodes"),
     "megatron_neobert.meeting": Place(2, "nodes"),

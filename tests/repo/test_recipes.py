@@ -47,7 +47,8 @@ CHANGES = {
         "seq_length max_position_embeddings global_batch_size lr min_lr weight_decay lr_decay_iters"
     ),
     ("ablations/m9_stage2", "ablations/m9_stage1"): (
-        "seq_length max_position_embeddings micro_batch_size global_batch_size train_iters seed save_interval"
+        "seq_length max_position_embeddings micro_batch_size global_batch_size train_iters seed save_interval "
+        "keep_every"
     ),
 }
 

@@ -132,6 +132,12 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
         (1, {"optimizer": {"lr_decay_style": "poly"}}, ["--lr-decay-style poly", "cosine, linear, constant"]),
         (1, {"parallel": {"overlap_param_gather": True}}, ["--overlap-param-gather", "--overlap-grad-reduce"]),
         (1, {"training": {"exit_interval": 10}}, ["--exit-interval 10", "--save"]),
+        (1, {"checkpoint": {"async_save": True}}, ["--async-save", "--save"]),
+        (1, {"checkpoint": {"save": "one", "keep_last": 1}}, ["--keep-last 1", "below 2"]),
+        (1, {"checkpoint": {"save": "one", "keep_every": 100}}, ["--keep-every 100", "--keep-last"]),
+        (1, {"checkpoint": {"resume": "must"}}, ["--resume must", "--load"]),
+        (1, {"checkpoint": {"allow_changed": ("seed,num_layers",)}}, ["--allow-changed num_layers", "seed, "]),
+        (1, {"training": {"loss_spike_window": 64}}, ["--loss-spike-window 64", "--loss-spike-sigma"]),
     ],
 )
 def test_an_impossible_setting_is_named_with_its_numbers(world_size, sections, words):
@@ -175,6 +181,7 @@ def test_every_setting_is_read_somewhere():
         "lr_decay_iters",  # lr_decay_end
         "num_layers_per_virtual_pipeline_stage",  # virtual_stages_per_rank
         "split",  # share_of_data_path
+        "allow_changed",  # changes_allowed
     }
     assert FIELDS - read - by_properties == set()
 

@@ -72,19 +72,23 @@ def measure_parts(run: Any, step: Callable[[], object]) -> dict[str, float]:
     handles.append(weight.register_post_accumulate_grad_hook(lambda _: clock.switch("rest")))
     handles.append(model.register_forward_pre_hook(lambda *_: clock.switch("rest")))
 
-    step_of_optimizer = run.optimizer.step
+    optimizer = run.optimizer
+    first, last = optimizer.prepare_grads, optimizer.step_with_ready_grads
 
-    def timed_step() -> Any:
+    def timed_first() -> Any:
         clock.switch("optimizer")
-        result = step_of_optimizer()
+        return first()
+
+    def timed_last() -> Any:
+        result = last()
         clock.switch("rest")
         return result
 
-    run.optimizer.step = timed_step
+    optimizer.prepare_grads, optimizer.step_with_ready_grads = timed_first, timed_last
     clock.switch("rest")
     step()
     clock.switch("rest")
-    run.optimizer.step = step_of_optimizer
+    optimizer.prepare_grads, optimizer.step_with_ready_grads = first, last
     for handle in handles:
         handle.remove()
     return clock.shares()

@@ -5,7 +5,6 @@ decide their bytes, and each part's own record says which range of which version
 added, mended and left out between two runs. Several tasks of one array share the folder, each with its own parts.
 """
 
-import errno
 import fcntl
 import glob
 import json
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.files import replace_file
+from megatron_neobert.files import lock_if_possible, replace_file
 
 _JOB = "job.json"
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
 
 
 class JobFolder:
@@ -74,7 +72,7 @@ class JobFolder:
         settings = json.loads(json.dumps(settings))
         may_clear = self.task is None and not merge
         with (self.path / "lock.begin").open("wb") as turn:  # tasks of an array begin one after the other
-            _lock_if_possible(turn, fcntl.LOCK_EX)
+            lock_if_possible(turn, fcntl.LOCK_EX)
             if not self._takes_over(settings, resume=resume, overwrite=overwrite, may_clear=may_clear):
                 if may_clear:
                     self._clear()
@@ -120,7 +118,7 @@ class JobFolder:
         lock = (self.path / name).open("w+b")  # NFS wants it readable for a shared lock
         self._locks.append(lock)
         try:
-            locked = _lock_if_possible(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            locked = lock_if_possible(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             whose = "a run" if self.task is None or name == "lock" else f"a run with --shard-index {self.task}"
             raise OutputError(
@@ -144,17 +142,6 @@ class JobFolder:
                 shutil.rmtree(leftover)
             elif not leftover.name.startswith("lock") and leftover != self.standard_input:
                 leftover.unlink()
-
-
-def _lock_if_possible(file: IO[bytes], operation: int) -> bool:
-    """False where the file system has no locks."""
-    try:
-        fcntl.flock(file, operation)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def _describe_difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:

@@ -35,6 +35,13 @@ SHAPE = ModelShape(
     padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1),
 )
 
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
 
 @dataclass
 class SavedModel:
@@ -56,6 +63,8 @@ class SavedModel:
         folder.mkdir(parents=True)
         torch_checkpoint.save(tensors | optimizer, checkpoint_id=folder, no_dist=True)
         write_record(Settings(model=MODEL), folder / "settings.yaml")
+        (folder / "metadata.json").write_text(json.dumps(FORMAT))
+        torch.save({}, folder / "common.pt")
         load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)
         self.seal()
 

@@ -182,6 +182,43 @@ def test_value_that_is_not_finite_is_refused_and_leaves_nothing(
     assert_nothing_written(tmp_path)
 
 
+def test_all_tensors_with_values_that_are_not_finite_are_named(
+    saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path
+):
+    for layer in (0, 1):
+        internal[f"decoder.layers.{layer}.mlp.linear_fc2.weight"][0, :2] = float("inf")
+    saved.write(stack_layers(internal))
+    with pytest.raises(
+        ConversionError, match=r"0\.mlp\.linear_fc2\.weight has 2 of 1536 .*, and so have decoder\.layers\.1"
+    ):
+        convert(saved, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_attention_heads": 0}, "--num-attention-heads 0 is below 1"),
+        ({"ffn_hidden_size": -8}, "--ffn-hidden-size -8 is below 1"),
+        ({"hidden_size": 2**31}, "shape"),
+    ],
+)
+def test_a_record_of_another_or_no_model_is_refused(
+    saved: SavedModel, tmp_path: Path, change: dict[str, int], said: str
+):
+    write_record(Settings(model=replace(MODEL, **change)), saved.iteration_folder / "settings.yaml")
+    saved.seal()
+    with pytest.raises((CheckpointError, ConversionError), match=said):
+        convert(saved, tmp_path / "model")
+
+
+@pytest.mark.parametrize("num_layers", [3, 10**9])
+def test_settings_of_another_depth_are_refused_with_both_numbers(saved: SavedModel, num_layers: int):
+    write_record(Settings(model=replace(MODEL, num_layers=num_layers)), saved.iteration_folder / "settings.yaml")
+    saved.seal()
+    with pytest.raises(ConversionError, match=rf"has shape \(2, .*settings.yaml says --num-layers {num_layers}\."):
+        read_checkpoint(saved.save)
+
+
 def test_tensor_that_no_neobert_has_is_refused(saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path):
     saved.write(stack_layers(internal) | {"embedding.position_embeddings.weight": torch.ones(64, 32)})
     with pytest.raises(ConversionError, match=r"^embedding\.position_embeddings\.weight is not part of a NeoBERT"):
@@ -268,10 +305,12 @@ def test_table_of_contents_that_runs_code_is_refused_before_it_runs(saved: Saved
     assert (tmp_path / "ran").exists()
 
 
-def test_stored_object_that_runs_code_is_never_opened(saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path):
+def test_stored_object_is_refused_unopened(saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path):
     saved.write({**stack_layers(internal), "extra_state": Canary(tmp_path / "ran")})  # type: ignore[dict-item]
-    assert len(read_checkpoint(saved.save).tensors) == 4 + 6 * 2
-    assert not (tmp_path / "ran").exists()
+    with pytest.raises(CheckpointError, match="'extra_state' is a stored object, which torch would unpickle"):
+        read_checkpoint(saved.save)
+    assert len(read_checkpoint(saved.save, trust=True).tensors) == 4 + 6 * 2
+    assert not (tmp_path / "ran").exists(), "even a trusted table leads to tensors only"
 
 
 # --- the command ---

@@ -55,7 +55,7 @@ def test_changed_weight_is_not_equal(
 
 
 def test_models_of_other_vocabularies_are_refused_with_both_sizes(exported: Path, monkeypatch: pytest.MonkeyPatch):
-    def load_smaller(folder: Path) -> verify.Side:
+    def load_smaller(folder: Path, *, trust: bool) -> verify.Side:
         side = verify._load_huggingface(folder)
         return side._replace(vocab_size=12) if folder.name == "smaller" else side
 

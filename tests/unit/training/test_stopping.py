@@ -1,14 +1,17 @@
-"""What a stop signal does to a rank and to a launcher that wait in C++, where Python calls no handler."""
+"""Stop signals, also while a rank or a launcher waits in C++, where Python calls no handler; and the two stop files."""
 
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_neobert.config import TrainingConfig
+from megatron_neobert.config import CheckpointConfig, Settings, TrainingConfig
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.training import stopping
 
 WAIT_FOR_RANK_1 = """
@@ -17,18 +20,27 @@ store = torch.distributed.TCPStore("127.0.0.1", {port}, is_master=False, wait_fo
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
 """
 RANK = "from megatron_neobert.training import stopping; stopping.install_signal_handlers()"
+REMEMBERING_RANK = f"{RANK}; stopping.remember_signals()"
 LAUNCHER = "from megatron_neobert import launch; launch._install_signal_handlers()"
 
 
-def end_while_waiting(prepare: str, number: signal.Signals) -> tuple[int, str]:
-    """Exit code and stderr of a process that gets a signal while gloo waits for a rank that never comes."""
+def end_while_waiting(prepare: str, *numbers: signal.Signals, answers: Sequence[str] = ()) -> tuple[int, str]:
+    """Exit code and last words of a process that gets signals while gloo waits for a rank that never comes.
+
+    Args:
+        answers: What it says to every signal but the last.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with subprocess.Popen(
         [sys.executable, "-c", prepare + WAIT_FOR_RANK_1.format(port=store.port)], stderr=subprocess.PIPE, text=True
     ) as process:
         while store.num_keys() == 0 and process.poll() is None:  # its address, the last thing before the wait
             time.sleep(0.05)
-        process.send_signal(number)
+        assert process.stderr is not None
+        for number, answer in zip(numbers, [*answers, None], strict=True):
+            process.send_signal(number)
+            while answer is not None and answer not in process.stderr.readline():
+                assert process.poll() is None
         try:
             _, said = process.communicate(timeout=20)
         finally:
@@ -47,9 +59,83 @@ def test_launcher_that_waits_for_another_in_torchrun_ends_with_75_at_a_stop_sign
     assert (code, said) == (75, "stopped by SIGTERM while no rank was running\n")
 
 
+def test_second_interrupt_aborts_a_rank_that_waits_for_another():
+    code, said = end_while_waiting(
+        REMEMBERING_RANK,
+        signal.SIGINT,
+        signal.SIGINT,
+        answers=["stopping after this iteration, with a checkpoint; Ctrl-C again aborts at once, without one"],
+    )
+    assert (code, said) == (130, "rank 0: aborted\n")
+
+
+def test_one_interrupt_that_comes_with_another_signal_does_not_abort():
+    """As when a launcher passes on as SIGTERM a Ctrl-C that the rank has received itself."""
+    send = "import os, signal, time; [os.kill(os.getpid(), n) for n in (signal.SIGTERM, signal.SIGINT)]"
+    wait = "\nwhile len(stopping._signals_answered) < 2: time.sleep(0.01)"
+    command = [sys.executable, "-c", f"{REMEMBERING_RANK}; {send}{wait}"]
+    assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.fixture(autouse=True)
+def _no_look_of_an_earlier_test(monkeypatch) -> None:
+    monkeypatch.setattr(stopping, "_files", stopping._Files(folder=Path()))
+
+
+def saving_to(folder: Path) -> Settings:
+    return Settings(checkpoint=CheckpointConfig(save=str(folder)))
+
+
+def reason_of(code: int, *, iteration: int = 1) -> str | None:
+    return stopping.reason_to_stop(TrainingConfig(), iteration=iteration, agreed_code=code)
+
+
 def test_signal_after_the_process_group_stands_is_remembered():
     prepare = f"{RANK}; stopping.remember_signals(); import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
-    ask = "from megatron_neobert.config import TrainingConfig as T; print(stopping.stop_code_of_this_rank(T()))"
+    ask = "from megatron_neobert.config import Settings; print(stopping.requests_of_this_rank(Settings())[0])"
     finished = subprocess.run([sys.executable, "-c", f"{prepare}; {ask}"], capture_output=True, text=True, check=True)
-    reason = stopping.reason_to_stop(TrainingConfig(), iteration=1, agreed_code=int(finished.stdout))
-    assert reason == "a signal asked for it"
+    assert reason_of(int(finished.stdout)) == "a signal asked for it"
+
+
+def test_nothing_is_requested_without_signal_limit_and_file(tmp_path):
+    assert stopping.requests_of_this_rank(saving_to(tmp_path)) == (0, 0)
+    assert reason_of(0) is None
+
+
+def test_stop_file_and_time_limit_are_requests_to_stop(tmp_path):
+    settings = saving_to(tmp_path).with_section("training", exit_duration_in_mins=0.0)
+    code, _ = stopping.requests_of_this_rank(settings)
+    assert reason_of(code) == "--exit-duration-in-mins is over"
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "STOP").touch()
+    code, _ = stopping.requests_of_this_rank(saving_to(tmp_path / "second"))
+    assert reason_of(code) == "the file STOP in --save asked for it"
+    assert reason_of(code, iteration=TrainingConfig().train_iters) is None, "the run has ended by itself"
+
+
+def test_files_are_seen_by_rank_0_alone(tmp_path, monkeypatch):
+    for name in ("STOP", "SAVE_NOW"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("RANK", "1")
+    assert stopping.requests_of_this_rank(saving_to(tmp_path)) == (0, 0)
+
+
+def test_save_request_is_forgotten_after_the_save_and_a_later_one_is_not(tmp_path, monkeypatch):
+    settings, request = saving_to(tmp_path), tmp_path / "SAVE_NOW"
+    request.touch()
+    assert stopping.requests_of_this_rank(settings) == (0, 1)
+    stopping.forget_save_request(settings)
+    assert not request.exists()
+    request.touch()  # after rank 0 has looked, while the checkpoint is being written
+    assert stopping.requests_of_this_rank(settings) == (0, 0), "it does not look twice within a second"
+    stopping.forget_save_request(settings)
+    assert request.exists()
+    monkeypatch.setattr(stopping, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    assert stopping.requests_of_this_rank(settings) == (0, 1)
+
+
+def test_no_run_starts_in_a_folder_with_a_stop_file(tmp_path):
+    stopping.refuse_stop_file(str(tmp_path))
+    (tmp_path / "STOP").touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove"):
+        stopping.refuse_stop_file(str(tmp_path))

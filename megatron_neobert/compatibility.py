@@ -1,0 +1,99 @@
+"""Whether a checkpoint and the settings of a start belong together. Needs no torch.
+
+Three kinds of settings: with other values of the first the weights or the optimizer's state do not fit; with other
+values of the second they fit, but the run silently becomes another one, so it takes --allow-changed; all others (rates,
+length, precision, layout of the ranks, kernels) may change, and what has changed is said.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_neobert.config import Settings, flag_of
+from megatron_neobert.errors import CheckpointError
+
+_MUST_FIT = {
+    "model": (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_width",
+        "swiglu",
+        "normalization",
+        "position_embedding_type",
+        "position_rows",
+    ),
+    # The optimizer's state is laid out by these.
+    "parallel": ("use_distributed_optimizer",),
+    "optimizer": ("weight_decay_scope",),
+}
+
+_MUST_BE_ALLOWED = {
+    "model": ("rotary_base", "norm_epsilon"),
+    "data": (
+        "seq_length",
+        "long_documents",
+        "batch_layout",
+        "document_block_size",
+        "share_of_data_path",
+        "mask_prob",
+        "mask_replacement",
+    ),
+    "optimizer": ("optimizer",),
+    "training": ("seed", "global_batch_size", "loss_normalization"),
+}
+
+# Where a property stands for the setting that the user knows.
+_SET_BY = {
+    "ffn_width": "ffn_hidden_size",
+    "share_of_data_path": "split",
+    "position_rows": "max_position_embeddings",
+}
+
+# Of no consequence for the weights.
+_NOT_SAID = ("checkpoint", "logging")
+
+# What --allow-changed can name.
+ALLOWABLE = sorted(_SET_BY.get(name, name) for names in _MUST_BE_ALLOWED.values() for name in names)
+
+
+def refuse_other_run(saved: Settings, now: Settings, folder: Path, *, has_new_data: bool) -> None:
+    """Compares a checkpoint's settings with those of this start.
+
+    Args:
+        has_new_data: Whether the data starts anew; then neither they nor their order need match.
+
+    Raises:
+        CheckpointError: Naming every setting that must not differ, with both values.
+    """
+    allowed = now.checkpoint.changes_allowed
+    fixed = list(_differences(saved, now, _MUST_FIT))
+    guarded = {
+        name: text
+        for section, names in _MUST_BE_ALLOWED.items()
+        if not (has_new_data and section in ("data", "training"))
+        for name, text in _differences(saved, now, {section: names})
+        if name not in allowed
+    }
+    if not fixed and not guarded:
+        return
+    texts = [text for _, text in fixed] + list(guarded.values())
+    remedy = f"Start with the values in {folder / 'settings.yaml'}"
+    if not fixed:
+        remedy += f", or, to go on as another run, add --allow-changed {','.join(guarded)}"
+    raise CheckpointError(f"{folder} belongs to another run: {'; '.join(texts)}. {remedy}.")
+
+
+def changes(saved: Settings, now: Settings) -> Iterator[str]:
+    """Every setting that differs and may matter, in words."""
+    sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name not in _NOT_SAID}
+    for _, text in _differences(saved, now, sections):
+        yield text
+
+
+def _differences(saved: Settings, now: Settings, sections: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    for section, names in sections.items():
+        before, after = getattr(saved, section), getattr(now, section)
+        for name in names:
+            if getattr(before, name) != getattr(after, name):
+                known = _SET_BY.get(name, name)
+                yield known, f"{flag_of(known)} was {getattr(before, name)} and is now {getattr(after, name)}"

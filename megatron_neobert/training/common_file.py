@@ -1,0 +1,89 @@
+"""common.pt, what a checkpoint holds besides tensors: how far the run had come, and the optimizer's groups.
+
+A file of torch.save, so a pickle. It is read without creating anything but plain values and tensors, and what it says
+about the run is checked before anybody computes with it.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_neobert.data.rows import Cursor
+from megatron_neobert.errors import CheckpointError
+from megatron_neobert.training.checkpoint_metadata import reason_of
+from megatron_neobert.training.run import Progress
+
+_PLACE = {field.name for field in fields(Cursor)}
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """What common.pt holds.
+
+    megatron.core adds classes of its own to those that torch.load may create; they are not needed and left out here.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, asks for other objects, or is not of a run of this program.
+    """
+    path, added = folder / "common.pt", torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
+    except OSError:
+        raise
+    except Exception as error:  # a damaged byte makes torch.load raise almost anything
+        raise CheckpointError(f"{path}: cannot be read safely ({reason_of(error)}); use another checkpoint.") from error
+    finally:
+        torch.serialization.add_safe_globals(added)
+    if not isinstance(common, dict) or not all(isinstance(common.get(key), dict) for key in ("progress", "optimizer")):
+        raise CheckpointError(f"{path}: not of a run of this program (no progress and optimizer); use another one.")
+    if problems := _problems_of_progress(common["progress"]):
+        raise CheckpointError(f"{path}: its progress has {', '.join(problems)}; use another checkpoint.")
+    return common
+
+
+def _problems_of_progress(progress: dict[Any, Any]) -> list[str]:
+    known = {field.name for field in fields(Progress)}
+    problems = [f"no {name}" for name in ("corpus_sha256", "iteration", "cursor") if name not in progress]
+    problems += [f"an unknown {name!r:.40}" for name in progress if name not in known]
+    for name, value in progress.items():
+        if name == "cursor":
+            fits = _is_cursor(value)
+        elif name == "recent_updates":
+            fits = isinstance(value, (tuple, list)) and all(_is_pair_of_numbers(pair) for pair in value)
+        elif name == "corpus_sha256":
+            fits = isinstance(value, str)
+        else:
+            fits = name not in known or _is_count(value)
+        if not fits:
+            problems.append(f"{name} {_shown(value)}")
+    return problems
+
+
+def _is_cursor(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if set(value) == {"sources", "rows"}:
+        return all(isinstance(part, (tuple, list)) for part in value.values()) and (
+            all(_is_place(source) for source in value["sources"]) and all(_is_count(row) for row in value["rows"])
+        )
+    return _is_place(value)
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == _PLACE and all(_is_count(count) for count in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_pair_of_numbers(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(type(number) is float for number in value)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.40}" if isinstance(value, (int, float, str)) else f"of type {type(value).__name__}"

@@ -1,0 +1,153 @@
+"""Saves a run: everything into a temporary folder, the manifest last, then one rename makes the checkpoint exist.
+
+With --async-save the tensors are written beside training, from a copy in host memory; the rest is the same. All ranks
+agree that a checkpoint is whole or there is none: whatever fails on one of them ends the run on all, and the older
+checkpoints stay.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_neobert.environment import is_rank_zero
+from megatron_neobert.errors import DivergenceError, SaveError
+from megatron_neobert.flags import write_record
+from megatron_neobert.training.checkpoint import sharded_state
+from megatron_neobert.training.checkpoint_files import (
+    iteration_folder,
+    list_checkpoints,
+    prepare_folder,
+    prune,
+    publish,
+    write_manifest,
+)
+from megatron_neobert.training.checkpoint_writer import Part, TensorWriter, describe_problem, first_problem
+from megatron_neobert.training.flops import checkpoint_bytes
+from megatron_neobert.training.run import Run
+
+
+class Saver:
+    """Writes SAVE/iter_N of a run; one checkpoint at a time."""
+
+    def __init__(self, run: Run, *, say: Callable[[str], None]) -> None:
+        self.run = run
+        self.say = say
+        self.save_folder = Path(run.settings.checkpoint.save or "")
+        self._writer: TensorWriter | None = None
+        self._iteration = 0  # of the checkpoint that is being written
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes tensors."""
+        return self._writer is not None and self._writer.is_busy
+
+    def save(self) -> None:
+        """Saves the run as it stands; returns when it is saved, or with --async-save when it may go on.
+
+        Raises:
+            SaveError: It cannot be written, or an earlier one could not.
+            DivergenceError: There are values that are not finite.
+
+        Collective: all ranks.
+        """
+        self.finish()
+        run, config = self.run, self.run.settings.checkpoint
+        self._iteration = run.progress.iteration
+        self._raise_alike(self._prepare_folder())
+        if run.settings.parallel.overlap_param_gather:
+            for model in run.models:
+                model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
+        writer = TensorWriter(sharded_state(run, loading=False), self._temporary, copy=config.async_save)
+        if config.check_for_nan:
+            self._refuse_values_not_finite(writer)
+        writer.start()
+        self._writer = writer
+        if config.async_save:
+            self.say(f"saving {self._final} in the background")
+        else:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and makes it the newest.
+
+        Raises:
+            SaveError: It could not be written.
+
+        Collective: all ranks.
+        """
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        part = writer.wait()
+        parts: list[Any] | None = [None] * torch.distributed.get_world_size() if is_rank_zero() else None
+        torch.distributed.gather_object(part, parts)  # collective: all ranks
+        self._raise_alike(self._complete(writer, parts) if parts is not None else None)
+        self.say(f"saved {self._final}")
+
+    @property
+    def _final(self) -> Path:
+        return iteration_folder(self.save_folder, self._iteration)
+
+    @property
+    def _temporary(self) -> Path:
+        return self._final.with_name(f".tmp-{self._final.name}")
+
+    def _prepare_folder(self) -> str | None:
+        if not is_rank_zero():
+            return None
+        expected = checkpoint_bytes(self.run.settings, vocab_size=self.run.tokenizer.vocab_size)
+        try:
+            prepare_folder(self._temporary, expected_bytes=expected)
+        except OSError as error:
+            return describe_problem(error)
+        return None
+
+    def _refuse_values_not_finite(self, writer: TensorWriter) -> None:
+        names = writer.tensors_not_finite()
+        found = first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
+        if found is not None:
+            raise DivergenceError(
+                f"iteration {self._iteration} is not saved: {found} hold values that are not finite. {self._remaining} "
+                "--no-check-for-nan saves such weights as well."
+            )
+
+    def _complete(self, writer: TensorWriter, parts: list[Part]) -> str | None:
+        """What rank 0 does when all ranks have written their tensors. Returns what went wrong on any of them."""
+        run, config = self.run, self.run.settings.checkpoint
+        problem = next((part.problem for part in parts if part.problem is not None), None)
+        if problem is not None:
+            return problem
+        try:
+            writer.write_tables(parts)
+            write_record(run.settings, self._temporary / "settings.yaml")
+            run.tokenizer.save_tokenizer_files(
+                self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
+            )
+            write_manifest(self._temporary, {name: file for part in parts for name, file in part.files.items()})
+            publish(self._temporary, self._final, iteration=self._iteration)
+        except Exception as error:  # the other ranks wait to hear of it
+            return describe_problem(error)
+        if config.keep_last is not None:
+            try:
+                prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
+            except OSError as error:
+                self.say(f"warning: an old checkpoint could not be deleted: {error}")
+        return None
+
+    def _raise_alike(self, problem: str | None) -> None:
+        problem = first_problem(problem)  # collective: all ranks
+        if problem is not None:
+            if is_rank_zero():
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise SaveError(
+                f"iteration {self._iteration} could not be saved: {problem}. {self._remaining} Make room or "
+                "mend it, then start again with the same command."
+            )
+
+    @property
+    def _remaining(self) -> str:
+        older = list_checkpoints(self.save_folder)
+        return f"The newest checkpoint is {older[0]}." if older else f"There is no older one in {self.save_folder}."

@@ -1,0 +1,139 @@
+"""Mutations of sound files, and how many of them are tried.
+
+`FUZZ_EXAMPLES` multiplies the number and makes each run another one; without it a run is short and always the same.
+"""
+
+import copy
+import json
+import os
+import re
+import tempfile
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
+
+set_hypothesis_home_dir(tempfile.gettempdir() + "/megatron_neobert_fuzz")  # and not into the working tree
+
+_TIMES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+
+_NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    4,
+    8,
+    127,
+    255,
+    256,
+    2**15,
+    2**16 - 1,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
+NUMBERS = st.sampled_from([*_NUMBERS, *(-number for number in _NUMBERS[5:]), 10**30, 10**400])
+# fmt: off
+TEXTS = st.sampled_from([
+    "", " ", "0", "nan", "inf", "1e400", "5,000", "true", "null", "none", "../..", "/etc/passwd", "a\0b", "\ud800", "~",
+    "x" * 300, "[MASK]", "[PAD]", "\u0663", "\n", "\u202e", "%s", "{}", "*", "&a", "!!int x", "2024-99-99", "9" * 5000,
+])
+# fmt: on
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    st.sampled_from([0.5, -0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]),
+    TEXTS,
+    st.text(max_size=8),
+    st.sampled_from([[], {}, [[]], [{}], {"a": 1}, [1, "a"], [None] * 50]).map(copy.deepcopy),  # changed afterwards
+)
+
+
+def examples(count: int) -> settings:
+    """About `count` examples in the suite, more with FUZZ_EXAMPLES. Nothing is timed."""
+    return settings(
+        max_examples=count * max(1, _TIMES),
+        derandomize=not _TIMES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+
+
+@st.composite
+def mutated(draw: st.DrawFn, content: bytes) -> bytes:
+    """The content after one to three changes, or something else altogether."""
+    if draw(st.integers(0, 30)) == 30:
+        return draw(st.binary(max_size=200))
+    changed = bytearray(content)
+    for _ in range(draw(st.integers(1, 3))):
+        _change(draw, changed)
+    return bytes(changed)
+
+
+def _change(draw: st.DrawFn, content: bytearray) -> None:
+    at = draw(st.integers(0, max(0, len(content) - 1)))
+    kind = draw(st.sampled_from(["bit", "byte", "number", "digits", "cut", "remove", "insert", "repeat", "splice"]))
+    if kind == "bit" and content:
+        content[at] ^= 1 << draw(st.integers(0, 7))
+    elif kind == "byte" and content:
+        content[at] = draw(st.integers(0, 255))
+    elif kind == "number":
+        size = draw(st.sampled_from([1, 2, 4, 8]))
+        content[at : at + size] = (draw(NUMBERS) % 256**size).to_bytes(size, "little")
+    elif kind == "digits":
+        if found := re.compile(rb"\d+").search(content, at):
+            content[found.start() : found.end()] = str(draw(NUMBERS)).encode()
+    elif kind == "cut":
+        del content[at:]
+    elif kind == "remove":
+        del content[at : at + draw(st.integers(1, 40))]
+    elif kind == "insert":
+        content[at:at] = draw(st.binary(min_size=1, max_size=8))
+    elif kind == "repeat":
+        content[at:at] = content[at : at + draw(st.integers(1, 40))] * draw(st.sampled_from([1, 2, 50]))
+    else:
+        other = draw(st.integers(0, max(0, len(content) - 1)))
+        content[at : at + 16] = content[other : other + draw(st.integers(0, 32))]
+
+
+@st.composite
+def mutated_json(draw: st.DrawFn, state: Any) -> bytes:
+    """The state with one to three of its entries replaced, removed, renamed or repeated, as text."""
+    changed = json.loads(json.dumps(state))
+    for _ in range(draw(st.integers(1, 3))):
+        holders = [holder for holder in _holders(changed) if holder]
+        if not holders:
+            break
+        holder = draw(st.sampled_from(holders))
+        key = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
+        kind = draw(st.sampled_from(["value", "value", "remove", "rename", "swap"]))
+        if kind == "value":
+            holder[key] = draw(VALUES)
+        elif kind == "remove":
+            del holder[key]
+        elif kind == "rename" and isinstance(holder, dict):
+            holder[draw(TEXTS)] = holder.pop(key)
+        else:
+            other = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
+            holder[key], holder[other] = holder[other], holder[key]
+    return json.dumps(changed).replace("Infinity", "1e999").encode()
+
+
+def _holders(state: Any) -> list[Any]:
+    """Every dictionary and list in it."""
+    found, waiting = [], [state]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, (dict, list)):
+            found.append(entry)
+            waiting += entry.values() if isinstance(entry, dict) else entry
+    return found

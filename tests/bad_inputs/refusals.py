@@ -1,0 +1,77 @@
+"""How a call with a bad input must end: refused by an error of ours with its exit code, soon, and in little memory.
+
+Anything else fails the test: another exception passes through, a call that does not come back is interrupted, memory
+beyond the limit ends in MemoryError, and what is accepted is reported as such.
+"""
+
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_neobert.data.inputs import open_inputs
+from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError
+from megatron_neobert.flags import parse_command_line
+from megatron_neobert.training.checkpoint_files import check_folders
+
+_LIMIT_SECONDS = 60  # what ends at all ends within one or two
+_LIMIT_BYTES = 1 << 30  # beyond what the process has already
+_LONGEST_SENTENCE = 900  # characters: values out of a file are cut
+
+
+class Hang(BaseException):
+    """The call did not come back."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Interrupts what takes a minute, and refuses it more than a gigabyte of new memory."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise Hang(f"not back after {_LIMIT_SECONDS} s")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(_LIMIT_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + _LIMIT_BYTES, hard))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def outcome_of(call: Callable[[], Any]) -> tuple[int, list[str]]:
+    """The exit code that the call deserves, and what it says, a sentence each; (0, []) if it accepts."""
+    with bounded():
+        try:
+            call()
+        except ConfigError as error:
+            return error.exit_code, error.problems
+        except NeoBERTError as error:
+            return error.exit_code, [str(error)]
+        except OSError as error:
+            return EXIT_IO_ERROR, [str(error)]
+    return 0, []
+
+
+def assert_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None:
+    """The call ends with the code, and with one sentence that holds all the words."""
+    code, sentences = outcome_of(call)
+    assert code == exit_code, f"ended with {code} {sentences}, expected {exit_code}"
+    assert len(sentences) == 1, sentences
+    (sentence,) = sentences
+    assert "\n" not in sentence and len(sentence) <= _LONGEST_SENTENCE, sentence
+    assert all(word in sentence for word in words), f"expected {words} in: {sentence}"
+
+
+def start_checks(*arguments: str, world_size: int = 1) -> None:
+    """What the training command checks before it starts anything."""
+    settings = parse_command_line(list(arguments), world_size=world_size).settings
+    open_inputs(settings.data)
+    check_folders(settings.checkpoint)

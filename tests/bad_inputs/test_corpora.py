@@ -1,0 +1,267 @@
+"""Corpora that are not what they say: refused with file and place, with the exit code of bad data.
+
+Damage inside the index and the sizes of .bin is in tests/unit/data/test_corpus.py; here is what else can be wrong.
+"""
+
+import json
+import os
+import shutil
+import struct
+
+import pytest
+from bad_inputs.refusals import assert_refused, outcome_of, start_checks
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+from unit.tools.commands import ENVIRONMENT, run
+
+from megatron_neobert.data.corpus import Corpus, check_content, check_ends
+
+
+def check_all(corpus):
+    """All that validate_data --full and the start of a run look at."""
+    opened = Corpus(corpus.prefix)
+    opened.check_tokenizer(numbered_tokenizer(100))
+    check_ends(opened)
+    check_content(opened)
+
+
+def test_sound_corpus_passes_every_check(corpus):
+    check_all(corpus)
+    start_checks(*corpus.flags)
+
+
+def edited(**values):
+    """Changes entries of the manifest; a dictionary changes entries of the entry, or of the first volume."""
+
+    def change(text):
+        manifest = json.loads(text)
+        for name, value in values.items():
+            if isinstance(value, dict) and name in manifest:
+                (manifest["volumes"][0] if name == "volumes" else manifest[name]).update(value)
+            else:
+                manifest[name] = value
+        return json.dumps(manifest)
+
+    return change
+
+
+def replaced(old, new):
+    def change(text):
+        assert old in text
+        return text.replace(old, new, 1)
+
+    return change
+
+
+MANIFESTS = [
+    pytest.param(lambda text: "", ["not a manifest"], id="empty"),
+    pytest.param(lambda text: text[: len(text) // 2], ["not a manifest"], id="truncated"),
+    pytest.param(lambda text: "\0" * len(text), ["not a manifest"], id="zeros"),
+    pytest.param(lambda text: text + text, ["not a manifest", "Extra data"], id="twice"),
+    pytest.param(lambda text: "[" * 100_000, ["not a manifest"], id="deep nesting"),
+    pytest.param(lambda text: f"[{text}]", ["format_version 2, found None"], id="in a list"),
+    pytest.param(lambda text: "null", ["format_version 2, found None"], id="null"),
+    pytest.param(replaced('"tokens": 10', '"tokens": ' + "1" * 5000), ["not a manifest"], id="5,000 digits"),
+    pytest.param(replaced('"tokens": 10', '"tokens": 1e400'), ["'tokens' to be int, found inf"], id="infinite"),
+    pytest.param(replaced('"tokens": 10', '"tokens": NaN'), ["'tokens' to be int, found nan"], id="not a number"),
+    pytest.param(replaced('"tokens": 10', '"tokens": 10.0'), ["'tokens' to be int, found 10.0"], id="float"),
+    pytest.param(replaced('"tokens": 10', '"tokens": true'), ["'tokens' to be int, found True"], id="bool"),
+    pytest.param(replaced('"tokens": 10', '"tokens": null'), ["'tokens' to be int, found None"], id="null count"),
+    pytest.param(edited(format_version=1), ["format_version 2, found 1"], id="older format"),
+    pytest.param(edited(format_version="2" * 9999), ["format_version 2, found"], id="long version"),
+    pytest.param(edited(extra=1), ["extra differ"], id="unknown entry"),
+    pytest.param(edited(volumes=[]), ["expected at least one volume, found none"], id="no volumes"),
+    pytest.param(replaced('"volumes": [', '"volumes": {"a": ['), ["not a manifest"], id="volumes as mapping"),
+    pytest.param(edited(volumes=["../../etc/passwd"]), ["small.json", "not a mapping"], id="volume that is a path"),
+    pytest.param(edited(volumes=[{}] * 100_000), ["differ"], id="100,000 empty volumes"),
+    pytest.param(edited(part_of=[]), ["'part_of' to be all or training or validation"], id="part of a list"),
+    pytest.param(edited(vocab_size=2**33), ["vocab_size that int32 can number, found 8589934592"], id="vocab 2^33"),
+    pytest.param(edited(vocab_size=10**300), ["vocab_size that int32 can number"], id="vocab 10^300"),
+    pytest.param(edited(vocab_size=0), ["special ids", "vocab_size 0"], id="vocab 0"),
+    pytest.param(edited(vocab_size=-100), ["special ids", "vocab_size -100"], id="vocab below 0"),
+    pytest.param(edited(vocab_size=101), ["expected vocab_size 100 of tokenizer", "found 101"], id="vocab + 1"),
+    pytest.param(edited(special_ids=[0, 1, 2, 3]), ["expected special_ids (0, 1, 2, 3, 4)"], id="special id less"),
+    pytest.param(edited(special_ids=[0, 1, 2, 3, -4]), ["special ids [-4, 0"], id="special id below 0"),
+    pytest.param(edited(special_ids=[2**63] * 99), ["special ids", "vocab_size 100"], id="special id 2^63"),
+    pytest.param(edited(special_tokens={"mask": 0}), ["expected special_tokens", "found"], id="mask is pad"),
+    pytest.param(edited(special_tokens={"unk": 2**70}), ["special ids", "vocab_size 100"], id="unk 2^70"),
+    pytest.param(edited(tokenizer_fingerprint="0" * 64), ["written with tokenizer 000000000000"], id="fingerprint"),
+    pytest.param(edited(tokenizer_fingerprint=""), ["written with tokenizer"], id="no fingerprint"),
+    pytest.param(edited(dtype="uint8"), ["expected dtype uint16 as in small.idx, found uint8"], id="dtype uint8"),
+    pytest.param(edited(dtype="object"), ["expected dtype uint16 as in small.idx, found object"], id="dtype object"),
+    pytest.param(edited(unknown_tokens=-1), ["unknown_tokens to be at least 0, found -1"], id="unknown below 0"),
+    pytest.param(edited(unknown_tokens=11), ["at most 10 unknown_tokens", "found 11"], id="more unknown than tokens"),
+    pytest.param(edited(rejected={"x": -1}, records=3), ["rejected of 'x' to be at least 0"], id="rejected below 0"),
+    pytest.param(edited(held_out=-1, records=3), ["held_out to be at least 0, found -1"], id="held out below 0"),
+    pytest.param(edited(repaired_documents=-5), ["repaired_documents to be at least 0"], id="repaired below 0"),
+    pytest.param(edited(documents=2**64, records=2**64), ["expected documents 4, the sum"], id="2^64 documents"),
+    pytest.param(edited(statistics={"tokens_above": {}}), ["same numbers of tokens"], id="statistics without a cut"),
+    pytest.param(edited(statistics={"percentiles": {"x": 1}}), ["same numbers of tokens"], id="percentile x"),
+    pytest.param(edited(statistics=None), ["'statistics' to be Statistics, found None"], id="no statistics"),
+    pytest.param(edited(inputs={"a": {"bytes": "1"}}), ["bytes, sha256 in 'inputs' of 'a'"], id="input without sum"),
+    pytest.param(edited(volumes={"bin": {"bytes": 20, "sha256": "0"}}), ["sha256 0 as in small.json"], id="no sha256"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), MANIFESTS)
+def test_manifest_that_is_damaged_or_lies_is_refused(corpus, change, words):
+    path = corpus.prefix.with_suffix(".json")
+    path.write_text(change(path.read_text()))
+    assert_refused(lambda: check_all(corpus), 65, "small", *words)
+
+
+def test_manifest_as_large_as_a_corpus_is_not_read(corpus):
+    with corpus.prefix.with_suffix(".json").open("r+b") as file:
+        file.truncate(1 << 40)
+    assert_refused(lambda: check_all(corpus), 65, "small.json", "1,099,511,627,776 bytes are more than a manifest has")
+
+
+def test_volumes_are_named_by_the_prefix_whatever_the_manifest_says(corpus):
+    """So a manifest can lead to no file outside its folder."""
+    path = corpus.prefix.with_suffix(".json")
+    path.write_text(edited(volumes={"name": "../../elsewhere"})(path.read_text()))
+    assert [volume.bin.name for volume in Corpus(corpus.prefix).volumes] == ["small.bin"]
+
+
+def swap_files(corpus):
+    a, b, between = (corpus.prefix.with_suffix(end) for end in (".bin", ".idx", ".between"))
+    a.rename(between), b.rename(a), between.rename(b)
+
+
+def write_big_endian(corpus):
+    content = corpus.prefix.with_suffix(".idx").read_bytes()
+    fields = struct.unpack_from("<9sQBQQ", content)
+    corpus.prefix.with_suffix(".idx").write_bytes(struct.pack(">9sQBQQ", *fields) + content[34:])
+
+
+def take_other_index(corpus):
+    """The index of another corpus with as many documents and tokens."""
+    write_corpus(corpus.folder / "other", random_documents([1, 3, 2, 4], 100), numbered_tokenizer(100))
+    (corpus.folder / "other.idx").replace(corpus.prefix.with_suffix(".idx"))
+
+
+def swap_volumes(corpus):
+    """Two volumes of one document exchange their .bin; the sizes differ."""
+    a, b = (corpus.folder / f"volumes_0000{number}.bin" for number in (1, 2))
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second), b.write_bytes(first)
+    for file in corpus.folder.glob("volumes*"):
+        file.replace(corpus.folder / file.name.replace("volumes", "small"))
+
+
+def put_folder(end):
+    def change(corpus):
+        corpus.prefix.with_suffix(end).unlink()
+        corpus.prefix.with_suffix(end).mkdir()
+
+    return change
+
+
+def compress(corpus):
+    import gzip
+
+    path = corpus.prefix.with_suffix(".idx")
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def flip_bit(end, byte, bit):
+    def change(corpus):
+        content = bytearray(corpus.prefix.with_suffix(end).read_bytes())
+        content[byte] ^= 1 << bit
+        corpus.prefix.with_suffix(end).write_bytes(content)
+
+    return change
+
+
+def link_to_itself(corpus):
+    path = corpus.prefix.with_suffix(".bin")
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+FILES = [
+    pytest.param(swap_files, ["small.idx, byte 20: expected at least 34 bytes of header"], id=".bin and .idx swapped"),
+    pytest.param(write_big_endian, ["byte 9: expected version 1, found 72057594037927936"], id="big-endian"),
+    pytest.param(take_other_index, ["small.idx, byte 0: expected sha256"], id="index of another corpus"),
+    pytest.param(swap_volumes, ["expected 8 bytes for 4 tokens", "found a file of 4 bytes"], id="volumes swapped"),
+    pytest.param(put_folder(".bin"), ["small.bin missing beside the rest"], id="folder for .bin"),
+    pytest.param(put_folder(".idx"), ["small.idx missing beside the rest"], id="folder for .idx"),
+    pytest.param(put_folder(".json"), ["small.json missing beside the rest"], id="folder for .json"),
+    pytest.param(compress, ["small.idx, byte 0: expected magic"], id="compressed index"),
+    pytest.param(link_to_itself, ["small.bin missing beside the rest"], id="link to itself"),
+    *(
+        pytest.param(flip_bit(".bin", byte, bit), ["small.bin, byte"], id=f"bit {bit} of byte {byte} of .bin")
+        for byte, bit in ((0, 0), (0, 3), (1, 0), (9, 7), (19, 1), (18, 2))
+    ),
+    *(
+        pytest.param(flip_bit(".idx", byte, bit), ["small"], id=f"bit {bit} of byte {byte} of .idx")
+        for byte, bit in (
+            (0, 0),
+            (9, 0),
+            (16, 7),
+            (17, 2),
+            (18, 1),
+            (25, 7),
+            (26, 3),
+            (34, 0),
+            (37, 7),
+            (50, 1),
+            (121, 7),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), FILES)
+def test_files_that_are_not_those_of_the_manifest_are_refused_by_the_full_check(corpus, change, words):
+    change(corpus)
+    assert_refused(lambda: check_all(corpus), 65, *words)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "exit_code", "words"),
+    [
+        ("{folder}/", 66, ["no corpus", "that is a folder"]),
+        ("{folder}", 66, ["no corpus", "that is a folder"]),
+        (".", 66, ["that is a folder"]),
+        ("/", 66, ["that is a folder"]),
+        ("..", 66, ["no corpus ..:"]),
+        ("", 66, ["no corpus"]),
+        ("~/corpus", 66, ["no corpus ~/corpus"]),
+        ("{folder}/small.bin", 66, ["expected small.bin.bin", "give the prefix without .bin"]),
+        ("{folder}/small*", 66, ["no corpus"]),
+        ("{folder}/small/deeper", 66, ["no corpus"]),
+        ("{folder}/small.bin/deeper", 66, ["no corpus"]),
+        ("{folder}/" + "x" * 300, 74, ["File name too long"]),
+        ("a\0b", 66, ["no corpus"]),
+        ("a\nb", 66, ["no corpus"]),
+    ],
+)
+def test_prefix_that_leads_to_no_corpus_is_a_missing_input(corpus, prefix, exit_code, words):
+    if "\n" in prefix:
+        assert outcome_of(lambda: Corpus(prefix))[0] == exit_code  # its sentence has the line feed of the name
+    else:
+        assert_refused(lambda: Corpus(prefix.format(folder=corpus.folder)), exit_code, *words)
+
+
+def test_corpus_in_a_folder_with_spaces_and_other_scripts_is_read(corpus, tmp_path):
+    folder = tmp_path / "mit Leerzeichen, 日本語 ' \" $HOME ünïcode"
+    shutil.copytree(corpus.folder, folder)
+    start_checks(*corpus.flags, "--data-path", f"{folder}/../{folder.name}/small")
+    start_checks(*corpus.flags, "--tokenizer-model", str(folder / "tokenizer"), "--save", str(folder / "runs"))
+
+
+def test_corpus_whose_path_is_no_text_is_checked_and_named_with_escapes(corpus, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(corpus.folder, folder)
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
+    code, output, errors = run("validate_data", folder / "small", env=environment)
+    assert (code, errors) == (0, "") and "caf\\udce9/small is sound" in output
+
+
+def test_real_command_ends_with_65_for_a_lying_manifest_and_66_for_a_folder(corpus):
+    path = corpus.prefix.with_suffix(".json")
+    path.write_text(edited(vocab_size=2**40)(path.read_text()))
+    code, output, errors = run("validate_data", corpus.prefix, "--full")
+    assert (code, output) == (65, "") and errors.startswith(f"error: {path}: expected a vocab_size")
+    code, output, errors = run("validate_data", f"{corpus.folder}/")
+    assert (code, output) == (66, "") and errors.startswith(f"error: no corpus {corpus.folder}: that is a folder")

@@ -1,0 +1,132 @@
+"""Mutated checkpoints: with the manifest as it was, found; resealed as a hostile hand would, refused or read.
+
+No checkpoint may end a reader in anything but an error of ours: it may come from another machine, or another person.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from bad_inputs.fuzzing import TEXTS, examples, mutated, mutated_json
+from bad_inputs.refusals import bounded
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_reference, stack_layers
+
+from checkpoint_conversion.mapping import NEOBERT, to_internal
+from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.errors import CheckpointError, NeoBERTError
+from megatron_neobert.training.checkpoint_files import latest_checkpoint, list_checkpoints, verify_files
+from megatron_neobert.training.checkpoint_metadata import SafeReader
+from megatron_neobert.training.safe_reading import read_common
+
+JSON = (".json",)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of a tiny model, and the content of its files by name."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
+    model = SavedModel(save=folder / "save", reference=build_reference(), vocabulary=vocabulary)
+    model.write(stack_layers(to_internal(build_reference().state_dict(), SHAPE, NEOBERT)))
+    root = model.iteration_folder
+    files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return model, files
+
+
+def mutation(draw, name, content):
+    if name.endswith(JSON) and draw(st.booleans()):
+        return draw(mutated_json(json.loads(content)))
+    return draw(mutated(content))
+
+
+@examples(300)
+@given(data=st.data())
+def test_mutated_checkpoint_does_not_pass_for_whole(saved, data):
+    model, files = saved
+    name = data.draw(st.sampled_from(sorted(files)))
+    spoilt = mutation(data.draw, name, files[name])
+    path = model.iteration_folder / name
+    path.write_bytes(spoilt)
+    try:
+        with bounded():
+            verify_files(model.iteration_folder)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+    else:
+        assert spoilt == files[name] or name == "MANIFEST.json"  # which, if accepted, vouches for the same files
+    finally:
+        path.write_bytes(files[name])
+
+
+@examples(300)
+@given(data=st.data())
+def test_mutated_table_of_contents_is_refused_or_read(saved, data):
+    model, files = saved
+    path = model.iteration_folder / ".metadata"
+    path.write_bytes(data.draw(mutated(files[".metadata"])))
+    try:
+        with bounded():
+            SafeReader(model.iteration_folder).read_metadata()
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+    finally:
+        path.write_bytes(files[".metadata"])
+
+
+@examples(250)
+@given(data=st.data())
+def test_mutated_progress_is_refused_or_read(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "common"
+    folder.mkdir(exist_ok=True)
+    sound = folder / "sound.pt"
+    if not sound.exists():
+        torch.save({"progress": {"iteration": 30, "cursor": {"row": 5}}, "steps": torch.arange(3)}, sound)
+    (folder / "common.pt").write_bytes(data.draw(mutated(sound.read_bytes())))
+    try:
+        with bounded():
+            read_common(folder)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+
+
+@examples(200)
+@given(data=st.data())
+def test_converter_refuses_or_reads_what_a_hostile_hand_has_sealed(saved, data):
+    model, files = saved
+    sources = sorted(name for name in files if name != "MANIFEST.json")
+    name = data.draw(st.sampled_from([*sources, ".metadata", ".metadata", "settings.yaml"]))
+    path = model.iteration_folder / name
+    path.write_bytes(mutation(data.draw, name, files[name]))
+    model.seal()
+    try:
+        with bounded():
+            checkpoint = read_checkpoint(model.save)
+            checkpoint.build_reference(torch.float32)
+    except NeoBERTError as error:
+        assert error.exit_code in (65, 66, 78), error
+    finally:
+        path.write_bytes(files[name])
+        (model.iteration_folder / "MANIFEST.json").write_bytes(files["MANIFEST.json"])
+
+
+@examples(100)
+@given(names=st.lists(st.one_of(TEXTS, st.from_regex(r"iter_\d{0,9}(\.damaged)?", fullmatch=True)), max_size=5))
+def test_folders_of_odd_names_are_no_checkpoints(tmp_path_factory, names):
+    save = tmp_path_factory.mktemp("save", numbered=True)
+    for name in names:
+        if name.strip(" .~/") and "/" not in name and "\0" not in name and name.isprintable() and len(name) < 200:
+            (save / name).mkdir(exist_ok=True)
+            (save / name / "MANIFEST.json").write_text("{}")
+    found = list_checkpoints(save)
+    assert all(folder.name.removeprefix("iter_").isdigit() for folder in found)
+    numbers = [int(folder.name.removeprefix("iter_")) for folder in found]
+    assert numbers == sorted(numbers, reverse=True)
+    if found:
+        assert latest_checkpoint(save) == found[0]
+        with pytest.raises(CheckpointError):
+            verify_files(found[0])
+    shutil.rmtree(save)

@@ -1,0 +1,283 @@
+"""Settings that nobody meant: refused with the file, the setting and its value, before anything is started.
+
+What tests/unit/test_flags.py, test_config.py and test_data_path.py refuse already is not repeated here.
+"""
+
+import os
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from bad_inputs.refusals import assert_refused, outcome_of, start_checks
+
+from megatron_neobert.data_path import parse_data_path
+from megatron_neobert.errors import CheckpointError
+from megatron_neobert.flags import parse_command_line, read_record
+
+REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
+
+
+def parse(*arguments, world_size=1):
+    return parse_command_line([*REQUIRED, *arguments], world_size=world_size).settings
+
+
+def aliases(levels, last):
+    """A list of ten aliases of a list of ten aliases of ...: a page of YAML, 10^levels entries."""
+    names = [chr(ord("a") + number) for number in range(levels)]
+    lines = ["a: &a [x,x,x,x,x,x,x,x,x,x]"]
+    lines += [f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]" for before, name in pairwise(names)]
+    return "data:\n" + "".join(f"  {line}\n" for line in lines) + last.format(name=names[-1])
+
+
+YAML = [
+    pytest.param("model: " + "[" * 5000, ["not readable as YAML", "recursion"], id="5,000 lists deep"),
+    pytest.param("model: " + "{a: " * 5000, ["not readable as YAML", "recursion"], id="5,000 mappings deep"),
+    pytest.param("model:\n" + "".join(" " * n + "a:\n" for n in range(1, 600)), ["not readable"], id="deep blocks"),
+    pytest.param("model: &a [*a]\n", ["section model holds [["], id="list in itself"),
+    pytest.param("model: &a {num_layers: *a}\n", ["model.num_layers {", "is not a whole number"], id="map in itself"),
+    pytest.param("model: *nowhere\n", ["undefined alias 'nowhere'"], id="alias of nothing"),
+    pytest.param("model:\n  num_layers: 2024-99-99\n", ["month must be in 1..12"], id="impossible date"),
+    pytest.param("model:\n  num_layers: 2024-01-01\n", ["date(2024, 1, 1) is not a whole number"], id="date"),
+    pytest.param("model:\n  num_layers: !!int x\n", ["invalid literal"], id="tag that lies about an int"),
+    pytest.param("model:\n  swiglu: !!bool x\n", ["not readable as YAML"], id="tag that lies about a bool"),
+    pytest.param("model:\n  swiglu: !!timestamp x\n", ["not readable as YAML"], id="tag that lies about a time"),
+    pytest.param("model:\n  swiglu: !!float x\n", ["not readable as YAML"], id="tag that lies about a float"),
+    pytest.param("model: !!set {num_layers}\n", ["section model holds {'num_layers'}"], id="set"),
+    pytest.param("model: !!omap [num_layers: 2]\n", ["section model holds [(", "num_layers"], id="ordered map"),
+    pytest.param("model: !!python/name:os.system\n", ["could not determine a constructor"], id="name of a function"),
+    pytest.param(
+        "model: !!python/object/new:os.system [ls]\n", ["could not determine a constr"], id="call of a function"
+    ),
+    pytest.param("model: !settings {num_layers: 2}\n", ["could not determine a constructor"], id="tag of its own"),
+    pytest.param("checkpoint:\n  save: !!binary aGVsbG8=\n", ["b'hello' is not a text"], id="bytes"),
+    pytest.param("a: &a {lr: 1}\n", ["unknown section a"], id="anchor in a section of its own"),
+    pytest.param("model: &m {num_layers: 2}\ntraining: {<<: *m}\n", ["not readable", "merge"], id="merge key"),
+    pytest.param("model:\n  num_layers: " + "9" * 5000, ["4300 digits"], id="5,000 digits"),
+    pytest.param("model:\n  num_layers: " + "9" * 400, ["1329 bits is beyond 9223372036854775807"], id="400 digits"),
+    pytest.param("model:\n  num_layers: 0x" + "f" * 9000, ["36000 bits is beyond"], id="9,000 hexadecimal digits"),
+    pytest.param(
+        "training:\n  train_iters: " + "9" * 400, ["training.train_iters a number of 1329 bits"], id="iterations"
+    ),
+    pytest.param("optimizer:\n  lr: " + "9" * 400, ["optimizer.lr a number of 1329 bits is not a number"], id="rate"),
+    pytest.param("optimizer:\n  lr: 1e400\n", ["--lr inf is infinite"], id="1e400"),
+    pytest.param("optimizer:\n  lr: -.inf\n", ["--lr -inf is below 0.0"], id="-inf"),
+    pytest.param("optimizer:\n  lr: .nan\n", ["--lr nan is below 0.0"], id="nan"),
+    pytest.param("training:\n  train_iters: 5,000,000\n", ["'5,000,000' is not a whole number"], id="commas"),
+    pytest.param("training:\n  train_iters: 5 000\n", ["'5 000' is not a whole number"], id="space in a number"),
+    pytest.param("training:\n  train_iters: 0o10\n", ["'0o10' is not a whole number"], id="octal as text"),
+    pytest.param("training:\n  train_iters: ٣٠٠٠\n", ["'٣٠٠٠' is not a whole number"], id="other digits"),
+    pytest.param("optimizer:\n  lr: '٣'\n", ["'٣' is not a number"], id="other digits of a float"),
+    pytest.param("training:\n  train_iters: 1e3.5\n", ["'1e3.5' is not a whole number"], id="two points"),
+    pytest.param("training:\n  train_iters: [5000]\n", ["[5000] is not a whole number"], id="list for a number"),
+    pytest.param("training:\n  train_iters: {5000: 1}\n", ["{5000: 1} is not a whole number"], id="map for a number"),
+    pytest.param("training:\n  train_iters: ''\n", ["'' is not a whole number"], id="empty text for a number"),
+    pytest.param("training:\n  train_iters:\n", ["None is not a whole number"], id="nothing for a number"),
+    pytest.param("training:\n  bf16: 'true'\n", ["'true' is not true or false"], id="quoted bool"),
+    pytest.param("training:\n  bf16: 1\n", ["1 is not true or false"], id="number for a bool"),
+    pytest.param("training:\n  bf16: maybe\n", ["'maybe' is not true or false"], id="maybe"),
+    pytest.param("optimizer:\n  lr: true\n", ["True is not a number"], id="bool for a rate"),
+    pytest.param("checkpoint:\n  save: true\n", ["True is not a text"], id="bool for a path"),
+    pytest.param("checkpoint:\n  save: [a]\n", ["['a'] is not a text"], id="list for a path"),
+    pytest.param(
+        'checkpoint:\n  save: ""\n', ["'' is not a text in UTF-8 that a file could be called"], id="empty path"
+    ),
+    pytest.param('checkpoint:\n  save: "  "\n', ["'  ' is not a text"], id="blank path"),
+    pytest.param('checkpoint:\n  save: "a\\0b"\n', ["'a\\x00b' is not a text"], id="NUL in a path"),
+    pytest.param('checkpoint:\n  save: "a\\uD800b"\n', ["is not a text"], id="half a character in a path"),
+    pytest.param("checkpoint:\n  save: 2024-01-01\n", ["is not a text"], id="date for a path"),
+    pytest.param("data:\n  data_path: []\n", ["--data-path is missing"], id="no corpora"),
+    pytest.param('data:\n  data_path: [1, "a\\0"]\n', ["is not a text or a list"], id="NUL in a corpus"),
+    pytest.param("data:\n  data_path: [1, a, 2]\n", ["3 entries, 1 a 2"], id="odd blend"),
+    pytest.param("data:\n  data_path: [.nan, a, 1, b]\n", ["weight nan of a is not above 0"], id="nan weight"),
+    pytest.param("data:\n  data_path: [1, a, 1, a]\n", ["names a 2 times"], id="one corpus twice"),
+    pytest.param("data:\n  seq_length: 1e30\n", ["is beyond 9223372036854775807"], id="row of 1e30"),
+    pytest.param("1: {num_layers: 2}\n", ["unknown section 1"], id="number for a section"),
+    pytest.param("? [a]\n: 1\n", ["not readable as YAML"], id="list for a section"),
+    pytest.param("~:\n  a: 1\n", ["unknown section None"], id="null for a section"),
+    pytest.param("x" * 999 + ": 1\n", ["unknown section 'xx"], id="section of 999 letters"),
+    pytest.param('"a\\nb": 1\n', ["unknown section 'a\\nb'"], id="section of two lines"),
+    pytest.param("model:\n  num_layers : 2\n  num_layers: 2\n", ["'num_layers' stands twice"], id="key twice"),
+    pytest.param("model: {}\nmodel: {}\n", ["the key 'model' stands twice"], id="section twice"),
+    pytest.param("model:\n  learing_rate: 2\n", ["unknown setting model.learing_rate"], id="unknown setting"),
+    pytest.param("optimizer:\n  LR: 1\n", ["unknown setting optimizer.LR"], id="upper case"),
+    pytest.param(
+        "optimizer:\n  weight-decay: 1\n", ["optimizer.'weight-decay'; did you mean 'weight_decay'"], id="hyphen"
+    ),
+    pytest.param("optimizer:\n  __class__: 1\n", ["unknown setting optimizer.__class__"], id="name inside Python"),
+    pytest.param("lr: 1\n", ["unknown section lr"], id="setting without a section"),
+    pytest.param("model\n", ["holds a str; expected the sections"], id="a word"),
+    pytest.param("model: num_layers=2\n", ["section model holds 'num_layers=2'"], id="text for a section"),
+    pytest.param("model:\n\tnum_layers: 2\n", ["not readable as YAML", "line 2"], id="tab"),
+    pytest.param("model: {}\n---\nmodel: {}\n", ["expected a single document"], id="two documents"),
+    pytest.param('model: "\\UFFFFFFFF"\n', ["not readable as YAML"], id="character beyond Unicode"),
+    pytest.param("%YAML 9.9\n---\nmodel: {}\n", ["incompatible YAML"], id="YAML of another version"),
+    pytest.param("[tool]\nmodel = 1\n", ["not readable as YAML"], id="TOML"),
+    pytest.param('{"model": {"num_layers": 2.5}}', ["2.5 is not a whole number"], id="JSON"),
+    pytest.param("# x\n" * 2_500_000, ["10,000,000 bytes are more than 262,144"], id="10 MB of comments"),
+    pytest.param("model: [" + "a," * 5_000_000, ["10,000,008 bytes are more than"], id="10 MB of a list"),
+    pytest.param("model:\n  num_layers: 2\n".encode("utf-16"), ["'utf-8' codec can't decode"], id="UTF-16"),
+    pytest.param(bytes(range(256)) * 4, ["not readable as YAML"], id="every byte"),
+    pytest.param(b"\x7fELF\x02\x01\x01" + bytes(999), ["not readable as YAML"], id="a program"),
+    pytest.param(b"model:\n  num_layers: \xff\n", ["'utf-8' codec can't decode byte 0xff"], id="invalid UTF-8"),
+    pytest.param(aliases(9, "model: *{name}\n"), [], id="10^9 aliases as a section"),
+    pytest.param(aliases(9, "  data_path: *{name}\n"), [], id="10^9 aliases as a value"),
+    pytest.param(aliases(9, "  ? *{name}\n  : 1\n"), ["not readable"], id="10^9 aliases as a key"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), YAML)
+def test_yaml_that_says_no_settings_is_refused_in_short_sentences(tmp_path, text, words):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    flags = ["--tokenizer-model", "tokenizer"]  # and --data-path only where the file has none
+    flags += [] if "data_path" in str(text) else REQUIRED[:2]
+    code, sentences = outcome_of(lambda: parse_command_line([*flags, "--config", str(path)], world_size=1))
+    assert code == 2
+    assert all("\n" not in sentence and len(sentence) <= 900 for sentence in sentences), sentences
+    assert all(word in "\n".join(sentences) for word in words), sentences
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "model:\n", "model: {}\n", "\ufeffmodel: {}\n", "---\n...\n", "null\n"]
+)
+def test_yaml_that_says_nothing_leaves_the_defaults(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert parse("--config", str(path)) == parse()
+
+
+def test_a_record_that_is_no_yaml_is_a_checkpoint_error(tmp_path):
+    path = tmp_path / "settings.yaml"
+    for content in (b"", b"\0", b"[" * 5000, b"model:\n  swiglu: !!bool x\n", b"# x\n" * 99_999):
+        path.write_bytes(content)
+        if content:
+            with pytest.raises(CheckpointError, match=r"settings\.yaml: not the settings of a run"):
+                read_record(path)
+
+
+FLAGS = [
+    (["--lr"], ["--lr: expected one argument"]),
+    (["--bf16=false"], ["ignored explicit argument 'false'"]),
+    (["--dry-run=1"], ["ignored explicit argument '1'"]),
+    (["--save="], ["--save '' is not a text"]),
+    (["--load", ""], ["--load '' is not a text"]),
+    (["--tokenizer-model", " "], ["--tokenizer-model ' ' is not a text"]),
+    (["--data-path", ""], ["--data-path ['']"]),
+    (["--lr", "0x1p3"], ["--lr '0x1p3' is not a number"]),
+    (["--lr", "1,5"], ["--lr '1,5' is not a number"]),
+    (["--lr", "1e400"], ["--lr inf is infinite"]),
+    (["--lr", "infinity"], ["--lr inf is infinite"]),
+    (["--lr", "NaN"], ["--lr nan is below 0.0"]),
+    (["--lr", "-0.1"], ["--lr -0.1 is below 0.0"]),
+    (["--train-iters", "²"], ["'²' is not a whole number"]),
+    (["--train-iters", "1e400"], ["'1e400' is not a whole number"]),
+    (["--train-iters", "1e19"], ["is beyond 9223372036854775807"]),
+    (["--train-iters", "9" * 9999], ["is not a whole number"]),
+    (["--train-iters", "0"], ["--train-iters 0 is below 1"]),
+    (["--train-iters", "-5"], ["--train-iters -5 is below 1"]),
+    (["--seed", str(2**63)], ["is beyond 9223372036854775807"]),
+    (["--seed", "-1"], ["--seed -1 is below 0"]),
+    (["--mask-prob", "nan"], ["--mask-prob nan is not between 0 and 1"]),
+    (["--mask-prob", "0"], ["--mask-prob 0.0 is not between"]),
+    (["--mask-prob", "1"], ["--mask-prob 1.0 is not between"]),
+    (["--mask-prob", "-inf"], ["--mask-prob"]),
+    (["--adam-beta1", "1"], ["--adam-beta1 1.0 is not below 1"]),
+    (["--clip-grad", "nan"], ["--clip-grad nan is below 0.0"]),
+    (["--optimizer", "ADAMW"], ["--optimizer ADAMW is not one of adamw, adam"]),
+    (["--exit-duration-in-mins", "inf"], ["--exit-duration-in-mins"]),
+    (["--hidden-size", "1000000000001"], ["--hidden-size 1000000000001 is not a multiple"]),
+    (["--num-layers", "1000000000001", "--pipeline-model-parallel-size", "7"], ["--num-layers 1000000000001"]),
+    (["--num-attention-heads", "9223372036854775807"], ["--num-attention-heads 9223372036854775807"]),
+    (["--save", os.fsdecode(b"caf\xe9")], ["--save 'caf\\udce9' is not a text in UTF-8"]),
+    (["--save", "x" * 4096], ["--save 'xxx", "is not a text in UTF-8"]),
+    (["--save", "a\nb"], ["--save 'a\\nb' is not a text in UTF-8"]),
+    (["--resume", "9" * 5000], ["is not a text in UTF-8"]),
+    (["--unknown-" + "x" * 9999], ["unknown flag --unknown-xxx"]),
+    (["--"], ["unknown flag --"]),
+    (["-x"], ["unknown flag -x"]),
+    (["stray"], ["'stray' is not the value of any flag"]),
+    ([""], ["'' is not the value of any flag"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), FLAGS, ids=[" ".join(words)[:40] for words, _ in FLAGS])
+def test_flag_that_nobody_meant_is_refused(arguments, words):
+    world_size = 7 if "7" in arguments else 1
+    code, sentences = outcome_of(lambda: parse(*arguments, world_size=world_size))
+    assert code == 2
+    assert all(len(sentence) <= 900 for sentence in sentences), sentences
+    assert all(word in "\n".join(sentences) for word in words), sentences
+
+
+BLENDS = [
+    (["a:min=" + "9" * 5000], ["is not a limit"]),
+    (["a:max=" + "9" * 19], ["is not a limit"]),
+    (["a:min=٣"], ["':min=٣' is not a limit"]),
+    (["a:min="], ["':min=' is not a limit"]),
+    (["1", "a", "1", "a"], ["names a 2 times; name it once"]),
+    (["1", "a:min=5", "2", "a:min=5"], ["names a:min=5 2 times"]),
+    (["1", "a:min=1", "2", "a"], ["names a 2 times"]),
+    ([*["1", "a"] * 1025], ["names 1,025 corpora, more than 1,024"]),
+    (["inf", "a", "1", "b"], ["the weight inf of a is not above 0 and finite"]),
+    (["-0", "a", "1", "b"], ["the weight -0 of a is not above 0"]),
+    (["1/3", "a", "1", "b"], ["'1/3', where the weight of a should stand, is no number"]),
+    (["0." + "1" * 5000, "a", "1", "b"], ["'0.111", "is no number"]),
+    (["x" * 5000, "a", "1", "b"], ["is no number"]),
+    (["a", *["b"] * 5000], ["5,001 entries"]),
+]
+
+
+@pytest.mark.parametrize(("entries", "words"), BLENDS, ids=[" ".join(entries)[:30] for entries, _ in BLENDS])
+def test_blend_that_means_nothing_is_refused(entries, words):
+    code, sentences = outcome_of(lambda: parse_data_path(entries))
+    assert code == 2
+    assert all(len(sentence) <= 900 for sentence in sentences), sentences
+    if "entries" not in words[0]:  # more than the components allowed is said alone
+        assert all(word in "\n".join(sentences) for word in words), sentences
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ("", ["--split '' is not a text"]),
+        ("nan", ["--split nan is not one to three"]),
+        ("1e308,1e308", ["is not one to three"]),
+        ("-1,2", ["is not one to three"]),
+        ("0,0", ["is not one to three"]),
+        ("1,1,1,1", ["is not one to three"]),
+        ("99:1", ["is not one to three"]),
+        ("1,1e9", ["leaves part 1"]),
+        ("0,1", ["leaves none of the 4 documents"]),
+    ],
+)
+def test_split_that_leaves_nothing_to_train_on_is_refused(sound_corpus, split, words):
+    code, sentences = outcome_of(lambda: start_checks(*sound_corpus.flags, f"--split={split}"))
+    assert code in (2, 65) and len(sentences) == 1
+    assert all(word in sentences[0] for word in words), sentences
+
+
+def test_config_that_is_a_folder_or_nowhere_is_a_missing_input(tmp_path):
+    assert_refused(lambda: parse("--config", str(tmp_path)), 66, str(tmp_path), "is a folder")
+    assert_refused(lambda: parse("--config", str(tmp_path / "none.yaml")), 66, "no such file")
+    assert_refused(lambda: parse("--config", ""), 66, "is a folder")
+
+
+@pytest.mark.parametrize(
+    ("where", "exit_code", "words"),
+    [
+        ("file/run", 73, ["--save", "file/run cannot be created"]),
+        ("file", 73, ["--save", "cannot be created"]),
+        ("/proc/nowhere/run", 73, ["--save /proc/nowhere/run cannot be created"]),
+        ("x" * 300, 74, ["File name too long"]),
+    ],
+)
+def test_folder_that_cannot_be_created_is_refused_at_the_start(sound_corpus, tmp_path, where, exit_code, words):
+    (tmp_path / "file").write_text("")
+    assert_refused(lambda: start_checks(*sound_corpus.flags, "--save", str(tmp_path / where)), exit_code, *words)
+
+
+def test_folder_to_load_that_is_a_file_or_empty_is_a_missing_input(sound_corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    for where in ("file", "nowhere", "."):
+        flags = [*sound_corpus.flags, "--load", str(tmp_path / where)]
+        assert_refused(partial(start_checks, *flags), 66, "--load")

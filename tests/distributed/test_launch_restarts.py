@@ -1,0 +1,228 @@
+"""What the launcher does when a rank crashes or hangs, and what the ranks do when the launcher has gone."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ranks import read_metrics, train_on_ranks
+from tests_tiny import tiny_settings
+from training_command import BASH, TORCHRUN, environment, flags_of
+
+from megatron_neobert import launch
+from megatron_neobert.config import CheckpointConfig, Settings
+from megatron_neobert.errors import ConfigError
+
+TRAIN_ITERS = 8
+LAUNCHER = [sys.executable, "-m", "megatron_neobert.launch"]
+
+# The training command, with a rank 1 that fails once, before its fifth update.
+FAILING_SCRIPT = """
+import os, signal, time
+from pathlib import Path
+from megatron_neobert.errors import run_command
+from megatron_neobert.pretrain import main
+from megatron_neobert.training import loop
+
+train_step, marker = loop.train_step, Path(__file__).with_suffix(".failed")
+
+def fail_once(run, batches):
+    if run.progress.iteration == 4 and os.environ["RANK"] == "1" and not marker.exists():
+        marker.touch()
+        {failure}
+    return train_step(run, batches)
+
+loop.train_step = fail_once
+run_command(main)
+"""
+SLEEP = 'print("rank 1 sleeps", flush=True); time.sleep(300)'
+
+
+def failing_script(folder: Path, failure: str) -> str:
+    path = folder / "failing.py"
+    path.write_text(FAILING_SCRIPT.replace("{failure}", failure))
+    return str(path)
+
+
+def resumable(corpus: Any, save: Path) -> Settings:
+    settings = tiny_settings(corpus, save=save, checkpoint={"load": str(save), "save_interval": 2})
+    return settings.with_section("training", train_iters=TRAIN_ITERS, eval_iters=0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_corpus, tmp_path_factory) -> dict[int, float]:
+    """Losses of two ranks that nothing happens to."""
+    save = tmp_path_factory.mktemp("undisturbed") / "run"
+    train_on_ranks(resumable(tiny_corpus, save), world_size=2)
+    return read_metrics(save)
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "failure", "said"),
+    [
+        pytest.param(
+            LAUNCHER,
+            {"MAX_RESTARTS": 1},
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            ["error: rank 1 was ended by signal 9", "restart 1 of 1, from the last checkpoint"],
+            id="launcher",
+        ),
+        pytest.param(
+            [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"],
+            {},
+            'raise ValueError("planted")',
+            ["ValueError: planted"],
+            id="torchrun",
+        ),
+    ],
+)
+def test_run_restarted_after_a_crash_ends_as_if_nothing_had_happened(
+    tiny_corpus, tmp_path, undisturbed, command, variables, failure, said
+):
+    script, save = failing_script(tmp_path, failure), tmp_path / "run"
+    words = [*command, script, *flags_of(resumable(tiny_corpus, save))]
+    finished = subprocess.run(
+        words, env=environment(2, **variables), capture_output=True, text=True, check=False, timeout=240
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "iter_0000004 on 2 x cpu" in finished.stdout, "it went on from the last checkpoint"
+    for sentence in said:
+        assert sentence in finished.stderr
+    assert "rank 1 (" in finished.stderr, "rank 0 says whom it lost"
+    assert read_metrics(save) == undisturbed
+    assert sorted(undisturbed) == list(range(1, TRAIN_ITERS + 1))
+
+
+@pytest.fixture
+def hanging(tiny_corpus, tmp_path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher whose rank 1 sleeps, for which rank 0 waits; MAX_RESTARTS would allow another start."""
+    words = [*LAUNCHER, failing_script(tmp_path, SLEEP), *flags_of(resumable(tiny_corpus, tmp_path / "run"))]
+    with subprocess.Popen(
+        words, env=environment(2, MAX_RESTARTS=1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        read_until(process, "rank 1 sleeps")
+        ranks = psutil.Process(process.pid).children()
+        yield process
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+        process.kill()
+
+
+def test_signal_before_a_single_rank_has_any_handler_ends_it_with_75(tiny_corpus, tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n" + FAILING_SCRIPT.replace("{failure}", "")
+    )
+    words = [*LAUNCHER, str(script), *flags_of(tiny_settings(tiny_corpus))]
+    finished = subprocess.run(words, env=environment(1), capture_output=True, text=True, check=False, timeout=60)
+    assert (finished.returncode, finished.stderr) == (75, "rank 0: stopped by SIGTERM before the first iteration\n")
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(said))
+
+
+def test_second_interrupt_aborts_launcher_and_ranks_with_130(hanging):
+    ranks = psutil.Process(hanging.pid).children()
+    hanging.send_signal(signal.SIGINT)
+    read_until(hanging, "Ctrl-C again aborts at once")
+    hanging.send_signal(signal.SIGINT)
+    said, _ = hanging.communicate(timeout=60)
+    assert hanging.returncode == 130, said
+    assert "rank 0: aborted\n" in said
+    assert "rank 1: aborted\n" in said
+    assert "restart" not in said
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_ranks_without_their_launcher_end_by_themselves(hanging):
+    ranks = psutil.Process(hanging.pid).children()
+    assert len(ranks) == 2
+    hanging.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    assert hanging.stdout is not None
+    said = hanging.stdout.read()
+    for rank in (0, 1):
+        assert f"error: rank {rank}: the launcher that started it has gone." in said
+
+
+def test_save_now_and_stop_are_obeyed_while_the_run_goes_on(tiny_corpus, tmp_path):
+    settings = resumable(tiny_corpus, tmp_path).with_section("checkpoint", save_interval=100_000)
+    words = flags_of(settings.with_section("training", train_iters=100_000))
+    with subprocess.Popen(
+        [*BASH, *words], env=environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        read_until(process, "iteration 3/")
+        (tmp_path / "SAVE_NOW").touch()
+        read_until(process, f"saved {tmp_path}/iter_")
+        read_until(process, "iteration ")
+        assert not (tmp_path / "SAVE_NOW").exists()
+        (tmp_path / "STOP").touch()
+        read_until(process, "the file STOP in --save asked for it")
+        assert process.wait(60) == 75
+    assert len(list(tmp_path.glob("iter_*/MANIFEST.json"))) == 2
+    again = subprocess.run([*BASH, *words], env=environment(1), capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert (
+        again.stderr
+        == f"error: {tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove that file to go on.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "nodes", "problem"),
+    [
+        (CheckpointConfig(save="run", load="run"), 2, "MAX_RESTARTS is set for 2 nodes"),
+        (CheckpointConfig(save="run"), 1, "--save is run and --load is None"),
+        (CheckpointConfig(save="run", load="other"), 1, "--save is run and --load is other"),
+        (CheckpointConfig(), 1, "--save is None and --load is None"),
+        (CheckpointConfig(save="run", load="run", resume="never"), 1, "--resume never would begin anew"),
+    ],
+)
+def test_restarts_that_could_not_go_on_are_refused(checkpoint, nodes, problem):
+    with pytest.raises(ConfigError, match=problem):
+        launch._check_restarts(checkpoint, nodes=nodes)
+
+
+def test_restarts_are_allowed_where_save_and_load_are_the_same_folder():
+    launch._check_restarts(CheckpointConfig(save="run", load="./run"), nodes=1)
+
+
+def test_restarts_that_could_not_go_on_are_refused_before_any_rank_is_started(tiny_corpus, tmp_path):
+    words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
+    finished = subprocess.run(
+        [*BASH, *words], env=environment(2, MAX_RESTARTS=1), capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 2, finished.stderr
+    assert finished.stderr.startswith("error: MAX_RESTARTS is set, but --save is ")
+
+
+@pytest.mark.parametrize("code", [0, 2, 65, 66, 70, 73, 75, 78, 130])
+def test_ends_that_would_only_repeat_themselves_or_were_asked_for_are_no_crashes(code):
+    assert not launch._is_crash(code)
+
+
+@pytest.mark.parametrize("code", [1, 69, 74, 128 + signal.SIGKILL, 128 + signal.SIGSEGV])
+def test_ends_that_may_not_come_again_are_crashes(code):
+    assert launch._is_crash(code)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [({0: 69, 1: 1}, 1), ({0: 69, 1: -9}, 137), ({0: 69, 1: 69}, 69), ({0: 74, 1: 69}, 74), ({2: 75}, 75)],
+)
+def test_node_ends_with_the_code_of_the_rank_that_did_not_merely_lose_another(codes, expected):
+    assert launch._exit_code_of_node(codes) == expected

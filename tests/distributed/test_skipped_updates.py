@@ -1,0 +1,251 @@
+"""A loss or gradient that is not finite on one rank, or far above the usual, costs its batch and nothing else."""
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from ranks import read_metrics, train_on_ranks
+from test_layouts import DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP
+from tests_tiny import ITERATIONS
+
+from megatron_neobert.errors import DivergenceError
+from megatron_neobert.training import loop, step
+
+POISONED = 4  # the iteration whose loss or gradient is broken
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Breaks the loss or the gradient of one rank at some iterations, and notes what the step does to the weights.
+
+    An instance is the hook of `train_on_ranks`: called in every rank's process before training.
+    """
+
+    folder: Path  # one line per rank and broken iteration goes to notes.RANK.jsonl
+    iterations: tuple[int, ...] = (POISONED,)
+    rank: int = 0
+    of: str = "loss"  # or "gradient" alone, or "reported loss" alone
+    factor: float = NAN
+    guarded: bool = True  # without: the control
+
+    def __call__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        loop.train_step = functools.partial(self._train_step, loop.train_step)
+        if not self.guarded:
+            step.skip_reason = lambda *args, **kwargs: None
+
+    def _train_step(self, original, run, batches):
+        iteration = run.progress.iteration + 1
+        if iteration not in self.iterations:
+            return original(run, batches)
+        before = state_of(run)
+        with self._broken(run) if self.rank == rank() else contextlib.nullcontext():
+            report = original(run, batches)
+        after = state_of(run)
+        with (self.folder / f"notes.{rank()}.jsonl").open("a") as stream:
+            note = {
+                "iteration": iteration,
+                "reason": report.skip_reason,
+                "unchanged": before.keys() == after.keys() and all(same_bits(before[k], after[k]) for k in before),
+                "finite": all(bool(tensor.isfinite().all()) for tensor in after.values()),
+            }
+            stream.write(json.dumps(note) + "\n")
+        return report
+
+    @contextlib.contextmanager
+    def _broken(self, run) -> Iterator[None]:
+        if self.of == "gradient":
+            parameter = next(run.models[0].parameters())
+            handle = parameter.register_hook(lambda gradient: gradient * self.factor)
+            yield
+            handle.remove()
+        else:
+            original = step._sum_loss
+            step._sum_loss = functools.partial(self._sum_loss, original)
+            yield
+            step._sum_loss = original
+
+    def _sum_loss(self, original, labels_m, output):
+        total, tokens, report = original(labels_m, output)
+        if self.of == "loss":
+            total = total * self.factor
+        return total, tokens, torch.cat([report[:1] * self.factor, report[1:]])
+
+    def notes(self) -> list[dict]:
+        """Of all ranks."""
+        return [json.loads(line) for path in self.folder.glob("notes.*") for line in path.open()]
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def state_of(run) -> dict[str, torch.Tensor]:
+    """Copies of weights, main weights, moments and step counts of this rank."""
+    if run.settings.parallel.overlap_param_gather:
+        for model in run.models:
+            model.start_param_sync(force_sync=True)  # the newest weights of the other ranks
+    tensors = {f"{i}.{name}": value for i, m in enumerate(run.models) for name, value in m.named_parameters()}
+    tensors |= {f"main {i}": value for i, value in enumerate(run.optimizer.get_parameters())}
+    for number, (_, state) in enumerate(run.optimizer.state.items()):
+        tensors |= {f"{name} {number}": value for name, value in state.items()}
+    for number, group in enumerate(run.optimizer.param_groups):
+        tensors[f"step {number}"] = torch.tensor(group["step"])
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+CASES = {
+    "one rank, loss": (1, {}, {}, {}),
+    "data 2, overlapped, loss": (2, DP2_OVERLAP, {}, {"rank": 1}),
+    "data 2, whole optimizer, infinite gradient, bfloat16": (
+        2,
+        {"use_distributed_optimizer": False},
+        {"bf16": True},
+        {"rank": 1, "of": "gradient", "factor": float("inf")},
+    ),
+    "tensor 2, sequence parallel, loss without gradient": (2, TP2_SP, {}, {"rank": 1, "of": "reported loss"}),
+    "tensor 2 x data 2, whole optimizer, gradient": (
+        4,
+        {**TP2, "use_distributed_optimizer": False},
+        {},
+        {"rank": 3, "of": "gradient"},
+    ),
+    "pipeline 2, gradient of the first stage, bfloat16": (2, PP2, {"bf16": True}, {"of": "gradient"}),
+    "interleaved pipeline 2, loss of the last stage": (2, PP2_INTERLEAVED, {}, {"rank": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_broken_step_of_one_rank_changes_no_bit_on_any_rank(settings, tmp_path, case):
+    world_size, parallel, training, broken = CASES[case]
+    poison = Poison(tmp_path / "notes", **broken)
+    model = {"num_layers": 4} if parallel == PP2_INTERLEAVED else {}
+    run = settings(model=model, parallel=parallel, training=training)
+    train_on_ranks(run, world_size=world_size, prepare=poison)
+    notes = poison.notes()
+    assert len(notes) == world_size
+    assert all(note["unchanged"] and note["finite"] and note["reason"] for note in notes), notes
+    assert len({note["reason"] for note in notes}) == 1
+    losses = read_metrics(run.checkpoint.save)
+    assert list(losses) == [i for i in range(1, ITERATIONS + 1) if i != POISONED]
+    assert losses[ITERATIONS] < losses[1]
+    skipped = read_metrics(run.checkpoint.save, "skipped_iterations")
+    assert skipped == {i: int(i >= POISONED) for i in range(1, ITERATIONS + 1)}
+
+
+@pytest.mark.parametrize("of", ["loss", "gradient"])
+def test_without_the_guard_one_broken_step_of_one_rank_spoils_the_weights_of_all(settings, tmp_path, of):
+    poison = Poison(tmp_path / "notes", of=of, rank=1, guarded=False)
+    run = settings().with_section("checkpoint", check_for_nan=False)
+    train_on_ranks(run, world_size=2, prepare=poison)
+    assert [(note["finite"], note["unchanged"]) for note in poison.notes()] == [(False, False)] * 2
+
+
+def test_a_skipped_step_takes_its_batch_and_its_rate_and_the_next_goes_on_with_the_schedule(settings, tmp_path):
+    whole, skipping = settings("whole"), settings("skipping")
+    train_on_ranks(whole)
+    train_on_ranks(skipping, prepare=Poison(tmp_path / "notes"))
+    for key in ("lr", "consumed_tokens", "cursor"):
+        assert read_metrics(skipping.checkpoint.save, key) == read_metrics(whole.checkpoint.save, key), key
+    before = range(1, POISONED)
+    expected, losses = read_metrics(whole.checkpoint.save), read_metrics(skipping.checkpoint.save)
+    assert [losses[i] for i in before] == [expected[i] for i in before]
+    assert losses[POISONED + 1] != expected[POISONED + 1]
+
+
+def test_counts_of_skipped_updates_go_on_where_the_run_stopped(settings, tmp_path, capfd):
+    """Stopped between two skipped updates in a row, and bit for bit the run that never stopped."""
+    poison = Poison(tmp_path / "notes", iterations=(3, 4))
+    uninterrupted = settings("uninterrupted")
+    train_on_ranks(uninterrupted, prepare=poison)
+    for _ in range(2):
+        run = settings("stopped", training={"exit_interval": 3})
+        train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save), prepare=poison)
+    for key in ("loss", "skipped_iterations", "consumed_tokens", "validation_loss"):
+        assert read_metrics(run.checkpoint.save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
+    assert read_metrics(run.checkpoint.save, "skipped_iterations")[ITERATIONS] == 2
+    said = "iteration 4/6 | update skipped: loss nan, gradient norm nan | 2 skipped, 2 in a row\n"
+    assert capfd.readouterr().out.count(said) == 2
+
+
+SPIKES = {"loss_spike_sigma": 6.0, "loss_spike_window": 8, "train_iters": 8}
+
+
+def test_a_loss_spike_is_skipped_on_all_ranks_and_judged_alike_after_a_resume(settings, tmp_path):
+    """The last updates are known again after a stop: the spike comes right behind it."""
+    poison = Poison(tmp_path / "notes", iterations=(6,), rank=1, factor=100.0)
+    uninterrupted = settings("uninterrupted", training=SPIKES)
+    train_on_ranks(uninterrupted, world_size=2, prepare=poison)
+    assert ["is above" in note["reason"] and note["unchanged"] for note in poison.notes()] == [True, True]
+    for _ in range(2):
+        run = settings("stopped", training={**SPIKES, "exit_interval": 5})
+        train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save), world_size=2, prepare=poison)
+    for key in ("loss", "grad_norm", "skipped_iterations"):
+        assert read_metrics(run.checkpoint.save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
+    assert 6 not in read_metrics(run.checkpoint.save)
+
+
+def test_a_batch_without_a_masked_token_is_no_skip(settings, tmp_path):
+    run = settings()
+    train_on_ranks(run, prepare=mask_nothing)
+    assert read_metrics(run.checkpoint.save)[POISONED] == read_metrics(run.checkpoint.save, "grad_norm")[POISONED] == 0
+    assert read_metrics(run.checkpoint.save, "skipped_iterations")[ITERATIONS] == 0
+
+
+def mask_nothing() -> None:
+    """In one iteration, no position is predicted."""
+    original = loop.train_step
+
+    def train_step(run, batches):
+        if run.progress.iteration + 1 == POISONED:
+            empty = dict.fromkeys(("labels_m", "masked_positions_m"), torch.empty(0, dtype=torch.int64))
+            batches = replace(batches, micro_batches=[replace(batch, **empty) for batch in batches.micro_batches])
+        return original(run, batches)
+
+    loop.train_step = train_step
+
+
+def test_without_the_option_a_spike_is_trained_on(settings, tmp_path):
+    poison = Poison(tmp_path / "notes", iterations=(6,), factor=100.0)
+    run = settings()
+    train_on_ranks(run, prepare=poison)
+    assert [note["reason"] for note in poison.notes()] == [None]
+    assert read_metrics(run.checkpoint.save)[6] > 100
+
+
+def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(settings, tmp_path):
+    poison = Poison(tmp_path / "notes", iterations=(2, 4, 5, 6), rank=1)
+
+    def prepare() -> None:
+        poison()
+        ranks.run_training = functools.partial(note_divergence, ranks.run_training, tmp_path)
+
+    run = settings(training={"max_skipped_iters": 2, "train_iters": 9})
+    run = run.with_section("checkpoint", load=run.checkpoint.save)
+    train_on_ranks(run, world_size=2, prepare=prepare)
+    errors = [(tmp_path / f"error.{rank}").read_text() for rank in (0, 1)]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("70: the updates of the last 2 iterations, 4 to 5, were skipped")
+    assert (Path(run.checkpoint.save) / "iter_0000005" / "MANIFEST.json").is_file()
+    train_on_ranks(run, world_size=2, prepare=poison)  # the start after that may skip iteration 6
+    assert max(read_metrics(run.checkpoint.save)) == 9
+
+
+def note_divergence(run_training, folder: Path, settings) -> int:
+    try:
+        return run_training(settings)
+    except DivergenceError as error:
+        (folder / f"error.{rank()}").write_text(f"{error.exit_code}: {error}")
+        return error.exit_code

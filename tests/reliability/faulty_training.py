@@ -1,0 +1,121 @@
+"""The training command with something broken on purpose, in place of examples/pretrain_neobert.sh.
+
+FAULTS lists what, as `name:rank:iteration`; the names are those of the functions below. Each rank also says a hash of
+its weights when it has trained.
+"""
+
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_neobert import pretrain
+from megatron_neobert.errors import run_command
+from megatron_neobert.training import checkpoint_writer, loop, stopping
+from megatron_neobert.training.run import Run
+
+RANK = os.environ.get("RANK", "0")
+LARGEST_FILE_BYTES = 1 << 16
+
+
+def crash(run: Run) -> None:
+    """Once: a process that was started again does not crash."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("crashed on purpose")
+
+
+def hang(run: Run) -> None:
+    threading.Event().wait()
+
+
+def clock_ahead(run: Run) -> None:
+    """By an hour, as if this rank had started that much earlier."""
+    stopping._started_seconds -= 3600
+
+
+def nan_loss(run: Run) -> None:
+    """In the first micro-batch of this rank."""
+
+    def spoil(module: Any, inputs: Any, output: Any) -> Any:
+        hook.remove()
+        losses, correct = output
+        return losses * float("nan"), correct
+
+    hook = run.unwrapped_models[0].register_forward_hook(spoil)
+
+
+def infinite_gradient(run: Run) -> None:
+    """Of one parameter, in the first micro-batch of this rank, with a loss that is as it should be."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        hook.remove()
+        return gradient * float("inf")
+
+    hook = next(run.unwrapped_models[0].parameters()).register_hook(spoil)
+
+
+def file_size_limit(run: Run) -> None:
+    """From now on this rank can write no large file: EFBIG, from the kernel."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, LARGEST_FILE_BYTES))
+
+
+def full_disk(run: Run) -> None:
+    """The tensors of this rank's next checkpoint meet a full device: ENOSPC, from the kernel."""
+    original = checkpoint_writer.TensorWriter.start
+
+    def start(writer: Any) -> None:
+        (writer.folder / f"__{RANK}_0.distcp").symlink_to("/dev/full")
+        original(writer)
+
+    checkpoint_writer.TensorWriter.start = start
+
+
+def die_while_deleting(run: Run) -> None:
+    """Killed when the first file of an old checkpoint is gone."""
+    original = shutil.rmtree
+
+    def rmtree(folder: Any, *arguments: Any, **options: Any) -> None:
+        if any(Path(folder).glob("*.distcp")):
+            next(Path(folder).glob("*.distcp")).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(folder, *arguments, **options)
+
+    shutil.rmtree = rmtree
+
+
+def install(faults: str) -> None:
+    """Wraps the training step of this rank."""
+    wanted = [fault.split(":") for fault in faults.split()]
+    train_step, train = loop.train_step, loop.train
+
+    def broken_step(run: Run, batches: Any) -> Any:
+        for name, rank, iteration in wanted:
+            if rank == RANK and int(iteration) == run.progress.iteration + 1:
+                globals()[name](run)
+        return train_step(run, batches)
+
+    def train_and_hash(run: Run, *arguments: Any) -> int:
+        try:
+            return train(run, *arguments)
+        finally:
+            digest = hashlib.sha256()
+            for parameter in run.unwrapped_models[0].parameters():
+                digest.update(parameter.detach().numpy().tobytes())
+            print(f"weights of rank {RANK}: {digest.hexdigest()}", flush=True)
+
+    loop.train_step, loop.train = broken_step, train_and_hash
+
+
+if __name__ == "__main__":
+    install(os.environ.get("FAULTS", ""))
+    try:
+        run_command(pretrain.main)
+    except SystemExit as end:
+        print(f"rank {RANK} ends with {end.code}", flush=True)
+        raise

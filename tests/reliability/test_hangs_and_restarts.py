@@ -1,0 +1,32 @@
+"""A rank that does not answer ends the run and is named; a run that is started again goes on as if nothing had been."""
+
+import re
+
+from distributed.training_command import TORCHRUN
+from reliability.conftest import FAULTY_SCRIPT, ITERATIONS, LAUNCH_FAULTY
+from reliability.states import assert_same_state
+
+LAST = f"iter_{ITERATIONS:07d}"
+
+
+def test_a_hanging_rank_ends_all_with_69_and_is_named_with_its_iteration(start, tmp_path):
+    limit = ("--distributed-timeout-minutes", 0.05)
+    with start(tmp_path, *limit, command=LAUNCH_FAULTY, FAULTS="hang:1:5") as training:
+        assert training.finish() == 69, training.output
+    (sentence,) = [line for line in training.lines if "no progress for" in line]
+    assert "in iteration 5 (training)" in sentence
+    # Whichever rank speaks first speaks for all.
+    assert re.search(r"rank 1 \(\S+\)( in iteration 5 \(training\); it)? waits for no other rank", sentence), sentence
+    assert training.output.count("where rank 1 stands:") == 1
+    assert "in hang\n" in training.output.split("where rank 1 stands:")[1], "its stack shows the line"
+    assert "iteration 4/" in training.output
+
+
+def test_torchrun_starts_a_crashed_run_again_and_it_ends_exactly_as_without_the_crash(start, copy_until, undisturbed):
+    save = copy_until(200)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", FAULTY_SCRIPT]
+    with start(save, command=command, FAULTS="crash:1:260") as training:
+        assert training.finish() == 0, training.output
+    assert "crashed on purpose" in training.output
+    assert f"from {save / 'iter_0000250'}" in training.output
+    assert_same_state(save / LAST, undisturbed / LAST)

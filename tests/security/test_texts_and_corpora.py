@@ -1,0 +1,97 @@
+"""Hostile inputs of preprocessing and hostile corpora: nothing is unpickled or unpacked to where it wants to go."""
+
+import io
+import pickle
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hostile import Canary, Commands
+
+
+def pack_tar(canary: Canary) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        entry = tarfile.TarInfo(f"../{canary.mark.name}")
+        entry.size = 3
+        archive.addfile(entry, io.BytesIO(b"ran"))
+    return content.getvalue()
+
+
+def pack_zip(canary: Canary) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(f"../{canary.mark.name}", "ran")
+    return content.getvalue()
+
+
+def pack_numpy(canary: Canary) -> bytes:
+    content = io.BytesIO()
+    np.save(content, np.array([canary], dtype=object), allow_pickle=True)
+    return content.getvalue()
+
+
+HOSTILE = {
+    "shard.pkl": pickle.dumps,
+    "shard.jsonl": pickle.dumps,
+    "shard.tar": pack_tar,
+    "shard.zip": pack_zip,
+    "shard.npy": pack_numpy,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_shard_that_is_no_text_is_refused(
+    commands: Commands, tiny_corpus: Any, tmp_path: Path, canary: Canary, name: str
+):
+    (tmp_path / "in").mkdir()
+    shard = tmp_path / "in" / name
+    shard.write_bytes(HOSTILE[name](canary))
+    result = commands.run(
+        "tools.preprocess_data",
+        *("--input", shard, "--output-prefix", tmp_path / "out", "--tokenizer-model", tiny_corpus.tokenizer),
+    )
+    assert result.refused(65), result.output
+    assert not canary.has_run
+
+
+def test_arrow_type_that_is_a_pickle_is_read_as_its_text(
+    commands: Commands, tiny_corpus: Any, tmp_path: Path, canary: Canary
+):
+    """Arrow once unpickled a column's extension type when it opened the file."""
+    extension = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(canary)}
+    schema = pa.schema([pa.field("content", pa.string(), metadata=extension)])
+    table = pa.table({"content": ["the cat sat on a mat"]}, schema=schema)
+    with pa.OSFile(str(tmp_path / "shard.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_table(table)
+    result = commands.run(
+        "tools.preprocess_data",
+        *("--input", tmp_path / "shard.arrow", "--output-prefix", tmp_path / "out"),
+        *("--tokenizer-model", tiny_corpus.tokenizer),
+    )
+    assert "Traceback" not in result.output
+    assert not canary.has_run
+
+
+@pytest.mark.parametrize("ending", [".idx", ".bin", ".json"])
+def test_pickle_in_the_place_of_a_corpus_file_is_refused(
+    commands: Commands, tiny_corpus: Any, training: list[str], tmp_path: Path, canary: Canary, ending: str
+):
+    for path in Path(tiny_corpus.prefix).parent.glob(f"{Path(tiny_corpus.prefix).name}.*"):
+        shutil.copy(path, tmp_path)
+    prefix = tmp_path / Path(tiny_corpus.prefix).name
+    prefix.with_name(prefix.name + ending).write_bytes(pickle.dumps(canary))
+    result = commands.run("megatron_neobert.pretrain", *training, "--data-path", prefix)
+    assert result.refused(65), result.output
+    assert not canary.has_run
+
+
+def test_manifest_of_a_corpus_cannot_name_files_elsewhere(tiny_corpus: Any):
+    """The names of a corpus's files follow from the name it is opened by; its manifest has none."""
+    content = Path(f"{tiny_corpus.prefix}.json").read_text()
+    assert Path(tiny_corpus.prefix).name not in content

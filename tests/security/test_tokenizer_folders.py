@@ -1,0 +1,57 @@
+"""Hostile tokenizers: code that a folder brings along is never imported, and no file is unpickled."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from hostile import Canary, Commands
+from transformers import AutoTokenizer
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    path = tmp_path / "shard.jsonl"
+    path.write_text('{"content": "a few words"}\n')
+    return path
+
+
+def preprocess(commands: Commands, shard: Path, tokenizer: Path, *more: str):
+    return commands.run(
+        "tools.preprocess_data",
+        *("--input", shard, "--output-prefix", shard.parent / "out"),
+        *("--tokenizer-model", tokenizer, *more),
+    )
+
+
+def test_folder_with_its_own_code_is_refused(commands: Commands, shard: Path, tmp_path: Path, canary: Canary):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    (folder / "own_code.py").write_text(
+        f"{canary.source}from transformers import BertTokenizer\nclass Own(BertTokenizer): pass\n"
+    )
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_code.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    result = preprocess(commands, shard, folder)
+    assert result.refused(65), result.output
+    assert "auto_map asks for the tokenizer's own Python code, which is never run" in result.output
+    assert not canary.has_run
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert canary.has_run
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "tokenizer.model", "tokenizer_config.json"])
+def test_pickle_in_the_place_of_a_tokenizer_file_is_refused(
+    commands: Commands, shard: Path, tmp_path: Path, canary: Canary, name: str
+):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    if name == "tokenizer_config.json":
+        (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    (folder / name).write_bytes(pickle.dumps(canary))
+    result = preprocess(commands, shard, folder)
+    assert result.refused(65), result.output
+    assert not canary.has_run
+    pickle.loads((folder / name).read_bytes())
+    assert canary.has_run

@@ -1,0 +1,139 @@
+"""A replayed batch is the one that was trained on, and shows where its numbers cease to be finite."""
+
+import functools
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import import_tool, run
+from distributed import ranks
+from distributed.ranks import read_metrics, train_on_ranks
+from tests_tiny import tiny_settings
+
+from megatron_neobert.config import CheckpointConfig, ParallelConfig
+from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.errors import ConfigError, MissingInputError
+from megatron_neobert.flags import write_record
+from megatron_neobert.training import step
+
+tool = import_tool("replay_batch")
+LAST = 5  # its batch is skipped
+LAST_SPECIAL_TOKEN = 4
+RARE_TOKEN = 240  # which is in some micro-batches of the last batch, not in all
+
+
+def note_batches(folder: Path, *, poisoned: bool) -> None:
+    """Writes down the tokens of every batch whose gradient is computed; before the last, breaks the embedding."""
+    original = step.compute_gradients
+
+    def compute_gradients(run, batches):
+        iteration = run.progress.iteration + 1
+        if poisoned and iteration == LAST:
+            run.unwrapped_models[0].embedding.word_embeddings.weight.data[RARE_TOKEN] = float("nan")
+        tokens = [batch.tokens_t.tolist() for batch in batches.micro_batches]
+        with (folder / f"batches.{ranks.os.environ['RANK']}.jsonl").open("a") as stream:
+            stream.write(json.dumps(tokens) + "\n")
+        return original(run, batches)
+
+    step.compute_gradients = compute_gradients
+
+
+def noted_batches(folder: Path) -> list[list[list[int]]]:
+    """Micro-batches of each global batch in their order: ranks take turns."""
+    paths = sorted(folder.glob("batches.*.jsonl"))
+    of_ranks = [[json.loads(line) for line in path.open()] for path in paths]
+    return [[micro for turn in zip(*step, strict=True) for micro in turn] for step in zip(*of_ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_corpus, tmp_path_factory) -> SimpleNamespace:
+    """A run of two ranks with checkpoints 2, 4 and 5, and the tokens that it has seen."""
+    folder = tmp_path_factory.mktemp("replay")
+    settings = tiny_settings(
+        tiny_corpus,
+        save=folder / "run",
+        training={"train_iters": LAST, "eval_iters": 0},
+        checkpoint={"save_interval": 2, "check_for_nan": False},
+    )
+    train_on_ranks(settings, world_size=2, prepare=functools.partial(note_batches, folder, poisoned=True))
+    return SimpleNamespace(save=folder / "run", batches=noted_batches(folder))
+
+
+def files_of(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_that_are_not_finite(trained):
+    before = files_of(trained.save)
+    code, said, errors = run(
+        "replay_batch", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST
+    )
+    assert code == 0, errors
+    expected = [RARE_TOKEN in tokens for tokens in trained.batches[LAST - 1]]
+    assert set(expected) == {True, False}
+    lines = [line for line in said.splitlines() if line.startswith("micro-batch")]
+    assert ["NOT FINITE" in line for line in lines] == expected
+    assert "gradient norm nan" in said and "gradient NOT FINITE: decoder.layers.1.mlp" in said
+    assert files_of(trained.save) == before
+
+
+def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradient(trained, tmp_path, capfd):
+    iteration = 3  # right behind a checkpoint: with the weights that it had
+    origin = tool.choose_origin(trained.save, iteration, weights=None)
+    assert origin.weights == origin.place == trained.save / "iter_0000002"
+
+    def prepare() -> None:
+        note_batches(tmp_path, poisoned=False)
+        ranks.run_training = lambda settings: tool.replay(settings, origin, iteration)
+
+    settings = tool.settings_of(trained.save, origin, [])
+    train_on_ranks(settings, world_size=2, prepare=prepare)
+    assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
+    loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
+    assert f"loss {loss:.4f} nats | gradient norm {grad_norm:.3f}\n" in capfd.readouterr().out
+
+
+def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(trained, tiny_corpus, tmp_path, capfd):
+    origin = tool.choose_origin(trained.save, 2, weights=None)
+    assert origin == tool.Origin(weights=None, place=None)
+
+    def prepare() -> None:
+        note_batches(tmp_path, poisoned=False)
+        ranks.run_training = lambda settings: tool.replay(settings, origin, 2)
+
+    train_on_ranks(tool.settings_of(trained.save, origin, []), prepare=prepare)
+    assert noted_batches(tmp_path) == [trained.batches[1]]
+    said = capfd.readouterr().out
+    assert "batch 2 with fresh weights on 1 x cpu" in said
+    listed = [[int(n) for n in line.split()[1:]] for line in said.splitlines() if f"  {tiny_corpus.prefix}: " in line]
+    corpus = Corpus(Path(tiny_corpus.prefix))
+    for tokens, numbers in zip(trained.batches[1], listed, strict=True):
+        held = Counter(token for number in numbers for token in corpus.document(number).tolist())
+        assert Counter(token for token in tokens if token > LAST_SPECIAL_TOKEN) <= held
+
+
+def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_changes(tiny_corpus, tmp_path):
+    layout = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}
+    saved = tiny_settings(tiny_corpus, save=tmp_path, parallel=layout)
+    folder = tmp_path / "iter_0000004"
+    folder.mkdir()
+    write_record(saved, folder / "settings.yaml")
+    (folder / "MANIFEST.json").touch()
+    origin = tool.choose_origin(tmp_path, 5, weights=None)
+    settings = tool.settings_of(tmp_path, origin, ["--lr", "0.5"])
+    assert settings.parallel == ParallelConfig(use_distributed_optimizer=False)
+    assert settings.checkpoint == CheckpointConfig(load=str(tmp_path))
+    assert settings.optimizer == replace(saved.optimizer, lr=0.5)
+    assert (settings.model, settings.data, settings.training) == (saved.model, saved.data, saved.training)
+
+
+def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, tmp_path):
+    with pytest.raises(ConfigError, match="--iteration 0 is none"):
+        tool.choose_origin(trained.save, 0, weights=None)
+    with pytest.raises(MissingInputError, match="no checkpoint of iteration 3"):
+        tool.choose_origin(trained.save, 4, weights=3)
+    with pytest.raises(MissingInputError, match="holds no checkpoint"):
+        tool.choose_origin(tmp_path, 4, weights=None)

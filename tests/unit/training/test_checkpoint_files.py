@@ -1,0 +1,201 @@
+"""Folders of checkpoints as files: what counts, what is refused, what is kept, and what a crash may leave."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_neobert.config import CheckpointConfig
+from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
+from megatron_neobert.training import checkpoint_files
+from megatron_neobert.training.checkpoint_files import (
+    check_folders,
+    claim,
+    find_good_checkpoint,
+    is_newest,
+    iteration_folder,
+    list_checkpoints,
+    prepare_folder,
+    prune,
+    publish,
+    set_aside,
+    verify_files,
+    write_manifest,
+)
+
+NEEDED = (".metadata", "common.pt", "metadata.json", "settings.yaml")
+
+
+def save_files(save: Path, iteration: int, content: str = "content") -> Path:
+    final = iteration_folder(save, iteration)
+    temporary = final.with_name(f".tmp-{final.name}")
+    prepare_folder(temporary, expected_bytes=0)
+    for name in NEEDED:
+        (temporary / name).write_text(content)
+    write_manifest(temporary, {})
+    publish(temporary, final, iteration=iteration)
+    return final
+
+
+def names(save: Path) -> list[str]:
+    return sorted(path.name for path in save.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"), [(2, None, [9, 10]), (3, 4, [4, 8, 9, 10]), (2, 3, [3, 6, 9, 10])]
+)
+def test_the_newest_are_kept_and_those_of_every_so_many_iterations(tmp_path, keep_last, keep_every, kept):
+    for iteration in range(1, 11):
+        save_files(tmp_path, iteration)
+    prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    assert [checkpoint_files.iteration_of(folder) for folder in reversed(list_checkpoints(tmp_path))] == kept
+    for folder in list_checkpoints(tmp_path):
+        verify_files(folder)
+
+
+def test_a_crash_while_deleting_leaves_nothing_that_counts_and_the_next_save_sweeps_it(tmp_path, monkeypatch):
+    for iteration in (1, 2, 3):
+        save_files(tmp_path, iteration)
+
+    def crash(path: Path, **_: object) -> None:
+        if path.name == ".old-iter_0000001" and path.exists():
+            (path / "common.pt").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", crash)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path, keep_last=2, keep_every=None)
+    monkeypatch.undo()
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["iter_0000003", "iter_0000002"]
+    assert ".old-iter_0000001" in names(tmp_path)
+    save_files(tmp_path, 4)
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+def test_a_checkpoint_of_the_same_iteration_is_replaced_whole(tmp_path):
+    save_files(tmp_path, 1, content="old")
+    final = save_files(tmp_path, 1, content="new")
+    verify_files(final)
+    assert (final / "common.pt").read_text() == "new"
+    assert names(tmp_path) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(OSError, match="MiB free, but a checkpoint takes 9,536,743,164 MiB"):
+        prepare_folder(tmp_path / ".tmp-iter_0000001", expected_bytes=10**16)
+    assert names(tmp_path) == []
+
+
+def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path):
+    written = {"__1_0.distcp": checkpoint_files.Fingerprint(10, "0" * 64)}
+    with pytest.raises(OSError, match="is not seen here; --save must be on a file system that all nodes share"):
+        write_manifest(tmp_path, written)
+
+
+def damage_manifest(change):
+    def damage(folder: Path) -> None:
+        path = folder / "MANIFEST.json"
+        manifest = json.loads(path.read_text())
+        change(manifest["files"])
+        path.write_text(json.dumps(manifest))
+
+    return damage
+
+
+def link_elsewhere(folder: Path) -> None:
+    (folder / "common.pt").rename(folder.parent / "elsewhere")
+    (folder / "common.pt").symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (damage_manifest(lambda files: files.clear()), "does not list .metadata, common.pt, metadata.json"),
+        (damage_manifest(lambda files: files.pop("common.pt")), "does not list common.pt"),
+        (damage_manifest(lambda files: files.update({"../x": files["common.pt"]})), "'../x', which is not below"),
+        (damage_manifest(lambda files: files.update({"/etc/passwd": files["common.pt"]})), "'/etc/passwd', which"),
+        (link_elsewhere, "common.pt: missing"),
+        (lambda folder: (folder / "common.pt").write_text("contenT"), "common.pt: its sha256"),
+        (lambda folder: (folder / "common.pt").write_text("conten"), "common.pt: 6 bytes, expected 7"),
+        (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: not readable"),
+    ],
+    ids=["empty", "incomplete", "parent", "absolute", "link", "flipped", "truncated", "unsealed"],
+)
+def test_a_damaged_newest_checkpoint_is_passed_over_with_its_file_named_and_can_be_set_aside(tmp_path, damage, said):
+    good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
+    damage(newest)
+    chosen, damaged = find_good_checkpoint(tmp_path)
+    assert chosen == good
+    assert [folder for folder, _ in damaged] == [newest]
+    assert said in damaged[0][1]
+    set_aside(newest)
+    assert find_good_checkpoint(tmp_path) == (good, [])
+    assert (tmp_path / "iter_0000002.damaged").is_dir()
+
+
+@pytest.mark.parametrize(("pointer", "expected"), [("1", True), ("0", True), ("2", False), ("", True), ("abc", True)])
+def test_a_pointer_is_believed_only_where_it_shows_that_a_later_checkpoint_is_gone(tmp_path, pointer, expected):
+    checkpoint = save_files(tmp_path, 1)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(pointer)
+    assert find_good_checkpoint(tmp_path)[0] == checkpoint
+    assert is_newest(checkpoint) == expected
+
+
+def config(folder: Path, **changes: object) -> CheckpointConfig:
+    return CheckpointConfig(**{"save": str(folder), "load": str(folder), **changes})
+
+
+def test_a_run_starts_fresh_in_an_empty_folder_unless_it_must_resume(tmp_path):
+    check_folders(config(tmp_path))
+    with pytest.raises(MissingInputError, match=r"--resume must: --load .* holds no checkpoint"):
+        check_folders(config(tmp_path, resume="must"))
+    save_files(tmp_path, 1)
+    check_folders(config(tmp_path, resume="must"))
+
+
+def test_a_folder_with_checkpoints_is_never_started_anew(tmp_path):
+    save_files(tmp_path, 1)
+    with pytest.raises(OutputError, match="already holds checkpoints of a run; name another folder"):
+        check_folders(config(tmp_path, resume="never"))
+    with pytest.raises(OutputError, match=r"already holds checkpoints of a run; give --load .* to continue it"):
+        check_folders(config(tmp_path, load=None))
+    check_folders(config(tmp_path / "other", load=str(tmp_path), resume="never"))
+
+
+@pytest.mark.parametrize("remains", ["iter_0000003", "iter_0000003.damaged", "latest_checkpointed_iteration.txt"])
+def test_remains_of_checkpoints_are_no_reason_to_start_from_scratch(tmp_path, remains):
+    (tmp_path / remains).mkdir()
+    with pytest.raises(CheckpointError, match=f"holds {remains} but no whole checkpoint"):
+        check_folders(config(tmp_path))
+
+
+HOLD = """
+import sys
+from megatron_neobert.training.checkpoint_files import claim
+with claim(sys.argv[1]):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_LEAVE_SECONDS", 0)
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"claimed\n"
+        with (
+            pytest.raises(OutputError, match=f"is being written by another run .process {other.pid} on"),
+            claim(str(tmp_path)),
+        ):
+            pass
+        other.kill()
+    with claim(str(tmp_path)):
+        pass
+
+
+def test_what_a_killed_first_save_leaves_does_not_keep_a_run_from_starting(tmp_path):
+    (tmp_path / ".tmp-iter_0000003").mkdir()
+    check_folders(config(tmp_path))

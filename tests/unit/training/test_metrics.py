@@ -1,0 +1,81 @@
+"""What an interval says of its steps, skipped ones among them."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from megatron_neobert.config import CheckpointConfig, Settings, TrainingConfig
+from megatron_neobert.training.metrics import Averages, Monitor
+from megatron_neobert.training.run import Progress
+from megatron_neobert.training.step import StepReport
+
+NAN = float("nan")
+
+
+def report(loss: float = 2.0, *, masked: int = 10, skip_reason: str | None = None) -> StepReport:
+    """A step of 50 tokens in which every second prediction is right."""
+    sums = torch.tensor([loss * masked, masked, masked / 2, 50.0], dtype=torch.float64)
+    return StepReport(sums, loss=loss, grad_norm=1.0, skip_reason=skip_reason)
+
+
+def start(tmp_path: Path) -> Monitor:
+    settings = Settings(training=TrainingConfig(train_iters=10), checkpoint=CheckpointConfig(save=str(tmp_path)))
+    return Monitor(settings, iteration=0)
+
+
+def recorded(monitor: Monitor) -> list[dict]:
+    path = Path(monitor.settings.checkpoint.save) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def progress_of(iteration: int, *, skipped: int = 0, in_a_row: int = 0) -> Progress:
+    return Progress(corpus_sha256="", iteration=iteration, skipped_iterations=skipped, skipped_in_a_row=in_a_row)
+
+
+def test_a_skip_is_said_and_recorded_at_once(tmp_path, capsys):
+    monitor = start(tmp_path)
+    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), progress_of(4, skipped=3, in_a_row=2))
+    said = "iteration 4/10 | update skipped: loss nan, gradient norm nan | 3 skipped, 2 in a row\n"
+    assert capsys.readouterr().out == said
+    (line,) = recorded(monitor)
+    assert (line["iteration"], line["skipped_iterations"]) == (4, 3)
+
+
+def test_skipped_steps_count_with_their_tokens_but_enter_no_average(tmp_path):
+    monitor = start(tmp_path)
+    monitor.add(report(2.0), progress_of(1))
+    monitor.add(report(NAN, skip_reason="loss nan"), progress_of(2, skipped=1, in_a_row=1))
+    monitor.add(report(4.0, masked=30), progress_of(3, skipped=1))
+    progress = monitor.close_interval(progress_of(3, skipped=1), lr=1e-4, grad_norm=1.0)
+    line = recorded(monitor)[-1]
+    assert line["loss"] == (10 * 2.0 + 30 * 4.0) / (10 + 30)
+    assert line["masked_accuracy"] == 0.5
+    assert progress.consumed_tokens == line["consumed_tokens"] == 3 * 50
+    assert line["skipped_iterations"] == 1
+
+
+def test_an_interval_of_skipped_steps_alone_has_no_loss(tmp_path, capsys):
+    monitor = start(tmp_path)
+    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), progress_of(1, skipped=1, in_a_row=1))
+    capsys.readouterr()
+    monitor.close_interval(progress_of(1, skipped=1, in_a_row=1), lr=1e-4, grad_norm=NAN)
+    said = capsys.readouterr().out
+    assert said.startswith("iteration 1/10 | every update skipped | lr 1.00e-04 | ") and "nan" not in said
+    assert not {"loss", "masked_accuracy", "grad_norm"} & recorded(monitor)[-1].keys()
+
+
+def test_the_next_interval_starts_from_nothing(tmp_path):
+    monitor = start(tmp_path)
+    for iteration, loss in ((1, 2.0), (2, 4.0)):
+        monitor.add(report(loss), progress_of(iteration))
+        monitor.close_interval(progress_of(iteration), lr=1e-4, grad_norm=1.0)
+    assert [line["loss"] for line in recorded(monitor)] == [2.0, 4.0]
+
+
+def test_every_line_of_the_record_is_json_that_other_readers_accept(tmp_path):
+    monitor = start(tmp_path)
+    monitor.add(report(2.0), progress_of(1))
+    monitor.close_interval(progress_of(1), lr=1e-4, grad_norm=NAN)
+    monitor.report_validation(progress_of(1), Averages(loss=NAN, accuracy=0.5, tokens=50))
+    assert "NaN" not in (Path(monitor.settings.checkpoint.save) / "metrics.jsonl").read_text()

@@ -1,0 +1,202 @@
+"""Command: what is in a global batch of a run, and where do its loss and its gradient cease to be finite?
+
+    python tools/replay_batch.py --load SAVE --iteration 812
+    python tools/replay_batch.py --load SAVE --iteration 812 --checkpoint-iteration 812
+
+Takes settings, weights and the place in the data from the newest checkpoint before that iteration, packs the batches
+between without training on them, and runs forward and backward on the batch of that iteration. Nothing is updated,
+nothing is written. --checkpoint-iteration takes the weights of another checkpoint: a run that ends because its last
+updates were skipped saves the very weights that these batches met. One process does the work of all ranks of the run;
+under torchrun the ranks share it as the settings say. All other flags are those of a run, and replace its settings.
+"""
+
+import argparse
+import math
+import tempfile
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_neobert.config import CheckpointConfig, ParallelConfig, Settings
+from megatron_neobert.environment import is_rank_zero, world_size
+from megatron_neobert.errors import ConfigError, MissingInputError, run_command
+from megatron_neobert.flags import parse_command_line, read_record, write_record
+from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint, list_checkpoints, verify_files
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Checkpoints that the weights and the place in the data are from; None: the start of the run."""
+
+    weights: Path | None
+    place: Path | None
+
+
+def main() -> None:
+    """Replays the batch; rank 0 prints what is found."""
+    parser = argparse.ArgumentParser(
+        prog="replay_batch.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="SAVE", help="folder of the run, its --save")
+    add("--iteration", type=int, required=True, metavar="K", help="whose batch; the first iteration is 1")
+    add(
+        "--checkpoint-iteration", type=int, metavar="N", help="with the weights of iter_N; default: the newest before K"
+    )
+    arguments, flags = parser.parse_known_args()
+    origin = choose_origin(arguments.load, arguments.iteration, weights=arguments.checkpoint_iteration)
+    settings = settings_of(arguments.load, origin, flags)
+    if is_rank_zero():
+        for folder in {folder for folder in (origin.weights, origin.place) if folder is not None}:
+            verify_files(folder)
+    replay(settings, origin, arguments.iteration)
+
+
+def choose_origin(load: Path, iteration: int, *, weights: int | None) -> Origin:
+    """The newest checkpoint before the iteration; and for the weights another one, if it is wanted.
+
+    Raises:
+        ConfigError: No iteration has that number.
+        MissingInputError: The checkpoint that is wanted does not exist, or none at all.
+    """
+    if iteration < 1:
+        raise ConfigError(f"--iteration {iteration} is none; the first iteration of a run is 1.")
+    newest = latest_checkpoint(load)
+    before = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
+    place = before[0] if before else None
+    if place is None and read_record(newest / "settings.yaml").checkpoint.continue_from is not None:
+        raise MissingInputError(
+            f"{load} holds no checkpoint before iteration {iteration}, and its data did not begin at iteration 1: the "
+            "run has continued another one. Name an iteration behind its first checkpoint."
+        )
+    return Origin(weights=place if weights is None else latest_checkpoint(load, iteration=weights), place=place)
+
+
+def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
+    """The settings of the run, with what the flags replace; on one process, the layout is that of one rank.
+
+    Raises:
+        ConfigError: Flags that a run would not take either.
+    """
+    saved = read_record((origin.weights or latest_checkpoint(load)) / "settings.yaml")
+    saved = replace(saved, checkpoint=CheckpointConfig(load=str(load)))
+    if world_size() == 1:
+        distributed_optimizer = saved.parallel.use_distributed_optimizer  # its checkpoints cannot be read without
+        saved = replace(saved, parallel=ParallelConfig(use_distributed_optimizer=distributed_optimizer))
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "settings.yaml"
+        write_record(saved, record)
+        return parse_command_line(["--config", str(record), *flags], world_size=world_size()).settings
+
+
+def replay(settings: Settings, origin: Origin, iteration: int) -> None:
+    """Forward and backward on the batch of an iteration, and what they find. Collective: all ranks."""
+    from megatron_neobert.model.kernels import check_hardware
+
+    check_hardware(settings)  # before Megatron is imported: it imports whatever package is called apex
+
+    from megatron_neobert import distributed
+    from megatron_neobert.training.build import build_run
+    from megatron_neobert.training.step import compute_gradients
+
+    run = build_run(settings)
+    stream = stream_at(run, origin, iteration)
+    reports, grad_norm = compute_gradients(run, next(stream.steps()))
+    found = gather_findings(run, reports)
+    if is_rank_zero():
+        weights = "fresh weights" if origin.weights is None else f"the weights of {origin.weights}"
+        print(f"batch {iteration} with {weights} on {world_size()} x {run.device.type}")
+        print_findings(stream, found, grad_norm)
+    distributed.shut_down()
+
+
+def stream_at(run: Any, origin: Origin, iteration: int) -> Any:
+    """This rank's batches from that of the iteration on; loads the weights. Collective: all ranks."""
+    from megatron_neobert.training.checkpoint import load_from
+
+    if origin.place is not None:
+        load_from(run, origin.place)
+    progress = run.progress
+    if origin.weights not in (None, origin.place):
+        load_from(run, origin.weights)
+    stream = replace(run.training_stream, cursor=progress.cursor)
+    between = iteration - 1 - progress.iteration
+    if between == 0:
+        return stream
+    _, cursor = next(islice(stream.global_batches(), between - 1, None))
+    return replace(stream, cursor=cursor)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one rank, or all of them, found."""
+
+    sums: dict[int, list[float]]  # per micro-batch of the global batch: loss in nats, masked tokens
+    not_finite: list[str]  # names of parameters whose gradient is not finite
+
+
+def gather_findings(run: Any, reports: list[Any]) -> Findings:
+    """Those of all ranks. Collective: all ranks."""
+    import torch
+    from megatron.core import parallel_state
+
+    first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    # Tensor-parallel ranks report the same, context-parallel ones each their share.
+    counts = parallel_state.get_tensor_model_parallel_rank() == 0
+    own = Findings(
+        sums={first + number * step: report[:2].tolist() for number, report in enumerate(reports) if counts},
+        not_finite=[name for name, param in named_parameters(run) if not bool(param.main_grad.isfinite().all())],
+    )
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)  # collective: all ranks
+    sums: dict[int, list[float]] = {}
+    for findings in gathered:
+        for number, values in findings.sums.items():
+            sums[number] = [a + b for a, b in zip(sums.get(number, [0.0, 0.0]), values, strict=True)]
+    names = dict.fromkeys(name for findings in gathered for name in findings.not_finite)
+    return Findings(sums=dict(sorted(sums.items())), not_finite=list(names))
+
+
+def named_parameters(run: Any) -> list[tuple[str, Any]]:
+    """Of this rank; with the stage in front where each counts its layers from 0."""
+    from megatron.core import parallel_state
+
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}: " if stages > 1 else ""
+    return [(f"{stage}{name}", param) for model in run.unwrapped_models for name, param in model.named_parameters()]
+
+
+def print_findings(stream: Any, found: Findings, grad_norm: float) -> None:
+    """One line per micro-batch with its documents below, then the gradient."""
+    rows, _ = next(stream.global_batches())
+    size = stream.settings.micro_batch_size
+    for number, (nats, masked) in found.sums.items():
+        part = rows.take(number * size, (number + 1) * size)
+        finite = "finite" if math.isfinite(nats) else "NOT FINITE"
+        documents = documents_of(stream, part)
+        print(
+            f"micro-batch {number} | loss {nats / max(masked, 1):.4f} nats | {finite} | {masked:.0f} masked tokens | "
+            f"{part.segments.slots_n.sum()} tokens of {sum(map(len, documents.values()))} documents"
+        )
+        for corpus, numbers in documents.items():
+            print(f"  {corpus}: {' '.join(map(str, numbers))}")
+    nats, masked = (sum(column) for column in zip(*found.sums.values(), strict=True))
+    print(f"loss {nats / max(masked, 1):.4f} nats | gradient norm {grad_norm:.3f}")
+    for name in found.not_finite:
+        print(f"gradient NOT FINITE: {name}")
+
+
+def documents_of(stream: Any, rows: Any) -> dict[str, list[int]]:
+    """Numbers of the documents in some rows, by corpus."""
+    from megatron_neobert.data.order import COMPONENT_SHIFT
+
+    found: dict[str, dict[int, None]] = {}
+    for number in rows.segments.documents_n.tolist():
+        corpus = stream.sources[number >> COMPONENT_SHIFT].corpus
+        found.setdefault(str(corpus.prefix), {})[number & ((1 << COMPONENT_SHIFT) - 1)] = None
+    return {corpus: list(numbers) for corpus, numbers in found.items()}
+
+
+if __name__ == "__main__":
+    run_command(main)
