@@ -284,10 +284,6 @@ def _checkpoint_problems(settings: Settings) -> list[str]:
         limit = getattr(training, name)
         if limit is not None and checkpoint.save is None:
             problems.append(f"{flag_of(name)} {limit} stops a run that could not go on; add --save DIR.")
-    for name in ("async_save", "keep_last"):
-        value = getattr(checkpoint, name)
-        if value and checkpoint.save is None:
-            problems.append(f"{flag_of(name)} does nothing without --save DIR; add that, or leave it out.")
     if checkpoint.keep_every is not None and checkpoint.keep_last is None:
         problems.append(
             f"--keep-every {checkpoint.keep_every} does nothing without --keep-last, since all checkpoints are kept; "

@@ -132,7 +132,6 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
         (1, {"optimizer": {"lr_decay_style": "poly"}}, ["--lr-decay-style poly", "cosine, linear, constant"]),
         (1, {"parallel": {"overlap_param_gather": True}}, ["--overlap-param-gather", "--overlap-grad-reduce"]),
         (1, {"training": {"exit_interval": 10}}, ["--exit-interval 10", "--save"]),
-        (1, {"checkpoint": {"async_save": True}}, ["--async-save", "--save"]),
         (1, {"checkpoint": {"save": "one", "keep_last": 1}}, ["--keep-last 1", "below 2"]),
         (1, {"checkpoint": {"save": "one", "keep_every": 100}}, ["--keep-every 100", "--keep-last"]),
         (1, {"checkpoint": {"resume": "must"}}, ["--resume must", "--load"]),
