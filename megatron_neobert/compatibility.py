@@ -53,7 +53,9 @@ _SET_BY = {
 _NOT_SAID = ("checkpoint", "logging")
 
 # What --allow-changed can name.
-ALLOWABLE = sorted(_SET_BY.get(name, name) for names in _MUST_BE_ALLOWED.values() for name in names)
+ALLOWABLE = sorted(
+    ["micro_batch_size", *(_SET_BY.get(name, name) for names in _MUST_BE_ALLOWED.values() for name in names)]
+)
 
 
 def refuse_other_run(saved: Settings, now: Settings, folder: Path, *, has_new_data: bool) -> None:
@@ -69,7 +71,7 @@ def refuse_other_run(saved: Settings, now: Settings, folder: Path, *, has_new_da
     fixed = list(_differences(saved, now, _MUST_FIT))
     guarded = {
         name: text
-        for section, names in _MUST_BE_ALLOWED.items()
+        for section, names in _guarded_settings(now).items()
         if not (has_new_data and section in ("data", "training"))
         for name, text in _differences(saved, now, {section: names})
         if name not in allowed
@@ -88,6 +90,13 @@ def changes(saved: Settings, now: Settings) -> Iterator[str]:
     sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name not in _NOT_SAID}
     for _, text in _differences(saved, now, sections):
         yield text
+
+
+def _guarded_settings(settings: Settings) -> dict[str, tuple[str, ...]]:
+    if settings.training.loss_normalization != "micro_batch":
+        return _MUST_BE_ALLOWED
+    # A batch is then cut into means, not only into shares.
+    return {**_MUST_BE_ALLOWED, "training": (*_MUST_BE_ALLOWED["training"], "micro_batch_size")}
 
 
 def _differences(saved: Settings, now: Settings, sections: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ checked in `config_checks.py`.
 """
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 # Megatron's names for what a tokenizer file can be; "auto" goes by its content.
@@ -288,6 +289,13 @@ class CheckpointConfig:
     trust_checkpoint: bool = setting(
         False, "read checkpoints whose pickled objects could run code; only for files from people you trust"
     )
+
+    @property
+    def loads_save(self) -> bool:
+        """Whether --load is the folder of --save, so that the same command goes on after a stop."""
+        if self.load is None or self.save is None:
+            return False
+        return Path(self.load).resolve() == Path(self.save).resolve()
 
     @property
     def changes_allowed(self) -> set[str]:

@@ -275,7 +275,7 @@ def _schedule_problems(settings: Settings) -> list[str]:
 def _checkpoint_problems(settings: Settings) -> list[str]:
     checkpoint, training = settings.checkpoint, settings.training
     problems = []
-    if checkpoint.continue_from is not None and checkpoint.save is not None and checkpoint.load != checkpoint.save:
+    if checkpoint.continue_from is not None and checkpoint.save is not None and not checkpoint.loads_save:
         problems.append(
             f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
             "as well, so that the same command goes on after a stop; add that."

@@ -61,16 +61,6 @@ def shut_down() -> None:
     torch.distributed.destroy_process_group()
 
 
-def sum_over_batch(values: torch.Tensor) -> torch.Tensor:
-    """Sums `values` in place over all ranks that saw other tokens, and over the stages of the pipeline.
-
-    Tensor-parallel ranks hold the same values; stages without the loss hold zeros. Collective: all ranks.
-    """
-    torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    torch.distributed.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
-    return values
-
-
 def largest_over_all_ranks(values: Sequence[int], device: torch.device) -> list[int]:
     """The largest of all ranks' values, one by one. Collective: all ranks."""
     tensor = torch.tensor(values, dtype=torch.int32, device=device)

@@ -6,7 +6,9 @@ these classes (or an operating-system error) is our own bug and keeps its traceb
 
 import os
 import select
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NoReturn
 
@@ -15,6 +17,8 @@ EXIT_IO_ERROR = 74
 EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: whoever read our output has left, and the work may be half done
+
+_SECONDS_TO_BE_ENDED = 5.0  # torchrun looks ten times a second, but ranks that started together are not equally fast
 
 
 class NeoBERTError(Exception):
@@ -87,27 +91,21 @@ class ConversionError(NeoBERTError):
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Runs a command's `main` and ends the process with the exit code that its outcome deserves.
 
-    Under torchrun only rank 0 prints an error that all ranks find alike (settings, missing input); the others
-    print theirs with their rank in front, because nobody else may have seen it.
+    Under torchrun one rank of each node says what all of them find; what a rank finds alone, it says itself.
     """
     try:
         code = main() or 0
         sys.stdout.flush()  # here, where a reader that has left is noticed
     except NeoBERTError as error:
-        _print_error(
-            error,
-            same_on_all_ranks=isinstance(
-                error, (ConfigError, MissingInputError, DivergenceError, OutputError, SaveError, CheckpointError)
-            ),
-        )
         code = error.exit_code
+        _print_error(error, code)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = EXIT_BROKEN_PIPE
         else:
-            _print_error(error, same_on_all_ranks=False)
             code = EXIT_IO_ERROR
+            _print_error(error, code)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.exit(code)
@@ -119,9 +117,19 @@ def _nobody_reads_output() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _print_error(error: Exception, *, same_on_all_ranks: bool) -> None:
+def _print_error(error: Exception, code: int) -> None:
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not isinstance(error, LauncherError):
+        _wait_to_be_ended(code)
     rank = os.environ.get("RANK", "0")
-    if rank == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    elif not same_on_all_ranks:
-        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    place = "" if rank == "0" else f" on rank {rank}"
+    print(f"error{place}: {error}", file=sys.stderr, flush=True)
+
+
+def _wait_to_be_ended(code: int) -> None:
+    """Ends the process with `code` if torchrun asks for it meanwhile: then another rank of this node has ended first.
+
+    That one has said why, and where all ranks find the same it was local rank 0, which does not wait.
+    """
+    signal.set_wakeup_fd(-1)  # whoever listens to signals there would answer this one too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
+    time.sleep(_SECONDS_TO_BE_ENDED)

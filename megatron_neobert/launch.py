@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -132,17 +131,13 @@ def _check_restarts(checkpoint: CheckpointConfig, *, nodes: int) -> None:
             f"MAX_RESTARTS is set for {nodes} nodes, but a launcher restarts the ranks of its own node alone; unset it "
             "and let the cluster start the job again."
         )
-    if checkpoint.save is None or checkpoint.load is None or not _is_same_folder(checkpoint.save, checkpoint.load):
+    if not checkpoint.loads_save:
         raise ConfigError(
             f"MAX_RESTARTS is set, but --save is {checkpoint.save} and --load is {checkpoint.load}; give both the same "
             "folder, or a restarted run could not go on."
         )
     if checkpoint.resume == "never":
         raise ConfigError("MAX_RESTARTS is set, but --resume never would begin anew after a crash; drop one of them.")
-
-
-def _is_same_folder(first: str, second: str) -> bool:
-    return Path(first).resolve() == Path(second).resolve()
 
 
 def _run_job(job: _Job, *, save: str | None, max_restarts: int) -> int:

@@ -71,7 +71,7 @@ def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
 
     from megatron_neobert import distributed
     from megatron_neobert.config import CheckpointConfig, DataConfig, ModelConfig, Settings, TrainingConfig
-    from megatron_neobert.training.build import build_run
+    from megatron_neobert.training.build import build_run, join
 
     corpus, vocabulary = write_corpus(
         folder, documents=DOCUMENTS, median_tokens=100, longest=500, vocab_size=VOCABULARY
@@ -86,7 +86,7 @@ def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
         training=TrainingConfig(micro_batch_size=2, global_batch_size=4, eval_iters=0),
         checkpoint=CheckpointConfig(save=str(folder / "run"), keep_last=2),
     )
-    yield build_run(settings)
+    yield build_run(settings, *join(settings))
     distributed.shut_down()
 
 

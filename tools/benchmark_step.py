@@ -123,12 +123,12 @@ def build_bench(arguments: argparse.Namespace, folder: Path) -> "Bench":
     from benchmarking.step_layouts import Reference
     from benchmarking.step_parts import Memory
 
-    from megatron_neobert.training.build import build_run
+    from megatron_neobert.training.build import build_run, join
 
     settings = build_settings(arguments, folder)
     memory = Memory(on_gpu=torch.cuda.is_available())
     with memory.watch("ours"):
-        run = build_run(settings)
+        run = build_run(settings, *join(settings))
     with memory.watch("reference"):
         reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
     return Bench(run, reference, memory)

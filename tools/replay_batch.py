@@ -80,7 +80,9 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
         ConfigError: Flags that a run would not take either.
     """
     saved = read_record((origin.weights or latest_checkpoint(load)) / "settings.yaml")
-    saved = replace(saved, checkpoint=CheckpointConfig(load=str(load)))
+    # What ends a run early belongs to runs that save.
+    training = replace(saved.training, exit_interval=None, exit_duration_in_mins=None)
+    saved = replace(saved, training=training, checkpoint=CheckpointConfig(load=str(load)))
     if world_size() == 1:
         distributed_optimizer = saved.parallel.use_distributed_optimizer  # its checkpoints cannot be read without
         saved = replace(saved, parallel=ParallelConfig(use_distributed_optimizer=distributed_optimizer))
@@ -93,14 +95,16 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
 def replay(settings: Settings, origin: Origin, iteration: int) -> None:
     """Forward and backward on the batch of an iteration, and what they find. Collective: all ranks."""
     from megatron_neobert.model.kernels import check_hardware
+    from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
+    refuse_unsafe_environment(settings.checkpoint.trust_checkpoint)
     check_hardware(settings)  # before Megatron is imported: it imports whatever package is called apex
 
     from megatron_neobert import distributed
-    from megatron_neobert.training.build import build_run
+    from megatron_neobert.training.build import build_run, join
     from megatron_neobert.training.step import compute_gradients
 
-    run = build_run(settings)
+    run = build_run(settings, *join(settings))
     stream = stream_at(run, origin, iteration)
     reports, grad_norm = compute_gradients(run, next(stream.steps()))
     found = gather_findings(run, reports)

@@ -29,8 +29,8 @@ from megatron_neobert.training.stopping import remember_signals
 _MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
 
 
-def build_run(settings: Settings) -> Run:
-    """Opens the data, joins the process group, and builds model, optimizer and schedule.
+def join(settings: Settings) -> tuple[Inputs, torch.device]:
+    """Opens the data, then joins the process group.
 
     Raises:
         MissingInputError, DataError, ConfigError: Before any collective, on all ranks alike.
@@ -40,6 +40,11 @@ def build_run(settings: Settings) -> Run:
     inputs = open_inputs(settings.data)
     device = distributed.initialize(settings)  # collective: all ranks
     remember_signals()  # from here on all ranks can agree on the iteration after which they stop
+    return inputs, device
+
+
+def build_run(settings: Settings, inputs: Inputs, device: torch.device) -> Run:
+    """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
     training_stream, validation_stream = _build_streams(settings, inputs)
     models = _build_models(settings, device, vocab_size=inputs.tokenizer.vocab_size)
     optimizer = _build_optimizer(settings, models)

@@ -149,11 +149,10 @@ def _choose(settings: Settings, load: str) -> Path | None:
     Collective: all ranks.
     """
     choice: list[Any] = [None]
-    save = settings.checkpoint.save
+    config = settings.checkpoint
     if is_rank_zero():
         try:
-            owns = save is not None and Path(save).resolve() == Path(load).resolve()
-            choice[0] = _choose_on_rank_zero(Path(load), owns=owns)
+            choice[0] = _choose_on_rank_zero(Path(load), owns=load == config.load and config.loads_save)
         except (CheckpointError, OSError) as error:
             choice[0] = error
     torch.distributed.broadcast_object_list(choice)  # collective: all ranks read the same one, or none does
@@ -165,11 +164,13 @@ def _choose(settings: Settings, load: str) -> Path | None:
 def _choose_on_rank_zero(load: Path, *, owns: bool) -> Path | None:
     if not list_checkpoints(load):
         return None
-    chosen, damaged = find_good_checkpoint(load)
-    for folder, problem in damaged:
-        aside = f" It is now {set_aside(folder).name}." if owns else ""
-        print(f"warning: skipped a damaged checkpoint: {problem}{aside}", flush=True)
-    if not damaged and not is_newest(chosen):
+    chosen, problems = find_good_checkpoint(load)
+    for folder, problem in problems:
+        is_damaged = isinstance(problem, CheckpointError)  # what is only unreadable now may be whole tomorrow
+        aside = f" It is now {set_aside(folder).name}." if owns and is_damaged else ""
+        kind = "a damaged" if is_damaged else "an unreadable"
+        print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
+    if not problems and not is_newest(chosen):
         print(f"warning: {load} has held a later checkpoint than {chosen.name}, which is gone", flush=True)
     return chosen
 

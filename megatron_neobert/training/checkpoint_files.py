@@ -142,7 +142,8 @@ def claim(save: str | None) -> Iterator[None]:
         until = time.monotonic() + _LEAVE_SECONDS
         while True:
             try:
-                lock_if_possible(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not lock_if_possible(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    print(f"warning: {save} is on a file system without locks; start no second run there", flush=True)
                 break
             except BlockingIOError as error:
                 if time.monotonic() > until:
@@ -163,6 +164,7 @@ def verify_files(checkpoint: Path) -> None:
 
     Raises:
         CheckpointError: Naming the first file that is missing or differs in size or sha256.
+        OSError: A file cannot be read.
     """
     for name, expected in _read_manifest(checkpoint / _MANIFEST).items():
         path = checkpoint / name
@@ -179,7 +181,7 @@ def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
     try:
         listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         files = {name: Fingerprint(int(file["bytes"]), str(file["sha256"])) for name, file in listed.items()}
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
     for name in files:
         if name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
@@ -190,21 +192,21 @@ def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
     return files
 
 
-def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, str]]]:
-    """The newest checkpoint whose files are whole, and which newer ones are not, with the reason.
+def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointError | OSError]]]:
+    """The newest checkpoint whose files are whole, and which newer ones are not: damaged, or not readable now.
 
     Raises:
         CheckpointError: None is whole.
     """
-    damaged: list[tuple[Path, str]] = []
+    problems: list[tuple[Path, CheckpointError | OSError]] = []
     for candidate in _list_folders(load):
         try:
             verify_files(candidate)
-        except CheckpointError as error:
-            damaged.append((candidate, str(error)))
+        except (CheckpointError, OSError) as error:
+            problems.append((candidate, error))
         else:
-            return candidate, damaged
-    raise CheckpointError(f"--load {load}: no usable checkpoint. {' '.join(problem for _, problem in damaged)}")
+            return candidate, problems
+    raise CheckpointError(f"{load}: no usable checkpoint. {' '.join(str(problem) for _, problem in problems)}")
 
 
 def is_newest(checkpoint: Path) -> bool:
@@ -231,7 +233,7 @@ def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
     for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     free = shutil.disk_usage(save).free
     if free < expected_bytes:
         raise OSError(

@@ -6,6 +6,7 @@ waiting for ever. And where one rank alone meets an error (rank 0 writes two fil
 wait for it in a collective. Here every rank writes as far as it can, and then all of them hear how all of them fared.
 """
 
+import inspect
 import io
 import queue
 import socket
@@ -52,12 +53,11 @@ class TensorWriter:
     Args:
         state: Megatron's sharded state of the run.
         folder: Where to; exists.
-        copy: Write from a copy, so that the state may change from now on.
 
     Collective: all ranks.
     """
 
-    def __init__(self, state: Mapping[str, Any], folder: Path, *, copy: bool) -> None:
+    def __init__(self, state: Mapping[str, Any], folder: Path) -> None:
         self.folder = folder
         sharded, common = save_preprocess(state)
         grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -71,8 +71,7 @@ class TensorWriter:
         buffer = io.BytesIO()
         torch.save(common, buffer)
         self._common = buffer.getvalue()
-        self._buckets = [_on_host(bucket, copy=copy) for bucket in self._storage.write_buckets or []]
-        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint")
+        self._buckets = self._storage.write_buckets or []
         self._written: list[Future[tuple[list[Any], Fingerprint]]] = []
 
     def tensors_not_finite(self) -> list[str]:
@@ -84,10 +83,16 @@ class TensorWriter:
             if tensor.is_floating_point() and not tensor.isfinite().all()
         )
 
-    def start(self) -> None:
-        """Begins to write and returns at once."""
-        self._written = [self._threads.submit(_write, self._storage, bucket) for bucket in self._buckets]
-        self._threads.shutdown(wait=False)
+    def start(self, *, copy: bool) -> None:
+        """Begins to write and returns at once.
+
+        Args:
+            copy: Write from a copy, so that the state may change from now on.
+        """
+        self._buckets = [_on_host(bucket, copy=copy) for bucket in self._buckets]
+        threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint")
+        self._written = [threads.submit(_write, self._storage, bucket) for bucket in self._buckets]
+        threads.shutdown(wait=False)
 
     @property
     def is_busy(self) -> bool:
@@ -142,7 +147,9 @@ def _write(storage: FileSystemWriterAsync, bucket: Any) -> tuple[list[Any], Fing
     results: queue.Queue[tuple[int, Any]] = queue.Queue()
     unfinished: queue.Queue[int] = queue.Queue()
     unfinished.put(0)
-    FileSystemWriterAsync.write_preloaded_data([storage.transforms], 0, bucket, results, unfinished, use_fsync=True)
+    # Unwrapped: it switches garbage collection off, which is meant for a forked process.
+    write = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
+    write([storage.transforms], 0, bucket, results, unfinished, use_fsync=True)
     _, outcome = results.get()
     if isinstance(outcome, Exception):
         raise outcome

@@ -14,7 +14,7 @@ from megatron_neobert.data.loader import build_loader
 from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.kernels import choose_kernels
-from megatron_neobert.training.build import build_run
+from megatron_neobert.training.build import build_run, join
 from megatron_neobert.training.checkpoint import load_checkpoint
 from megatron_neobert.training.checkpoint_files import check_folders, claim
 from megatron_neobert.training.flops import count_parameters
@@ -24,7 +24,7 @@ from megatron_neobert.training.run import Progress, Run
 from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 from megatron_neobert.training.saver import Saver
 from megatron_neobert.training.step import train_step, validation_step
-from megatron_neobert.training.stopping import forget_save_request, reason_to_stop, requests_of_this_rank
+from megatron_neobert.training.stopping import reason_to_stop, requests_of_this_rank
 from megatron_neobert.training.watchdog import Watchdog
 
 
@@ -43,8 +43,9 @@ def run_training(settings: Settings) -> int:
 
 
 def _run(settings: Settings) -> int:
-    run = build_run(settings)
+    inputs, device = join(settings)
     with Watchdog(settings.parallel) as watchdog:
+        run = build_run(settings, inputs, device)
         run.tick = watchdog.tick
         loaded = load_checkpoint(run)
         monitor = Monitor(settings, iteration=run.progress.iteration)
@@ -68,7 +69,7 @@ def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
     Collective: all ranks.
     """
     training, saver = run.settings.training, Saver(run, say=monitor.say)
-    reason, _ = _agree(run, saver)  # to stop: it may have come while the run was built
+    reason, _ = _agree(run, saver, has_trained=False)  # to stop: it may have come while the run was built
     if reason is None and _validation_is_due(run):  # the run was stopped before or during it
         reason = _validate(run, monitor, saver, watchdog)
     if reason is not None:
@@ -99,7 +100,6 @@ def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
         if (saves or last) and run.settings.checkpoint.save is not None:
             watchdog.mark("saving", iteration)
             saver.save()
-            forget_save_request(run.settings)
         if last:
             break
         if saves or validates:
@@ -150,13 +150,13 @@ def _validation_is_due(run: Run) -> bool:
     )
 
 
-def _agree(run: Run, saver: Saver) -> tuple[str | None, bool]:
+def _agree(run: Run, saver: Saver, *, has_trained: bool = True) -> tuple[str | None, bool]:
     """Why all ranks stop after this iteration, None to go on; and whether somebody wants a checkpoint now.
 
     Completes a checkpoint that all ranks have written in the background. Collective: all ranks.
     """
     code, save_is_wanted, writing = distributed.largest_over_all_ranks(
-        [*requests_of_this_rank(run.settings), saver.is_writing], run.device
+        [*requests_of_this_rank(run.settings, has_trained=has_trained), saver.is_writing], run.device
     )
     if not writing:
         saver.finish()

@@ -27,6 +27,7 @@ from megatron_neobert.training.checkpoint_files import (
 from megatron_neobert.training.checkpoint_writer import Part, TensorWriter, describe_problem, first_problem
 from megatron_neobert.training.flops import checkpoint_bytes
 from megatron_neobert.training.run import Run
+from megatron_neobert.training.stopping import fulfil_save_request, take_save_request
 
 
 class Saver:
@@ -54,16 +55,17 @@ class Saver:
         Collective: all ranks.
         """
         self.finish()
+        take_save_request()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.progress.iteration
         self._raise_alike(self._prepare_folder())
         if run.settings.parallel.overlap_param_gather:
             for model in run.models:
                 model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
-        writer = TensorWriter(sharded_state(run, loading=False), self._temporary, copy=config.async_save)
+        writer = TensorWriter(sharded_state(run, loading=False), self._temporary)
         if config.check_for_nan:
             self._refuse_values_not_finite(writer)
-        writer.start()
+        writer.start(copy=config.async_save)
         self._writer = writer
         if config.async_save:
             self.say(f"saving {self._final} in the background")
@@ -128,6 +130,7 @@ class Saver:
             )
             write_manifest(self._temporary, {name: file for part in parts for name, file in part.files.items()})
             publish(self._temporary, self._final, iteration=self._iteration)
+            fulfil_save_request(self.save_folder)
         except Exception as error:  # the other ranks wait to hear of it
             return describe_problem(error)
         if config.keep_last is not None:

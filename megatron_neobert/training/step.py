@@ -16,7 +16,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_neobert import distributed
 from megatron_neobert.data.batches import PackedBatch, StepBatches
 from megatron_neobert.training.guard import skip_reason
 from megatron_neobert.training.run import Run
@@ -38,7 +37,7 @@ def train_step(run: Run, batches: StepBatches) -> StepReport:
     The learning rate goes on without an update too: it is a function of the iteration.
     """
     reports, grad_norm = compute_gradients(run, batches)
-    sums, grad_norm = _agree(_sum_up(reports, batches, run.device), grad_norm)  # collective: all ranks
+    sums, grad_norm = _over_all_ranks(_sum_up(reports, batches, run.device), grad_norm)  # collective: all ranks
     nats, masked, *_ = sums.tolist()
     loss = nats / max(masked, 1)
     reason = skip_reason(run.progress, loss=loss, grad_norm=grad_norm, training=run.settings.training)
@@ -67,10 +66,11 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], flo
 def validation_step(run: Run, batches: StepBatches) -> StepReport:
     """Loss sums of one validation batch. Collective: all ranks."""
     reports = _forward_backward(run, batches, forward_only=True)
-    return StepReport(distributed.sum_over_batch(_sum_up(reports, batches, run.device)))
+    sums, _ = _over_all_ranks(_sum_up(reports, batches, run.device), 0.0)  # collective: all ranks
+    return StepReport(sums)
 
 
-def _agree(sums: Tensor, grad_norm: float) -> tuple[Tensor, float]:
+def _over_all_ranks(sums: Tensor, grad_norm: float) -> tuple[Tensor, float]:
     """Sums over the ranks and the gradient norm, the same bits on all ranks. Collective: all ranks.
 
     What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm

@@ -4,7 +4,7 @@ All ranks stop at the same iteration, after saving. Before the process group sta
 nothing to save, so a signal ends the rank at once. Standard library only: this has to hold before torch is imported.
 
     SAVE/STOP        save and stop, with 75; no run starts in this folder until somebody removes it
-    SAVE/SAVE_NOW    save and go on; removed when that is done
+    SAVE/SAVE_NOW    save and go on; removed when the checkpoint is there
 """
 
 import os
@@ -118,24 +118,37 @@ class _Files:
     looked_seconds: float = float("-inf")
     stop: bool = False
     save: bool = False
+    is_saving: bool = False  # a checkpoint that SAVE_NOW asked for is being written
 
     def look_into(self, folder: Path) -> None:
         if folder != self.folder or time.monotonic() - self.looked_seconds >= _SECONDS_BETWEEN_LOOKS:
-            self.stop, self.save = (folder / "STOP").exists(), (folder / "SAVE_NOW").exists()
+            self.stop = _is_there(folder / "STOP")
+            self.save = _is_there(folder / "SAVE_NOW") and not self.is_saving
             self.folder, self.looked_seconds = folder, time.monotonic()
 
 
 _files = _Files(folder=Path())
 
 
-def requests_of_this_rank(settings: Settings) -> tuple[int, int]:
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a network file system that has a bad moment; it is asked again in a second
+        return False
+
+
+def requests_of_this_rank(settings: Settings, *, has_trained: bool = True) -> tuple[int, int]:
     """A stop code, and 1 to save and go on: what this rank alone knows. The largest over all ranks decides.
 
     Rank 0 looks for the files, at most once a second.
+
+    Args:
+        has_trained: Whether this start has got anywhere: a time limit below the time that starting takes would else
+            end one start after the other.
     """
     limit, save = settings.training.exit_duration_in_mins, settings.checkpoint.save
     code = _NOTHING
-    if limit is not None and time.monotonic() - _started_seconds >= 60 * limit:
+    if has_trained and limit is not None and time.monotonic() - _started_seconds >= 60 * limit:
         code = _TIME_LIMIT
     if save is not None and os.environ.get("RANK", "0") == "0":
         _files.look_into(Path(save))
@@ -145,11 +158,16 @@ def requests_of_this_rank(settings: Settings) -> tuple[int, int]:
     return code, int(_files.save)
 
 
-def forget_save_request(settings: Settings) -> None:
-    """Removes SAVE/SAVE_NOW if it asked for the checkpoint just written; one that came later asks for another."""
-    if _files.save and settings.checkpoint.save is not None:
-        _files.save = False
-        (Path(settings.checkpoint.save) / "SAVE_NOW").unlink(missing_ok=True)
+def take_save_request() -> None:
+    """To be called when a save begins: from now on the request is being fulfilled."""
+    _files.is_saving, _files.save = _files.is_saving or _files.save, False
+
+
+def fulfil_save_request(save: Path) -> None:
+    """Removes SAVE/SAVE_NOW, to be called once the checkpoint that it asked for is there."""
+    if _files.is_saving:
+        _files.is_saving = False
+        (save / "SAVE_NOW").unlink(missing_ok=True)
 
 
 def has_stop_file(save: str | None) -> bool:

@@ -28,7 +28,7 @@ _Answer = TypeVar("_Answer")
 
 _TICK_SECONDS = 1.0
 _SILENCE_SECONDS = 3.0  # three lines missed: whoever lives has written one
-_STORE_SECONDS = 10.0  # for a question to a store whose machine may be gone
+_ANSWER_SECONDS = 10.0  # of the store, a file system or a reader of our output, each of which may hang as well
 _FAREWELL_SECONDS = 5.0
 
 # Of gloo, which has no class for them; NCCL and the store raise torch.distributed.DistError.
@@ -36,6 +36,9 @@ _LOST_CONNECTION = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
     r"Application timeout caused pair closure|Timed out waiting"
 )
+# Where the main thread stands while it waits for other ranks: anywhere below torch.distributed, or in the code that has
+# begun an operation and waits for its handle, whose own wait is not Python.
+_COLLECTIVES, _WAITING_FOR_HANDLES = "torch/distributed/", "megatron/core/"
 _REMEDY = "The last checkpoint is untouched: start again with the same command"
 
 
@@ -48,6 +51,7 @@ class Watchdog:
         world_size = torch.distributed.get_world_size()
         self._board = Board(world_size=world_size) if world_size > 1 else None
         self._mark = ("loading", 0, 0)  # phase, iteration, number of marks
+        self._beats = 0  # signs of life: marks and ticks
         self._lines = 0
         self._leaving = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._publish, self._watch)]
@@ -55,11 +59,11 @@ class Watchdog:
     def mark(self, phase: str, iteration: int) -> None:
         """Says that the run gets on. To be called by the main threads of all ranks alike."""
         self._mark = (phase, iteration, self._mark[2] + 1)
+        self._beats += 1
 
     def tick(self) -> None:
-        """Says the same again: an iteration may take longer than the limit, a micro-batch may not."""
-        phase, iteration, marks = self._mark
-        self._mark = (phase, iteration, marks + 1)
+        """Says that this rank gets on, whatever the others do: an iteration may take longer than the limit."""
+        self._beats += 1
 
     def __enter__(self) -> "Watchdog":
         for thread in self._threads:
@@ -85,22 +89,22 @@ class Watchdog:
             self._leaving.wait(_TICK_SECONDS)
 
     def _watch(self) -> None:
-        marks, waited_seconds, looked = 0, 0.0, time.monotonic()
+        beats, waited_seconds, looked = 0, 0.0, time.monotonic()
         while not self._leaving.wait(_TICK_SECONDS):
             if stopping.launcher_has_gone():
                 self._end(f"error: rank {self._rank}: the launcher that started it has gone. {_REMEDY}.")
             # A process that was stopped and goes on has not waited meanwhile: hence no more than some ticks at once.
             waited_seconds += min(time.monotonic() - looked, 5 * _TICK_SECONDS)
             looked = time.monotonic()
-            if self._mark[2] != marks:
-                marks, waited_seconds = self._mark[2], 0.0
+            if self._beats != beats:
+                beats, waited_seconds = self._beats, 0.0
             elif waited_seconds >= self._limit_seconds:
-                self._end_hung_run(marks)
+                self._end_hung_run(beats)
 
-    def _end_hung_run(self, marks: int) -> None:
+    def _end_hung_run(self, beats: int) -> None:
         """Returns only if the run got on at the last moment."""
         own, suspects = self._place(), self._find_suspects()
-        if self._mark[2] != marks:
+        if self._beats != beats:
             return
         said = ""
         if self._speaks():
@@ -110,7 +114,9 @@ class Watchdog:
                 f"{_REMEDY}, or raise --distributed-timeout-minutes if it was only slow.\n"
             )
         if said or any(place.rank == self._rank for place, _ in suspects):
-            said += f"where rank {self._rank} stands:\n" + "".join(traceback.format_stack(_main_frame()))
+            # Bounded, because it reads the source files.
+            stack = _within(_ANSWER_SECONDS, lambda: "".join(traceback.format_stack(_main_frame())))
+            said += f"where rank {self._rank} stands:\n{stack or self._place().code}"
         self._end(said)
 
     def _end_after_loss(self, error: Exception) -> NoReturn:
@@ -123,21 +129,19 @@ class Watchdog:
         board = self._board
         if board is None:
             return []
-        before = _within(_STORE_SECONDS, board.read)
+        before = _within(_ANSWER_SECONDS, board.read)
         time.sleep(_SILENCE_SECONDS)
-        after = _within(_STORE_SECONDS, board.read)
+        after = _within(_ANSWER_SECONDS, board.read)
         return find_suspects(before, after) if before and after else []
 
     def _speaks(self) -> bool:
         """One rank of each machine, so that each log says once what happened."""
-        return self._board is None or _within(_STORE_SECONDS, self._board.is_first_of_host) is not False
+        return self._board is None or _within(_ANSWER_SECONDS, self._board.is_first_of_host) is not False
 
     def _end(self, said: str) -> NoReturn:
         """Without the interpreter's own way, which waits for what will never come."""
-        if said:
-            sys.stdout.flush()
-            sys.stderr.write(f"{said.rstrip()}\n")
-            sys.stderr.flush()
+        # Nor for the locks of sys.stdout and sys.stderr: the main thread may hold them, before a full pipe.
+        _within(_ANSWER_SECONDS, lambda: os.write(2, f"{said.rstrip()}\n".encode() if said else b""))
         signals = stopping.count_signals()
         self._leave("it lost the others", is_victim=True)
         # Whoever failed first shall also end first: torchrun reports the first end, then signals the others to end.
@@ -150,7 +154,7 @@ class Watchdog:
         self._leaving.set()  # first: the thread's line must not replace the last one
         board, place = self._board, self._place(ended=why, is_victim=is_victim)
         if board is not None:
-            _within(_STORE_SECONDS, lambda: board.write(place))
+            _within(_ANSWER_SECONDS, lambda: board.write(place))
 
     def _place(self, *, ended: str = "", is_victim: bool = False) -> Place:
         phase, iteration, marks = self._mark
@@ -163,7 +167,8 @@ class Watchdog:
             iteration=iteration,
             marks=marks,
             code=f"{Path(code.co_filename).name} line {frames[0].f_lineno} in {code.co_name}",
-            in_collective=any("torch/distributed/" in frame.f_code.co_filename for frame in frames),
+            in_collective=_WAITING_FOR_HANDLES in code.co_filename
+            or any(_COLLECTIVES in frame.f_code.co_filename for frame in frames),
             line=self._lines,
             ended=ended,
             is_victim=is_victim,
@@ -188,14 +193,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer | None:
-    """The answer of the store, or None: its machine may be gone, and then a question never returns."""
+    """The answer, or None if there is none in time: whoever is asked may be gone, and then a question never returns."""
     answers: list[_Answer] = []
 
-    def ask_store() -> None:
-        with contextlib.suppress(torch.distributed.DistError):
+    def wait_for_answer() -> None:
+        with contextlib.suppress(torch.distributed.DistError, OSError):
             answers.append(ask())
 
-    thread = threading.Thread(target=ask_store, daemon=True)
+    thread = threading.Thread(target=wait_for_answer, daemon=True)
     thread.start()
     thread.join(seconds)
     return answers[0] if answers else None

@@ -1,8 +1,9 @@
 """Where every rank stands, on a board that all of them can read even while no collective gets through.
 
-The board is the TCP store by which the ranks found each other; torchrun and the launcher keep it on node 0, outside of
-the ranks. Each rank writes its line about once a second, from a thread, so that a line that does not change any more
-belongs to a process that is gone, stopped, or cut off. Clocks of different machines are never compared.
+The board is the TCP store by which the ranks found each other. torchrun and the launcher keep it on node 0, outside of
+the ranks; where ranks are started without either, rank 0 holds it, and with rank 0 it is gone. Each rank writes its line
+about once a second, from a thread, so that a line that does not change any more belongs to a process that is gone,
+stopped, or cut off. Clocks of different machines are never compared.
 """
 
 import datetime
@@ -25,7 +26,7 @@ class Place:
     iteration: int
     marks: int  # how often it has said so; all ranks say the same, one thing after the other
     code: str  # where its main thread is, as "file.py line 7 in function"
-    in_collective: bool  # whether that is below a call of torch.distributed
+    in_collective: bool  # whether it waits there for other ranks
     line: int  # number of this line; grows as long as the process lives
     ended: str = ""  # why it has left the run, by its own account
     is_victim: bool = False  # it left because another rank had gone
@@ -74,15 +75,19 @@ class Board:
 def find_suspects(before: dict[int, Place], after: dict[int, Place]) -> list[tuple[Place, str]]:
     """The ranks that hold the others up, and how that shows, from two looks at the board some seconds apart.
 
-    The surest sign counts alone: having ended or being silent; else being behind the others; else being busy with
-    something else while all others wait for each other.
+    The surest sign counts alone: having ended or being silent; else being behind the others; else being elsewhere while
+    others wait in a collective. Who waits in one is held up itself, however far behind, as long as somebody does not.
     """
     living = [place for place in after.values() if not place.ended]
     ended = [(place, f"has ended: {place.ended}") for place in after.values() if place.ended and not place.is_victim]
     silent = [place for place in living if place.rank in before and before[place.rank].line == place.line]
     if ended or silent:
         return ended + [(place, f"does not answer any more, last heard of in {place.position}") for place in silent]
+    elsewhere = [place for place in living if not place.in_collective]
     furthest = max((place.marks for place in living), default=0)
-    behind = [(place, f"is behind in {place.position}") for place in living if place.marks < furthest]
-    busy = [(place, f"waits for no other rank: {place.code}") for place in living if not place.in_collective]
-    return behind or (busy if len(busy) < len(living) else [])
+    behind = [place for place in elsewhere or living if place.marks < furthest]
+    if behind:
+        return [(place, f"is behind in {place.position}") for place in behind]
+    return (
+        [(place, f"is in no collective: {place.code}") for place in elsewhere] if len(elsewhere) < len(living) else []
+    )

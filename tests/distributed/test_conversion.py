@@ -11,7 +11,7 @@ from torch import multiprocessing
 
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.config import Settings
-from megatron_neobert.training.build import build_run
+from megatron_neobert.training.build import build_run, join
 from megatron_neobert.training.saver import Saver
 
 torch.set_num_threads(1)  # a forked child must not wait for the threads of its parent
@@ -32,7 +32,7 @@ def save_loud_weights(settings: Settings, *, world_size: int, logits: Path | Non
 
 def _save_on_rank(rank: int, settings: Settings, world_size: int, port: int, logits: Path | None) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    run = build_run(settings)
+    run = build_run(settings, *join(settings))
     (model,) = run.unwrapped_models
     with torch.no_grad():
         for parameter in model.parameters():

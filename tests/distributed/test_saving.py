@@ -1,18 +1,24 @@
 """Saving: at once or in the background, whole or not at all, the same on all ranks."""
 
+import functools
+import json
+import os
+import re
 import threading
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from ranks import read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
-from torch import multiprocessing
 
 from megatron_neobert.config import Settings
-from megatron_neobert.training import checkpoint_writer, loop, saver
+from megatron_neobert.errors import NeoBERTError
+from megatron_neobert.training import checkpoint_writer, loop, saver, stopping
 from megatron_neobert.training.checkpoint_files import list_checkpoints, verify_files
 from megatron_neobert.training.checkpoint_writer import TensorWriter
 from megatron_neobert.training.saver import Saver
@@ -54,12 +60,12 @@ def write_after_the_next_update() -> None:
 
 def write_after_the_next_update_from_no_copy() -> None:
     write_after_the_next_update()
-    begin = TensorWriter.__init__
+    start = TensorWriter.start
 
-    def without_copy(self: TensorWriter, *args: Any, copy: bool) -> None:
-        begin(self, *args, copy=False)
+    def without_copy(self: TensorWriter, *, copy: bool) -> None:
+        start(self, copy=False)
 
-    TensorWriter.__init__ = without_copy
+    TensorWriter.start = without_copy
 
 
 CASES = {
@@ -115,7 +121,7 @@ def fail_on_rank(rank: int, iteration: int) -> Any:
 
 
 def fail_in(function: str) -> Any:
-    """Rank 0 alone meets the error, after all tensors are written."""
+    """Rank 0 alone meets the error, before or after the tensors are written."""
 
     def prepare() -> None:
         def fail(*args: Any, **kwargs: Any) -> None:
@@ -126,12 +132,37 @@ def fail_in(function: str) -> Any:
     return prepare
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("rank", [0, 1])
+def error_of_all_ranks(run: Settings, *, prepare: Any) -> str:
+    """What ends the training of two ranks, which must be the same sentence on both.
+
+    A rank that heard nothing and went on is no longer answered by the other; one that waits is ended by the watchdog.
+    Neither has a sentence then.
+    """
+    folder = Path(run.checkpoint.save).parent
+
+    def prepare_and_note() -> None:
+        prepare()
+        ranks.run_training = functools.partial(note_error, ranks.run_training, folder)
+
+    train_on_ranks(
+        run.with_section("parallel", distributed_timeout_minutes=0.5), world_size=2, prepare=prepare_and_note
+    )
+    errors = [(folder / f"error.{rank}").read_text() for rank in (0, 1)]
+    assert errors[0] == errors[1]
+    return errors[0]
+
+
+def note_error(run_training: Any, folder: Path, settings: Settings) -> None:
+    with pytest.raises(NeoBERTError) as caught:
+        run_training(settings)
+    (folder / f"error.{os.environ['RANK']}").write_text(f"{caught.value.exit_code}: {caught.value}")
+
+
+@pytest.mark.parametrize(("rank", "is_async"), [(0, False), (1, True)], ids=["rank 0 sync", "rank 1 async"])
 def test_a_rank_that_cannot_write_ends_all_ranks_and_the_older_checkpoint_stays(settings, capfd, rank, is_async):
     run = saves_each_iteration(settings, "run", async_save=is_async).with_section("parallel", **TP2)
-    with pytest.raises(multiprocessing.ProcessRaisedException, match=f"rank {rank} on .*No space left on device"):
-        train_on_ranks(run, world_size=2, prepare=fail_on_rank(rank, iteration=3))
+    error = error_of_all_ranks(run, prepare=fail_on_rank(rank, iteration=3))
+    assert re.match(rf"74: iteration 3 could not be saved: rank {rank} on .*No space left on device", error)
     save = Path(run.checkpoint.save)
     assert [folder.name for folder in list_checkpoints(save)] == ["iter_0000002", "iter_0000001"]
     assert not list(save.glob(".*"))
@@ -140,11 +171,11 @@ def test_a_rank_that_cannot_write_ends_all_ranks_and_the_older_checkpoint_stays(
     assert list_checkpoints(save)[0].name == f"iter_{ITERATIONS:07d}"
 
 
-@pytest.mark.parametrize("function", ["write_record", "write_manifest", "publish"])
+@pytest.mark.parametrize("function", ["prepare_folder", "write_manifest", "publish"])
 def test_an_error_that_rank_0_alone_meets_ends_all_ranks(settings, function):
     run = saves_each_iteration(settings, "run")
-    with pytest.raises(multiprocessing.ProcessRaisedException, match=r"iteration 1 could not be saved: rank 0"):
-        train_on_ranks(run, world_size=2, prepare=fail_in(function))
+    error = error_of_all_ranks(run, prepare=fail_in(function))
+    assert error.startswith("74: iteration 1 could not be saved: rank 0 on ")
     assert list_checkpoints(Path(run.checkpoint.save)) == []
 
 
@@ -163,8 +194,8 @@ def poison_a_weight_after_the_update() -> None:
 
 def test_weights_that_are_not_finite_are_not_saved(settings):
     run = saves_each_iteration(settings, "run").with_section("parallel", **TP2)
-    with pytest.raises(multiprocessing.ProcessRaisedException, match=r"iteration 2 is not saved: .*linear_fc2\.weight"):
-        train_on_ranks(run, world_size=2, prepare=poison_a_weight_after_the_update)
+    error = error_of_all_ranks(run, prepare=poison_a_weight_after_the_update)
+    assert re.match(r"70: iteration 2 is not saved: .*linear_fc2\.weight", error)
     assert [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))] == ["iter_0000001"]
     unchecked = saves_each_iteration(settings, "unchecked", check_for_nan=False).with_section("parallel", **TP2)
     unchecked = unchecked.with_section("training", exit_interval=2)
@@ -177,3 +208,46 @@ def test_only_the_newest_checkpoints_are_kept_and_those_of_every_so_many_iterati
     train_on_ranks(run)
     kept = [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))]
     assert kept == ["iter_0000006", "iter_0000005", "iter_0000003"]
+
+
+def ask_for_a_checkpoint_that_rank_1_writes_slowly(folder: Path) -> Any:
+    """SAVE_NOW comes in iteration 2; rank 1 has written its tensors in iteration 5. Notes what SAVE holds meanwhile."""
+
+    def prepare() -> None:
+        released = threading.Event()
+        write, step, start = checkpoint_writer._write, loop.train_step, TensorWriter.start
+        writers: list[TensorWriter] = []
+
+        def write_later(*args: Any) -> Any:
+            assert torch.distributed.get_rank() == 0 or released.wait(30)
+            return write(*args)
+
+        def start_and_keep(self: TensorWriter, **how: Any) -> None:
+            writers.append(self)
+            start(self, **how)
+
+        def step_and_look(run: Any, batches: Any) -> Any:
+            iteration, rank, save = run.progress.iteration + 1, torch.distributed.get_rank(), Path(folder / "run")
+            if rank == 0:
+                if iteration == 2:
+                    (save / "SAVE_NOW").touch()
+                holds = [(save / "SAVE_NOW").exists(), [checkpoint.name for checkpoint in list_checkpoints(save)]]
+                (folder / f"seen.{iteration}").write_text(json.dumps(holds))
+            if iteration == 5:
+                released.set()
+                futures.wait(writers[0]._written)
+            return step(run, batches)
+
+        stopping._SECONDS_BETWEEN_LOOKS = 0
+        checkpoint_writer._write, TensorWriter.start, loop.train_step = write_later, start_and_keep, step_and_look
+
+    return prepare
+
+
+def test_a_request_to_save_stays_until_the_checkpoint_written_in_the_background_exists(settings, tmp_path, capfd):
+    run = settings("run", parallel=TP2).with_section("checkpoint", async_save=True)
+    train_on_ranks(run, world_size=2, prepare=ask_for_a_checkpoint_that_rank_1_writes_slowly(tmp_path))
+    seen = {i: json.loads((tmp_path / f"seen.{i}").read_text()) for i in range(1, ITERATIONS + 1)}
+    assert seen == {**{i: [i >= 2, []] for i in range(1, 6)}, 6: [False, ["iter_0000002"]]}
+    said = capfd.readouterr().out
+    assert re.findall(r"saving .*/(iter_\d+) in", said) == ["iter_0000002", f"iter_{ITERATIONS:07d}"], "asked for once"

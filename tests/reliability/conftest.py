@@ -6,25 +6,31 @@ checkpoint bit for bit with those of a run that nothing has happened to):
     ranks end with the same weights                                         test_interruptions.py
     a run that was stopped goes on exactly                                  test_interruptions.py; every layout:
                                                                             distributed/test_resume.py
-    another number of ranks, another tensor-parallel size                   test_layout_changes.py; more layouts:
-                                                                            distributed/test_resume.py
+    another number of ranks, another layout                                 distributed/test_resume.py
     signals in training, to one rank and to the launcher                    distributed/test_launch.py
     signals during imports, validation and a save in the background         test_interruptions.py
     signals before the ranks have met                                       unit/training/test_stopping.py
     second Ctrl-C                                                           distributed/test_launch_restarts.py
-    time limit, SAVE_NOW, STOP                                              test_interruptions.py
+    time limit, SAVE_NOW, STOP                                              test_interruptions.py; SAVE_NOW and a save
+                                                                            in the background:
+                                                                            distributed/test_saving.py
     kill -9 of everything, of one rank, of the launcher, during saves       test_kills.py
-    bit flip, truncation, every checkpoint damaged                          test_damage.py
-    disk full, before and while a checkpoint is written                     test_full_disk.py; every rank, sync and
-                                                                            async: distributed/test_saving.py
-    a loss or gradient on one rank that is not finite                       test_bad_numbers.py; spikes:
-                                                                            distributed/test_skipped_updates.py
+    bit flip, truncation, every checkpoint damaged                          test_damage.py; other damage:
+                                                                            unit/training/test_checkpoint_files.py
+    disk full, before and while a checkpoint is written                     test_full_disk.py
+    a save that fails on one rank ends all with one sentence                distributed/test_saving.py
+    a loss or gradient on one rank that is not finite, spikes               distributed/test_skipped_updates.py; the
+                                                                            end with 70: test_bad_numbers.py
     a weight that is not finite is not saved                                distributed/test_saving.py
     a rank that hangs                                                       test_hangs_and_restarts.py
-    ranks started again by torchrun                                         test_hangs_and_restarts.py; by the
-                                                                            launcher: test_launch_restarts.py
-    which checkpoints are deleted, and a crash meanwhile                    test_retention.py
-    --resume, and settings that have changed                                test_resume_policy.py
+    ranks started again by torchrun                                         test_hangs_and_restarts.py; by our launcher:
+                                                                            distributed/test_launch_restarts.py
+    which checkpoints are deleted                                           distributed/test_saving.py
+    a crash while one is deleted                                            unit/training/test_checkpoint_files.py
+    settings that have changed                                              unit/test_compatibility.py; one command:
+                                                                            test_resume_policy.py
+    --resume                                                                unit/training/test_checkpoint_files.py,
+                                                                            distributed/test_resume.py
 """
 
 import shutil

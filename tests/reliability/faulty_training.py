@@ -7,13 +7,8 @@ its weights when it has trained.
 import hashlib
 import os
 import resource
-import shutil
-import signal
 import threading
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_neobert import pretrain
 from megatron_neobert.errors import run_command
@@ -50,16 +45,6 @@ def nan_loss(run: Run) -> None:
     hook = run.unwrapped_models[0].register_forward_hook(spoil)
 
 
-def infinite_gradient(run: Run) -> None:
-    """Of one parameter, in the first micro-batch of this rank, with a loss that is as it should be."""
-
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        hook.remove()
-        return gradient * float("inf")
-
-    hook = next(run.unwrapped_models[0].parameters()).register_hook(spoil)
-
-
 def file_size_limit(run: Run) -> None:
     """From now on this rank can write no large file: EFBIG, from the kernel."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, LARGEST_FILE_BYTES))
@@ -69,24 +54,11 @@ def full_disk(run: Run) -> None:
     """The tensors of this rank's next checkpoint meet a full device: ENOSPC, from the kernel."""
     original = checkpoint_writer.TensorWriter.start
 
-    def start(writer: Any) -> None:
+    def start(writer: Any, **how: Any) -> None:
         (writer.folder / f"__{RANK}_0.distcp").symlink_to("/dev/full")
-        original(writer)
+        original(writer, **how)
 
     checkpoint_writer.TensorWriter.start = start
-
-
-def die_while_deleting(run: Run) -> None:
-    """Killed when the first file of an old checkpoint is gone."""
-    original = shutil.rmtree
-
-    def rmtree(folder: Any, *arguments: Any, **options: Any) -> None:
-        if any(Path(folder).glob("*.distcp")):
-            next(Path(folder).glob("*.distcp")).unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(folder, *arguments, **options)
-
-    shutil.rmtree = rmtree
 
 
 def install(faults: str) -> None:

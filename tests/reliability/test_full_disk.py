@@ -13,7 +13,7 @@ from megatron_neobert.training.checkpoint_files import verify_files
 
 OFTEN = ("--save-interval", 10)
 # What is broken, which rank, in which iteration; what the kernel says; and how the checkpoint is written. The second
-# rank writes tensors with tensor parallelism only. All ways and ranks: distributed/test_saving.py, with planted errors.
+# rank writes tensors with tensor parallelism only. Errors of rank 0 alone: distributed/test_saving.py, planted.
 CASES = {
     "full_disk:0:255": ("No space left on device", ()),
     "file_size_limit:1:255": ("File too large", ("--async-save", "--tensor-model-parallel-size", 2)),

@@ -50,6 +50,14 @@ def test_another_run_is_refused_with_every_difference_and_accepted_when_all_of_t
     refuse(now.with_section("checkpoint", allow_changed=("mask-prob,--seed",)))
 
 
+def test_the_micro_batch_must_be_allowed_only_where_its_mean_counts():
+    refuse(Settings().with_section("training", micro_batch_size=32))
+    means = Settings().with_section("training", loss_normalization="micro_batch")
+    now = means.with_section("training", micro_batch_size=32)
+    with pytest.raises(CheckpointError, match="--micro-batch-size was 64 and is now 32"):
+        refuse_other_run(means, now, FOLDER, has_new_data=False)
+
+
 def test_where_the_data_starts_anew_neither_data_nor_their_order_need_match():
     now = Settings().with_section("data", seq_length=4096).with_section("training", seed=1)
     refuse(now, has_new_data=True)

@@ -134,6 +134,7 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
         (1, {"training": {"exit_interval": 10}}, ["--exit-interval 10", "--save"]),
         (1, {"checkpoint": {"save": "one", "keep_last": 1}}, ["--keep-last 1", "below 2"]),
         (1, {"checkpoint": {"save": "one", "keep_every": 100}}, ["--keep-every 100", "--keep-last"]),
+        (1, {"checkpoint": {"continue_from": "a", "save": "b", "load": "./c"}}, ["--save b needs --load b"]),
         (1, {"checkpoint": {"resume": "must"}}, ["--resume must", "--load"]),
         (1, {"checkpoint": {"allow_changed": ("seed,num_layers",)}}, ["--allow-changed num_layers", "seed, "]),
         (1, {"training": {"loss_spike_window": 64}}, ["--loss-spike-window 64", "--loss-spike-sigma"]),

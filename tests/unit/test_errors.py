@@ -18,24 +18,54 @@ CASES = {
 }
 
 
-def run_raising(expression: str, rank: str) -> subprocess.CompletedProcess:
-    code = f"from megatron_neobert.errors import *\ndef main(): raise {expression}\nrun_command(main)"
-    return subprocess.run([sys.executable, "-c", code], env={"RANK": rank}, capture_output=True, text=True, check=False)
+def run_raising(expression: str, before: str = "", **variables: str) -> subprocess.CompletedProcess:
+    code = (
+        "import os, signal, threading, time\nfrom megatron_neobert import errors\nfrom megatron_neobert.errors import *\n"
+        f"def main():\n    {before}\n    raise {expression}\nrun_command(main)"
+    )
+    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("expression", CASES)
 def test_an_error_ends_in_one_sentence_and_its_exit_code(expression):
     code, message = CASES[expression]
-    finished = run_raising(expression, rank="0")
+    finished = run_raising(expression, RANK="0", LOCAL_RANK="0")
     assert (finished.returncode, finished.stderr) == (code, message)
 
 
 def test_our_own_bugs_keep_their_traceback():
-    finished = run_raising("ValueError('a')", rank="0")
+    finished = run_raising("ValueError('a')", RANK="0")
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
 
 
-def test_another_rank_is_silent_about_what_all_ranks_find_and_speaks_for_itself_otherwise():
-    assert run_raising("ConfigError('a')", rank="3").stderr == ""
-    assert run_raising("DataError('a')", rank="3").stderr == "error on rank 3: a\n"
+@pytest.mark.parametrize("expression", ["ConfigError('a')", "CheckpointError('a')", "SaveError('a')"])
+def test_rank_that_alone_finds_an_error_says_it(expression):
+    finished = run_raising(expression, before="errors._SECONDS_TO_BE_ENDED = 0.1", RANK="11", LOCAL_RANK="3")
+    assert finished.stderr == "error on rank 11: a\n"
+
+
+@pytest.mark.parametrize(
+    ("expression", "place"),
+    [
+        ("CheckpointError('a')", {"RANK": "8", "LOCAL_RANK": "0"}),
+        ("LauncherError('a')", {"RANK": "8", "LOCAL_RANK": "3"}),
+    ],
+    ids=["first of its node", "of this rank's environment"],
+)
+def test_error_that_no_other_rank_of_the_node_may_say_before_is_said_at_once(expression, place):
+    finished = run_raising(expression, before="errors._SECONDS_TO_BE_ENDED = 1e9", **place)
+    assert finished.stderr == "error on rank 8: a\n"
+
+
+def test_rank_that_is_ended_because_another_one_ended_first_repeats_nothing():
+    """As torchrun does; the handler of the run, which would go on and save, is there before."""
+    torchrun = """errors._SECONDS_TO_BE_ENDED = 1e9
+    def handler(number, frame): pass
+    def end():
+        while signal.getsignal(signal.SIGTERM) is handler: time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, handler)
+    threading.Thread(target=end).start()"""
+    finished = run_raising("MissingInputError('a')", before=torchrun, RANK="3", LOCAL_RANK="3")
+    assert (finished.returncode, finished.stderr) == (66, "")

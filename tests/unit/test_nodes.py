@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.launch import _exit_code_of_rank, _forwarded_signals
+from megatron_neobert.launch import _exit_code_of_node, _forwarded_signals
 from megatron_neobert.nodes import Place, find_place
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "MASTER_PORT": "23456"}
@@ -53,9 +53,9 @@ def test_node_that_cannot_exist_is_refused_with_the_numbers(environment, message
 
 
 def test_rank_ended_by_a_signal_stopped_early_only_if_the_launcher_passed_it_on(monkeypatch, capsys):
-    assert _exit_code_of_rank(3, 65) == 65
-    assert _exit_code_of_rank(3, -15) == 128 + 15
+    assert _exit_code_of_node({3: 65}) == 65
+    assert _exit_code_of_node({3: -15}) == 128 + 15
     assert "rank 3 was ended by signal 15" in capsys.readouterr().err
     monkeypatch.setattr("megatron_neobert.launch._forwarded_signals", {*_forwarded_signals, 15})
-    assert _exit_code_of_rank(3, -15) == 75
-    assert _exit_code_of_rank(3, -9) == 128 + 9
+    assert _exit_code_of_node({3: -15}) == 75
+    assert _exit_code_of_node({3: -9}) == 128 + 9

@@ -1,5 +1,6 @@
 """Folders of checkpoints as files: what counts, what is refused, what is kept, and what a crash may leave."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -71,6 +72,7 @@ def test_a_crash_while_deleting_leaves_nothing_that_counts_and_the_next_save_swe
     monkeypatch.undo()
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["iter_0000003", "iter_0000002"]
     assert ".old-iter_0000001" in names(tmp_path)
+    assert find_good_checkpoint(tmp_path) == (tmp_path / "iter_0000003", []), "a start says nothing of it"
     save_files(tmp_path, 4)
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
@@ -130,10 +132,55 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_its_file_named_and_can_
     chosen, damaged = find_good_checkpoint(tmp_path)
     assert chosen == good
     assert [folder for folder, _ in damaged] == [newest]
-    assert said in damaged[0][1]
+    assert said in str(damaged[0][1])
     set_aside(newest)
     assert find_good_checkpoint(tmp_path) == (good, [])
     assert (tmp_path / "iter_0000002.damaged").is_dir()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"a": {"bytes": "x"}}}']
+)
+def test_a_manifest_that_cannot_be_read_is_a_damaged_checkpoint(tmp_path, content):
+    (tmp_path / "MANIFEST.json").write_text(content)
+    with pytest.raises(CheckpointError, match="not readable"):
+        verify_files(tmp_path)
+
+
+def test_only_folders_with_a_checkpoints_own_name_count_and_numbers_decide(tmp_path):
+    for name in ("iter_0000002", "iter_0000002.bak", "iter_9999999", "iter_10000000", ".tmp-iter_0000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "MANIFEST.json").write_text("{}")
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["iter_10000000", "iter_9999999", "iter_0000002"]
+
+
+def test_an_unreadable_newest_checkpoint_is_passed_over_but_not_called_damaged(tmp_path, monkeypatch):
+    good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
+    read = checkpoint_files.sha256_of
+
+    def read_or_fail(path: Path) -> str:
+        if path.parent == newest:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(checkpoint_files, "sha256_of", read_or_fail)
+    chosen, problems = find_good_checkpoint(tmp_path)
+    assert chosen == good
+    assert [(folder, type(problem)) for folder, problem in problems] == [(newest, OSError)]
+
+
+def test_a_leftover_that_cannot_be_deleted_does_not_keep_a_run_from_saving(tmp_path, monkeypatch):
+    (tmp_path / ".old-iter_0000001").mkdir()
+    delete = shutil.rmtree
+
+    def fail(path: Path, *, ignore_errors: bool = False) -> None:
+        if path.name == ".old-iter_0000001" and not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        if path.name != ".old-iter_0000001":
+            delete(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    assert save_files(tmp_path, 2).is_dir()
 
 
 @pytest.mark.parametrize(("pointer", "expected"), [("1", True), ("0", True), ("2", False), ("", True), ("abc", True)])

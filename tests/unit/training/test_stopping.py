@@ -1,5 +1,6 @@
 """Stop signals, also while a rank or a launcher waits in C++, where Python calls no handler; and the two stop files."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -120,18 +121,41 @@ def test_files_are_seen_by_rank_0_alone(tmp_path, monkeypatch):
     assert stopping.requests_of_this_rank(saving_to(tmp_path)) == (0, 0)
 
 
-def test_save_request_is_forgotten_after_the_save_and_a_later_one_is_not(tmp_path, monkeypatch):
+def test_save_request_stays_until_its_checkpoint_is_there_and_is_not_made_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "_SECONDS_BETWEEN_LOOKS", 0.0)
     settings, request = saving_to(tmp_path), tmp_path / "SAVE_NOW"
     request.touch()
     assert stopping.requests_of_this_rank(settings) == (0, 1)
-    stopping.forget_save_request(settings)
-    assert not request.exists()
-    request.touch()  # after rank 0 has looked, while the checkpoint is being written
-    assert stopping.requests_of_this_rank(settings) == (0, 0), "it does not look twice within a second"
-    stopping.forget_save_request(settings)
+    stopping.take_save_request()
+    assert stopping.requests_of_this_rank(settings) == (0, 0), "the checkpoint is being written"
     assert request.exists()
-    monkeypatch.setattr(stopping, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    stopping.fulfil_save_request(tmp_path)
+    assert not request.exists()
+    request.touch()
     assert stopping.requests_of_this_rank(settings) == (0, 1)
+
+
+def test_save_that_nobody_asked_for_leaves_a_request_that_comes_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    settings, request = saving_to(tmp_path), tmp_path / "SAVE_NOW"
+    assert stopping.requests_of_this_rank(settings) == (0, 0)
+    stopping.take_save_request()
+    request.touch()
+    stopping.fulfil_save_request(tmp_path)
+    assert stopping.requests_of_this_rank(settings) == (0, 1)
+
+
+def test_file_system_that_does_not_answer_asks_for_nothing(tmp_path, monkeypatch):
+    def fail(path: Path, **_: object) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "exists", fail)
+    assert stopping.requests_of_this_rank(saving_to(tmp_path)) == (0, 0)
+
+
+def test_time_limit_does_not_count_before_the_first_iteration_of_a_start(tmp_path):
+    settings = saving_to(tmp_path).with_section("training", exit_duration_in_mins=0.0)
+    assert stopping.requests_of_this_rank(settings, has_trained=False) == (0, 0)
 
 
 def test_no_run_starts_in_a_folder_with_a_stop_file(tmp_path):

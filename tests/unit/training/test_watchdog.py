@@ -86,7 +86,7 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(ranks):
 def test_rank_that_computes_for_ever_is_told_from_those_that_wait_for_it(ranks):
     ranks.start(failure="time.sleep(300)")
     assert [process.wait(60) for process in ranks.processes] == [69, 69]
-    assert "waits for no other rank: <string> line " in ranks.said(0) + ranks.said(1)
+    assert "is in no collective: <string> line " in ranks.said(0) + ranks.said(1)
 
 
 def test_rank_that_is_stopped_ends_the_others_with_69_and_its_name(ranks):
@@ -155,6 +155,16 @@ def test_silent_rank_counts_more_than_one_that_is_behind():
     ]
 
 
+def test_rank_that_waits_for_another_is_not_blamed_for_being_behind():
+    """Stages of a pipeline: rank 0 hangs where it reads data, before or after it has said what the others say."""
+    reads = {"in_collective": False, "code": "loader.py line 5 in next"}
+    found = [(0, "is in no collective: loader.py line 5 in next")]
+    assert suspects(place(0, **reads), place(1)) == found
+    assert suspects(place(0, **reads), place(1, marks=13)) == found
+    late = place(0, phase="waiting for data", marks=13, **reads)
+    assert suspects(late, place(1), place(2, marks=13)) == [(0, "is behind in iteration 7 (waiting for data)")]
+
+
 def test_rank_that_left_because_it_lost_another_is_no_suspect():
     victim = place(0, ended="it lost the others", is_victim=True)
     assert suspects(victim, place(1), place(2)) == []
@@ -162,4 +172,4 @@ def test_rank_that_left_because_it_lost_another_is_no_suspect():
 
 
 def test_busy_rank_is_a_suspect_only_among_waiting_ones():
-    assert suspects(place(0), place(1, in_collective=False)) == [(1, "waits for no other rank: f.py line 1 in f")]
+    assert suspects(place(0), place(1, in_collective=False)) == [(1, "is in no collective: f.py line 1 in f")]
