@@ -49,8 +49,16 @@ _SET_BY = {
     "position_rows": "max_position_embeddings",
 }
 
-# Of no consequence for the weights.
-_NOT_SAID = ("checkpoint", "logging")
+# Of no consequence for the weights: sections, and settings of others.
+_NOT_SAID = {
+    "checkpoint",
+    "logging",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "distributed_timeout_minutes",
+    "num_workers",
+    "dataloader_type",
+}
 
 # What --allow-changed can name.
 ALLOWABLE = sorted(
@@ -88,8 +96,9 @@ def refuse_other_run(saved: Settings, now: Settings, folder: Path, *, has_new_da
 def changes(saved: Settings, now: Settings) -> Iterator[str]:
     """Every setting that differs and may matter, in words."""
     sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name not in _NOT_SAID}
-    for _, text in _differences(saved, now, sections):
-        yield text
+    for name, text in _differences(saved, now, sections):
+        if name not in _NOT_SAID:
+            yield text
 
 
 def _guarded_settings(settings: Settings) -> dict[str, tuple[str, ...]]:

@@ -33,6 +33,8 @@ FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint; Ctrl-C agai
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # at the files; a network file system answers each look in milliseconds
 
+_SECONDS_TO_SPEAK = 2.0
+
 _group_stands = threading.Event()
 _signals_received: list[int] = []
 _signals_answered: list[int] = []
@@ -79,7 +81,7 @@ def _end_with_launcher() -> None:
     """Until the watchdog does it: a rank that waits for others would wait for ever once the launcher is gone."""
     while not _group_stands.wait(_SECONDS_BETWEEN_LOOKS):
         if launcher_has_gone():
-            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: the launcher that started it has gone\n")
+            _say(f"rank {os.environ.get('RANK', '0')}: the launcher that started it has gone\n")
             os._exit(EXIT_UNAVAILABLE)
 
 
@@ -87,13 +89,20 @@ def _answer(number: int) -> None:
     rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
     _signals_answered.append(number)
     if number == ABORT_SIGNAL or _signals_answered.count(signal.SIGINT) > 1:
-        sys.stderr.write(f"rank {rank}: aborted\n")  # in one piece, beside others
+        _say(f"rank {rank}: aborted\n")
         os._exit(EXIT_INTERRUPTED)
     if not _group_stands.is_set():
-        sys.stderr.write(f"rank {rank}: stopped by {name} before the first iteration\n")
+        _say(f"rank {rank}: stopped by {name} before the first iteration\n")
         os._exit(EXIT_STOPPED_EARLY)
     if number == signal.SIGINT:
-        sys.stderr.write(f"{FIRST_INTERRUPT}\n")
+        _say(f"{FIRST_INTERRUPT}\n")
+
+
+def _say(text: str) -> None:
+    """Writes in one piece, since other ranks write as well, and gives up where nobody reads."""
+    writer = threading.Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
+    writer.start()
+    writer.join(_SECONDS_TO_SPEAK)
 
 
 def _remember(number: int, frame: FrameType | None) -> None:

@@ -140,8 +140,10 @@ class Watchdog:
 
     def _end(self, said: str) -> NoReturn:
         """Without the interpreter's own way, which waits for what will never come."""
-        # Nor for the locks of sys.stdout and sys.stderr: the main thread may hold them, before a full pipe.
-        _within(_ANSWER_SECONDS, lambda: os.write(2, f"{said.rstrip()}\n".encode() if said else b""))
+        if said:
+            # Past sys.stderr and its lock, which the main thread may hold, and not for ever: nobody may read the pipe.
+            text = f"{said.rstrip()}\n".encode()
+            _within(_ANSWER_SECONDS, lambda: os.write(2, text))
         signals = stopping.count_signals()
         self._leave("it lost the others", is_victim=True)
         # Whoever failed first shall also end first: torchrun reports the first end, then signals the others to end.

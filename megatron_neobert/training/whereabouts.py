@@ -1,7 +1,7 @@
 """Where every rank stands, on a board that all of them can read even while no collective gets through.
 
 The board is the TCP store by which the ranks found each other. torchrun and the launcher keep it on node 0, outside of
-the ranks; where ranks are started without either, rank 0 holds it, and with rank 0 it is gone. Each rank writes its line
+the ranks; where ranks are started without either, rank 0 holds it, and it ends with rank 0. Each rank writes its line
 about once a second, from a thread, so that a line that does not change any more belongs to a process that is gone,
 stopped, or cut off. Clocks of different machines are never compared.
 """

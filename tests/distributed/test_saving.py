@@ -227,8 +227,8 @@ def ask_for_a_checkpoint_that_rank_1_writes_slowly(folder: Path) -> Any:
             start(self, **how)
 
         def step_and_look(run: Any, batches: Any) -> Any:
-            iteration, rank, save = run.progress.iteration + 1, torch.distributed.get_rank(), Path(folder / "run")
-            if rank == 0:
+            iteration, save = run.progress.iteration + 1, folder / "run"
+            if torch.distributed.get_rank() == 0:
                 if iteration == 2:
                     (save / "SAVE_NOW").touch()
                 holds = [(save / "SAVE_NOW").exists(), [checkpoint.name for checkpoint in list_checkpoints(save)]]

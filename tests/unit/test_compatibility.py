@@ -19,7 +19,7 @@ def test_other_rates_length_precision_and_ranks_are_accepted_and_said():
     now = (
         Settings()
         .with_section("optimizer", lr=1e-4)
-        .with_section("training", train_iters=10, bf16=True)
+        .with_section("training", train_iters=10, bf16=True, exit_interval=5)
         .with_section("parallel", tensor_model_parallel_size=2)
         .with_section("logging", log_interval=1)
     )

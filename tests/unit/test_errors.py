@@ -20,7 +20,8 @@ CASES = {
 
 def run_raising(expression: str, before: str = "", **variables: str) -> subprocess.CompletedProcess:
     code = (
-        "import os, signal, threading, time\nfrom megatron_neobert import errors\nfrom megatron_neobert.errors import *\n"
+        "import os, signal, threading, time\n"
+        "from megatron_neobert import errors\nfrom megatron_neobert.errors import *\n"
         f"def main():\n    {before}\n    raise {expression}\nrun_command(main)"
     )
     return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)

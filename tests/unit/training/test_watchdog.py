@@ -46,18 +46,20 @@ class Ranks:
         self.folder, self.store = folder, TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *, minutes: float = 3 / 60, iterations: int = 3, **code: str) -> None:
+    def start(
+        self, *, minutes: float = 3 / 60, iterations: int = 3, world_size: int = 2, pipe: int | None = None, **code: str
+    ) -> None:
         words = {"work": "pass", "before": "pass", "failure": "pass", **code}
         script = RANKS.replace("{minutes}", str(minutes)).replace("{iterations}", str(iterations))
         for name, statement in words.items():
             script = script.replace("{" + name + "}", statement)
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port)}
-        for rank in ("0", "1"):
+        place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port)}
+        for rank in map(str, range(world_size)):
             with (self.folder / rank).open("w") as log:
                 command = [sys.executable, "-c", script]
                 variables = {**os.environ, **place, "RANK": rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 self.processes.append(
-                    subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT, text=True)
+                    subprocess.Popen(command, env=variables, stdout=pipe or log, stderr=subprocess.STDOUT, text=True)
                 )
 
     def said(self, rank: int) -> str:
@@ -123,6 +125,16 @@ def test_work_that_takes_longer_than_the_limit_is_no_hang_while_it_sets_marks(ra
     ranks.start(work="time.sleep(0.3)", iterations=10, minutes=1.5 / 60)
     assert [process.wait(60) for process in ranks.processes] == [0, 0], ranks.said(0) + ranks.said(1)
     assert ranks.said(0) == "finished\n"
+
+
+def test_rank_whose_output_nobody_reads_ends_all_the_same(ranks):
+    reader, writer = os.pipe()
+    endless = "watchdog._ANSWER_SECONDS = 0.5\n        while True: print('x' * 1000)"
+    ranks.start(work=endless, world_size=1, pipe=writer, minutes=1 / 60)
+    assert ranks.processes[0].wait(60) == 69
+    os.set_blocking(reader, False)
+    assert set(os.read(reader, 1 << 20)) == set(b"x\n"), "the pipe was full before there was anything to say"
+    os.close(reader), os.close(writer)
 
 
 def place(rank: int, **changes: object) -> Place:
