@@ -184,8 +184,10 @@ def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
     except (FileNotFoundError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
     for name in files:
-        if name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
-            raise CheckpointError(f"{manifest}: lists {name!r}, which is not below its folder; use another checkpoint.")
+        if name.startswith("/") or ".." in PurePosixPath(name).parts or not name.isprintable():
+            raise CheckpointError(
+                f"{manifest}: lists {name!r:.80}, which is no file below its folder; use another checkpoint."
+            )
     missing = [name for name in _NEEDED if name not in files]
     if missing:
         raise CheckpointError(f"{manifest}: does not list {', '.join(missing)}; the checkpoint is incomplete.")

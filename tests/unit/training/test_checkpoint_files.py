@@ -117,14 +117,15 @@ def link_elsewhere(folder: Path) -> None:
     [
         (damage_manifest(lambda files: files.clear()), "does not list .metadata, common.pt, metadata.json"),
         (damage_manifest(lambda files: files.pop("common.pt")), "does not list common.pt"),
-        (damage_manifest(lambda files: files.update({"../x": files["common.pt"]})), "'../x', which is not below"),
+        (damage_manifest(lambda files: files.update({"../x": files["common.pt"]})), "'../x', which is no file"),
+        (damage_manifest(lambda files: files.update({"a\nb": files["common.pt"]})), "'a\\nb', which is no file"),
         (damage_manifest(lambda files: files.update({"/etc/passwd": files["common.pt"]})), "'/etc/passwd', which"),
         (link_elsewhere, "common.pt: missing"),
         (lambda folder: (folder / "common.pt").write_text("contenT"), "common.pt: its sha256"),
         (lambda folder: (folder / "common.pt").write_text("conten"), "common.pt: 6 bytes, expected 7"),
         (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: not readable"),
     ],
-    ids=["empty", "incomplete", "parent", "absolute", "link", "flipped", "truncated", "unsealed"],
+    ids=["empty", "incomplete", "parent", "line feed", "absolute", "link", "flipped", "truncated", "unsealed"],
 )
 def test_a_damaged_newest_checkpoint_is_passed_over_with_its_file_named_and_can_be_set_aside(tmp_path, damage, said):
     good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
