@@ -111,6 +111,7 @@ class Saver:
         names = writer.tensors_not_finite()
         found = first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
         if found is not None:
+            self._remove_temporary()
             raise DivergenceError(
                 f"iteration {self._iteration} is not saved: {found} hold values that are not finite. {self._remaining} "
                 "--no-check-for-nan saves such weights as well."
@@ -130,25 +131,28 @@ class Saver:
             )
             write_manifest(self._temporary, {name: file for part in parts for name, file in part.files.items()})
             publish(self._temporary, self._final, iteration=self._iteration)
-            fulfil_save_request(self.save_folder)
         except Exception as error:  # the other ranks wait to hear of it
             return describe_problem(error)
-        if config.keep_last is not None:
-            try:
+        try:
+            fulfil_save_request(self.save_folder)
+            if config.keep_last is not None:
                 prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
-            except OSError as error:
-                self.say(f"warning: an old checkpoint could not be deleted: {error}")
+        except OSError as error:  # the checkpoint is there
+            self.say(f"warning: {self.save_folder} could not be tidied: {error}")
         return None
 
     def _raise_alike(self, problem: str | None) -> None:
         problem = first_problem(problem)  # collective: all ranks
         if problem is not None:
-            if is_rank_zero():
-                shutil.rmtree(self._temporary, ignore_errors=True)
+            self._remove_temporary()
             raise SaveError(
                 f"iteration {self._iteration} could not be saved: {problem}. {self._remaining} Make room or "
                 "mend it, then start again with the same command."
             )
+
+    def _remove_temporary(self) -> None:
+        if is_rank_zero():
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     @property
     def _remaining(self) -> str:

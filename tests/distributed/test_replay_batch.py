@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import import_tool, run
-from distributed import ranks
-from distributed.ranks import read_metrics, train_on_ranks
+import ranks
+from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
+from unit.tools.commands import import_tool, run
 
 from megatron_neobert.config import CheckpointConfig, ParallelConfig
 from megatron_neobert.data.corpus import Corpus
