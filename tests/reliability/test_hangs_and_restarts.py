@@ -10,7 +10,7 @@ LAST = f"iter_{ITERATIONS:07d}"
 
 
 def test_a_hanging_rank_ends_all_with_69_and_is_named_with_its_iteration(start, tmp_path):
-    limit = ("--distributed-timeout-minutes", 0.05)
+    limit = ("--distributed-timeout-minutes", 0.15)  # 9 s, which building the run must not take
     with start(tmp_path, *limit, command=LAUNCH_FAULTY, FAULTS="hang:1:5") as training:
         assert training.finish() == 69, training.output
     (sentence,) = [line for line in training.lines if "no progress for" in line]

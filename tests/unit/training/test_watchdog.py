@@ -122,7 +122,7 @@ def test_rank_that_loses_another_ends_with_69_and_one_sentence(ranks, failure, c
 
 
 def test_work_that_takes_longer_than_the_limit_is_no_hang_while_it_sets_marks(ranks):
-    ranks.start(work="time.sleep(0.3)", iterations=10, minutes=1.5 / 60)
+    ranks.start(work="time.sleep(0.5)", iterations=12, minutes=4 / 60)
     assert [process.wait(60) for process in ranks.processes] == [0, 0], ranks.said(0) + ranks.said(1)
     assert ranks.said(0) == "finished\n"
 
