@@ -1,7 +1,7 @@
 """What a run says: one line per interval, TensorBoard, a JSON line per interval, and a bar on a terminal.
 
-Sums of loss and tokens stay on the device between two lines. A skipped update is said at once; its loss enters no
-average, its tokens count.
+The reports of steps are over all ranks already, so nothing here is a collective. A skipped update is said at once; its
+loss enters no average, its tokens count.
 """
 
 import json

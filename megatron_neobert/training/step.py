@@ -37,14 +37,14 @@ def train_step(run: Run, batches: StepBatches) -> StepReport:
     The learning rate goes on without an update too: it is a function of the iteration.
     """
     reports, grad_norm = compute_gradients(run, batches)
-    sums, grad_norm = _over_all_ranks(_sum_up(reports, batches, run.device), grad_norm)  # collective: all ranks
-    nats, masked, *_ = sums.tolist()
+    values = _over_all_ranks(_sum_up(reports, batches, run.device), grad_norm)  # collective: all ranks
+    nats, masked, _, _, grad_norm = values.tolist()  # the device is waited for once
     loss = nats / max(masked, 1)
     reason = skip_reason(run.progress, loss=loss, grad_norm=grad_norm, training=run.settings.training)
     if reason is None:
         _update(run, grad_norm)
     run.scheduler.step(increment=1)
-    return StepReport(sums, loss=loss, grad_norm=grad_norm, skip_reason=reason)
+    return StepReport(values[:4], loss=loss, grad_norm=grad_norm, skip_reason=reason)
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], float]:
@@ -66,12 +66,11 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], flo
 def validation_step(run: Run, batches: StepBatches) -> StepReport:
     """Loss sums of one validation batch. Collective: all ranks."""
     reports = _forward_backward(run, batches, forward_only=True)
-    sums, _ = _over_all_ranks(_sum_up(reports, batches, run.device), 0.0)  # collective: all ranks
-    return StepReport(sums)
+    return StepReport(_over_all_ranks(_sum_up(reports, batches, run.device), 0.0)[:4])  # collective: all ranks
 
 
-def _over_all_ranks(sums: Tensor, grad_norm: float) -> tuple[Tensor, float]:
-    """Sums over the ranks and the gradient norm, the same bits on all ranks. Collective: all ranks.
+def _over_all_ranks(sums: Tensor, grad_norm: float) -> Tensor:
+    """The four sums over the ranks, then the gradient norm, the same bits on all ranks. Collective: all ranks.
 
     What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm
     is reduced by each replica for itself unless the optimizer is distributed, and equal only up to rounding.
@@ -80,10 +79,9 @@ def _over_all_ranks(sums: Tensor, grad_norm: float) -> tuple[Tensor, float]:
     values = torch.cat([sums, torch.full((1,), grad_norm, dtype=sums.dtype, device=sums.device)])
     torch.distributed.all_reduce(values)
     # Tensor-parallel ranks hold the same sums, and all ranks the same norm.
-    return (
-        values[:4] / parallel_state.get_tensor_model_parallel_world_size(),
-        values[4].item() / torch.distributed.get_world_size(),
-    )
+    values[:4] /= parallel_state.get_tensor_model_parallel_world_size()
+    values[4] /= torch.distributed.get_world_size()
+    return values
 
 
 def _update(run: Run, grad_norm: float) -> None:
