@@ -27,6 +27,7 @@ REQUIREMENTS = [
     "fsspec>=2023.6",
     "tokenizers>=0.22",
     "transformers>=5.3",  # the first release line whose EuroBERT classes load an export without remote code
+    "huggingface_hub>=1",
     "safetensors>=0.4.3",
     "PyYAML>=6",
     "tensorboard>=2.16",
@@ -46,11 +47,13 @@ EXTRAS = {
     "ray": ["ray>=2.40"],
     "wandb": ["wandb>=0.18"],
     "eval": ["mteb>=2", "sentence-transformers>=5", "scikit-learn", "scipy", "optuna>=4", "matplotlib>=3.8"],
+    "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what tools/export_onnx.py writes and runs
     "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what tools/benchmark_preprocessing.py compares with
     "dev": ["pytest>=8", "hypothesis>=6.130", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
 }
-for optional in ("fast", "sentencepiece", "warc", "ray"):  # what the tests of preprocessing start for real
+for optional in ("fast", "sentencepiece", "warc", "ray", "onnx"):  # what the tests start for real
     EXTRAS["dev"] += EXTRAS[optional]
+EXTRAS["dev"] += ["sentence-transformers>=5", "accelerate>=1"]  # the latter for transformers' Trainer
 
 setup(
     name="megatron-neobert",

@@ -17,13 +17,25 @@ from torch.nn import functional as F
 
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
-# Largest difference over largest logit that two correct implementations may show in fp32. Measured with
-# tools/check_parity.py at 28 x 768 on CPU; the wrong rotary convention is shown there as well.
-FP32_TOLERANCE = 1e-4
+# Largest difference over largest logit that two correct implementations may show, by the precision that computes.
+# tools/check_parity.py measures 5e-15, 1.4e-6 and 0.026 at 28 x 768 on CPU; a wrong rotary convention shows 0.9.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 PROMPT_TOKENS = (7, 23, 64, 128)  # tokens of the four rows; all but the longest are padded
 
-LogitFunction = Callable[[Tensor, Tensor], Tensor]  # (tokens_bs, attention_mask_bs) -> logits_bsv
+PaddedFunction = Callable[[Tensor, Tensor], Tensor]  # (tokens_bs, attention_mask_bs) -> logits_bsv
+PackedFunction = Callable[[Tensor, Tensor], Tensor]  # (tokens_t, cu_seqlens_n) -> logits_tv
+
+
+@dataclass(frozen=True)
+class LogitModel:
+    """What two models have in common that can be compared, whatever files they come from."""
+
+    description: str
+    vocab_size: int
+    max_tokens: int
+    padded: PaddedFunction
+    packed: PackedFunction | None  # None: the model knows no rows of several documents
 
 
 class Prompts(NamedTuple):
@@ -31,6 +43,18 @@ class Prompts(NamedTuple):
 
     tokens_bs: Tensor
     attention_mask_bs: Tensor
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """The rows end to end: token ids, and where each starts, with their number at the end."""
+        present = self.attention_mask_bs.bool()
+        return self.tokens_bs[present], F.pad(present.sum(1).cumsum(0), (1, 0)).int()
+
+    def unpack(self, logits_tv: Tensor) -> Tensor:
+        """Logits of the packed row where the padded batch has them, zeros at padding."""
+        logits_bsv = logits_tv.new_zeros(*self.tokens_bs.shape, logits_tv.shape[-1])
+        logits_bsv[self.attention_mask_bs.bool()] = logits_tv
+        return logits_bsv
 
 
 @dataclass(frozen=True)
@@ -73,8 +97,21 @@ def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
 
 
 @torch.no_grad()
-def compare_functions(first: LogitFunction, second: LogitFunction, prompts: Prompts) -> Comparison:
-    """Runs both on the same prompts."""
+def compare_models(first: LogitModel, second: LogitModel, prompts: Prompts) -> dict[str, Comparison]:
+    """Runs both on the same prompts: `padded`, and `packed` where the second knows packed rows.
+
+    Both are held against the first model's padded rows, so that a packed row shows what leaks between documents.
+    """
+    expected_bsv = first.padded(*prompts)
+    found = {"padded": second.padded(*prompts)}
+    if second.packed is not None:
+        found["packed"] = prompts.unpack(second.packed(*prompts.packed))
+    return {how: compare_logits(expected_bsv, logits, prompts.attention_mask_bs) for how, logits in found.items()}
+
+
+@torch.no_grad()
+def compare_functions(first: PaddedFunction, second: PaddedFunction, prompts: Prompts) -> Comparison:
+    """Runs both on the same padded prompts."""
     return compare_logits(first(*prompts), second(*prompts), prompts.attention_mask_bs)
 
 

@@ -1,20 +1,32 @@
-"""Command: a Megatron checkpoint as a Hugging Face folder.
+"""Command: a Megatron checkpoint as a Hugging Face folder, and back.
 
 Runs on one CPU without GPU, torchrun or Transformer Engine, whatever number of ranks wrote the checkpoint. Importing
 torch waits until the arguments are read, so that --help answers at once.
 """
 
 import argparse
+import resource
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpoint_conversion.output_folder import refuse_existing
-from megatron_neobert.errors import ConversionError, run_command
+from megatron_neobert.errors import ConversionError, OutputError, run_command
+
+if TYPE_CHECKING:  # --help answers without importing torch
+    from checkpoint_conversion.export import ExportOptions
+    from checkpoint_conversion.megatron_reader import MegatronCheckpoint
+    from megatron_neobert.data.tokenizer import Tokenizer
 
 
 def main() -> None:
     """Reads the arguments and converts."""
-    arguments = _parse()
-    _convert_to_huggingface(arguments)
+    arguments, start = _parse(), time.monotonic()
+    arguments.convert(arguments)
+    # Of the process so far; Linux counts in KiB.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"wrote {arguments.output} in {time.monotonic() - start:.0f} s with at most {peak:.1f} GiB of memory")
 
 
 def _parse() -> argparse.Namespace:
@@ -23,12 +35,16 @@ def _parse() -> argparse.Namespace:
     export = commands.add_parser(
         "megatron-to-hf", help="write a Hugging Face folder and compare it with the reference", allow_abbrev=False
     )
+    export.set_defaults(convert=_convert_to_huggingface)
     export.add_argument(
         "--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save"
     )
     export.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to create")
     export.add_argument(
-        "--format", choices=["eurobert"], default="eurobert", help="layout to write (default: eurobert, no remote code)"
+        "--format",
+        choices=["eurobert", "neobert", "llama"],
+        default="eurobert",
+        help="layout to write (default: eurobert, which needs no remote code; neobert has the published names)",
     )
     export.add_argument(
         "--tokenizer-model", type=Path, metavar="PATH", help="tokenizer to write (default: the checkpoint's own)"
@@ -36,41 +52,136 @@ def _parse() -> argparse.Namespace:
     export.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the stored weights (default: float32)"
     )
-    export.add_argument("--iteration", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
+    iterations = export.add_mutually_exclusive_group()
+    iterations.add_argument("--iteration", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
+    iterations.add_argument(
+        "--all-iterations",
+        action="store_true",
+        help="convert every checkpoint into a subfolder of --output; folders that are there already are kept",
+    )
+    export.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="cut larger weights into several files (default: 5GB)"
+    )
+    export.add_argument(
+        "--sentence-transformers",
+        action="store_true",
+        help="add what SentenceTransformer(DIR) reads: mean pooling over the tokens",
+    )
+    export.add_argument(
+        "--license", default="unknown", metavar="ID", help="of the weights, for the model card (default: unknown)"
+    )
     export.add_argument(
         "--trust-checkpoint",
         action="store_true",
         help="let the checkpoint's pickled table of contents run code; only for files from people you trust",
     )
+    back = commands.add_parser(
+        "hf-to-megatron",
+        help="write a checkpoint to continue pre-training from and compare it with the folder's model",
+        allow_abbrev=False,
+    )
+    back.set_defaults(convert=_convert_to_megatron)
+    back.add_argument(
+        "--load", required=True, type=Path, metavar="DIR", help="Hugging Face folder with a masked language model"
+    )
+    back.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="folder to create, for training's --continue-from"
+    )
+    for command in (export, back):
+        command.add_argument(
+            "--no-verification",
+            dest="verified",
+            action="store_false",
+            help="do not run the written model against its source",
+        )
     return parser.parse_args()
 
 
 def _convert_to_huggingface(arguments: argparse.Namespace) -> None:
-    refuse_existing(arguments.output)  # before minutes of reading
+    output: Path = arguments.output
+    if not arguments.all_iterations:
+        refuse_existing(output)  # before minutes of reading
     import torch
 
-    from checkpoint_conversion.export import export_eurobert
+    from checkpoint_conversion.export import ExportOptions
     from checkpoint_conversion.megatron_reader import read_checkpoint
-    from megatron_neobert.data.tokenizer import load_tokenizer
     from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
-    trust = arguments.trust_checkpoint
-    refuse_unsafe_environment(trust)
-    checkpoint = read_checkpoint(arguments.load, iteration=arguments.iteration, trust=trust)
-    tokenizer = checkpoint.tokenizer
-    if arguments.tokenizer_model is not None:
-        tokenizer = load_tokenizer(arguments.tokenizer_model)
-        if tokenizer.fingerprint != checkpoint.tokenizer.fingerprint:
-            raise ConversionError(
-                f"--tokenizer-model {arguments.tokenizer_model} ({tokenizer.vocab_size} tokens) encodes differently "
-                f"from the tokenizer of {checkpoint.folder} ({checkpoint.tokenizer.vocab_size} tokens); the weights "
-                "belong to the latter. Leave the flag out."
+    refuse_unsafe_environment(arguments.trust_checkpoint)
+    options = ExportOptions(
+        layout=arguments.format,
+        dtype=getattr(torch, arguments.dtype),
+        max_shard_size=arguments.max_shard_size,
+        sentence_transformers=arguments.sentence_transformers,
+        verified=arguments.verified,
+        license=arguments.license,
+    )
+    wanted = _every_iteration(arguments, options) if arguments.all_iterations else [(arguments.iteration, output)]
+    for iteration, folder in wanted:
+        checkpoint = read_checkpoint(arguments.load, iteration=iteration, trust=arguments.trust_checkpoint)
+        _export(checkpoint, folder, _choose_tokenizer(arguments.tokenizer_model, checkpoint), options)
+
+
+def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") -> Iterator[tuple[int, Path]]:
+    """Each checkpoint of the save folder and its place, but for those that were converted before."""
+    from checkpoint_conversion.export import is_export_of
+    from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint, list_checkpoints
+
+    latest_checkpoint(arguments.load)  # refuses a folder without any
+    for checkpoint in reversed(list_checkpoints(arguments.load)):
+        folder = arguments.output / checkpoint.name
+        if not folder.exists():
+            yield iteration_of(checkpoint), folder
+        elif is_export_of(folder, checkpoint, options):
+            print(f"kept {folder}, which is there already")
+        else:
+            raise OutputError(
+                f"--output {folder} is there, but was not made from {checkpoint} with --format {options.layout} "
+                f"--dtype {arguments.dtype}; name another --output or remove it."
             )
+
+
+def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "Tokenizer":
+    from megatron_neobert.data.tokenizer import load_tokenizer
+
+    if path is None:
+        return checkpoint.tokenizer
+    tokenizer = load_tokenizer(path)
+    if tokenizer.fingerprint != checkpoint.tokenizer.fingerprint:
+        raise ConversionError(
+            f"--tokenizer-model {path} ({tokenizer.vocab_size} tokens) encodes differently from the tokenizer of "
+            f"{checkpoint.folder} ({checkpoint.tokenizer.vocab_size} tokens); the weights belong to the latter. Leave "
+            "the flag out."
+        )
+    return tokenizer
+
+
+def _export(checkpoint: "MegatronCheckpoint", folder: Path, tokenizer: "Tokenizer", options: "ExportOptions") -> None:
+    from checkpoint_conversion.export import export
+    from checkpoint_conversion.verification import to_table
+
     print(f"converting {checkpoint.folder}")
-    dtype = getattr(torch, arguments.dtype)
-    comparison = export_eurobert(checkpoint, arguments.output, tokenizer=tokenizer, dtype=dtype)
-    print(f"compared with the reference in plain PyTorch:\n{comparison.to_table()}")
-    print(f"wrote {arguments.output}")
+    checks = export(checkpoint, folder, tokenizer=tokenizer, options=options)
+    if checks:
+        print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
+
+
+def _convert_to_megatron(arguments: argparse.Namespace) -> None:
+    refuse_existing(arguments.output)
+    from checkpoint_conversion.imports import import_folder
+    from checkpoint_conversion.verification import to_table
+    from megatron_neobert.flags import model_flags
+
+    print(f"converting {arguments.load}")
+    imported, checks = import_folder(arguments.load, arguments.output, verified=arguments.verified)
+    for note in imported.notes:
+        print(f"note: {note}")
+    if checks:
+        print(f"{arguments.output} against the model of {arguments.load}:\n{to_table(checks)}")
+    print(
+        f"{imported.layout} layout; continue pre-training with --continue-from {arguments.output} --tokenizer-model "
+        f"{arguments.load} and the settings of this model: {model_flags(imported.model)}"
+    )
 
 
 if __name__ == "__main__":

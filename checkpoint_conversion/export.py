@@ -5,85 +5,124 @@ before the folder gets its name.
 """
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
 import transformers
 
 import megatron_neobert
-from checkpoint_conversion.comparison import FP32_TOLERANCE, Comparison, build_prompts, compare_functions
-from checkpoint_conversion.eurobert import build_config, load_masked_lm, write_folder
-from checkpoint_conversion.mapping import EUROBERT, to_published
+from checkpoint_conversion.huggingface_model import load_logit_model
+from checkpoint_conversion.huggingface_writer import write_folder
+from checkpoint_conversion.layouts import LAYOUTS, Source
+from checkpoint_conversion.mapping import to_published
 from checkpoint_conversion.megatron_reader import MegatronCheckpoint
+from checkpoint_conversion.model_card import write_model_card
 from checkpoint_conversion.output_folder import build_folder
+from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
+from checkpoint_conversion.verification import Checks, reference_model, to_report, verify
 from megatron_neobert.data.tokenizer import Tokenizer
-from megatron_neobert.errors import ConversionError
 from megatron_neobert.files import sha256_of
+from megatron_neobert.training.checkpoint_files import MANIFEST
 
 REPORT = "conversion_report.json"
+_SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
+_PATHS = ("data_path", "tokenizer_model", "valid_data_path")  # of machines that no reader of the report knows
 
 
-def export_eurobert(
-    checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer, dtype: torch.dtype
-) -> Comparison:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What can be chosen about a folder."""
+
+    layout: str = "eurobert"
+    dtype: torch.dtype = torch.float32
+    max_shard_size: str = "5GB"
+    sentence_transformers: bool = False
+    verified: bool = True
+    license: str = "unknown"
+
+
+def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> Checks:
     """Writes and verifies the folder.
 
     Args:
         tokenizer: Written beside the weights; encodes as the checkpoint's own.
-        dtype: Of the stored weights. They are compared in fp32 arithmetic, after rounding.
 
     Returns:
-        How far the written model is from the reference.
+        How far the written model is from the reference, empty if that was not wanted.
 
     Raises:
         OutputError: The folder exists, or cannot be created.
         ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
     """
     with build_folder(output) as temporary:
-        write_weights(checkpoint, temporary, tokenizer, dtype)
-        comparison = verify_export(checkpoint, temporary, dtype)
-        _write_report(checkpoint, temporary, comparison, dtype)
-    return comparison
+        write_model(checkpoint, temporary, tokenizer=tokenizer, options=options)
+        checks = verify_export(checkpoint, temporary, options.dtype) if options.verified else {}
+        if options.sentence_transformers:
+            write_sentence_transformers_files(
+                temporary,
+                hidden_size=checkpoint.shape.hidden_size,
+                max_seq_length=checkpoint.settings.model.max_position_embeddings,
+                needs_remote_code=LAYOUTS[options.layout].carries_code,
+            )
+        _write_report(checkpoint, temporary, checks, options)
+        write_model_card(temporary, license=options.license)
+    return checks
 
 
-def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dtype) -> Comparison:
+def is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
+    """Whether a folder was made from this checkpoint with these options."""
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        found = (report["source"]["manifest_sha256"], report["format"], report["dtype"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return found == (sha256_of(checkpoint / MANIFEST), options.layout, _dtype_name(options))
+
+
+def write_model(checkpoint: MegatronCheckpoint, folder: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> None:
+    """Fills an empty folder with everything that transformers needs; nothing is compared yet."""
+    layout, shape = LAYOUTS[options.layout], checkpoint.shape
+    rounded = {name: tensor.to(options.dtype) for name, tensor in checkpoint.tensors.items()}
+    config = layout.build_config(Source(checkpoint.settings.model, shape, tokenizer, options.dtype))
+    weights = to_published(rounded, shape, layout.table)
+    write_folder(folder, layout, config, weights, tokenizer, max_shard_size=options.max_shard_size)
+
+
+def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dtype) -> Checks:
     """Compares the model that transformers loads from `folder` with the reference holding the checkpoint's weights.
 
     Raises:
         ConversionError: They compute different logits.
     """
-    reference, exported = checkpoint.build_reference(dtype), load_masked_lm(folder)
-    prompts = build_prompts(checkpoint.shape.vocab_size, longest=checkpoint.settings.model.max_position_embeddings)
-    comparison = compare_functions(reference, lambda *inputs: exported(*inputs).logits, prompts)
-    if not comparison.within(FP32_TOLERANCE):
-        raise ConversionError(
-            f"the exported model's logits differ from the reference's by {comparison.relative:.3g} of the largest, "
-            f"more than {FP32_TOLERANCE:g}; nothing was written. transformers is {transformers.__version__}: try the "
-            "version in constraints.txt."
-        )
-    return comparison
+    source = reference_model(
+        checkpoint.build_reference(dtype), max_tokens=checkpoint.settings.model.max_position_embeddings
+    )
+    return verify(
+        source, lambda precision: load_logit_model(folder, dtype=precision), stored=dtype, what="the exported model"
+    )
 
 
-def write_weights(checkpoint: MegatronCheckpoint, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
-    """Fills an empty folder with everything that transformers needs; nothing is compared yet."""
-    rounded = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
-    config = build_config(checkpoint.settings.model, checkpoint.shape, tokenizer, dtype=dtype)
-    write_folder(folder, config, to_published(rounded, checkpoint.shape, EUROBERT), tokenizer)
-
-
-def _write_report(checkpoint: MegatronCheckpoint, folder: Path, comparison: Comparison, dtype: torch.dtype) -> None:
+def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, options: ExportOptions) -> None:
     """What the folder was made of and how it was checked, for whoever meets it later."""
+    progress = checkpoint.progress
     report = {
         "source": {
             "checkpoint": checkpoint.folder.name,
             "iteration": checkpoint.iteration,
-            "manifest_sha256": sha256_of(checkpoint.folder / "MANIFEST.json"),
+            "consumed_rows": progress.get("consumed_samples", 0),
+            "consumed_tokens": progress.get("consumed_tokens", 0),
+            "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
         },
-        "format": "eurobert",
-        "dtype": str(dtype).removeprefix("torch."),
-        "verification": {**comparison.to_report(), "tolerance": FP32_TOLERANCE},
-        "files": {path.name: sha256_of(path) for path in sorted(folder.iterdir())},
+        "format": options.layout,
+        "dtype": _dtype_name(options),
+        "training": _training_settings(checkpoint) if checkpoint.iteration else {},  # 0: converted, not trained
+        "verification": to_report(checks),
+        "files": {
+            str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
+        },
         "versions": {
             "megatron_neobert": megatron_neobert.__version__,
             "torch": torch.__version__,
@@ -92,3 +131,15 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, comparison: Comp
         },
     }
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _dtype_name(options: ExportOptions) -> str:
+    return str(options.dtype).removeprefix("torch.")
+
+
+def _training_settings(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
+    settings = {name: asdict(getattr(checkpoint.settings, name)) for name in _SECTIONS}
+    return {
+        section: {name: value for name, value in values.items() if name not in _PATHS}
+        for section, values in settings.items()
+    }

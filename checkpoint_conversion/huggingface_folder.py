@@ -1,60 +1,182 @@
-"""What a Hugging Face folder may hold before transformers is let near it.
+"""What a Hugging Face folder may hold before anything of it is believed, and which tensors lie in its files.
 
 transformers runs no code of a folder that is loaded with trust_remote_code=False, and reads safetensors only where it
 is told so. It still follows the names that a folder's own files contain: to weights in other folders, to the model
 that an adapter belongs to, and to attention kernels on the network. Those are refused here.
 
-The files themselves may be symbolic links, as they are in Hugging Face's cache.
+The files themselves may be symbolic links, as they are in Hugging Face's cache. Listing tensors reads the files'
+headers alone; nothing is allocated for a size that a header only claims.
 """
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_neobert.errors import ConversionError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_neobert.errors import ConversionError, MissingInputError
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+HEAD_FOLDER = "mlm_head"  # below a folder whose layout has no place for a masked-language-model head
 
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _OWN_ATTENTION = (None, "eager", "sdpa")
+_LARGEST_JSON_BYTES = 64 << 20  # an index of 100,000 tensors takes 10 MB
+_MOST_LABELS = 10_000  # transformers makes a name for each before it looks at the weights; no key of ours needs any
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def check_folder(folder: Path) -> None:
-    """Refuses a folder whose files name anything outside it.
+class StoredTensor(NamedTuple):
+    """What a file's header says about one tensor."""
+
+    file: Path
+    dtype: str  # in safetensors' words: "F32", "BF16"
+    shape: tuple[int, ...]
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
+    """The content of config.json of a folder whose files name nothing outside it.
 
     Raises:
+        MissingInputError: There is no config.json.
         ConversionError: Naming the file, the key and what it asks for.
     """
-    config_path, index_path = folder / "config.json", folder / "model.safetensors.index.json"
+    config_path, index_path = folder / "config.json", folder / INDEX
+    if not config_path.is_file():
+        raise MissingInputError(f"{folder}: no such folder, or one without config.json; name a Hugging Face folder.")
     config = _read_object(config_path)
     for key in _ATTENTION_KEYS:
         if config.get(key) not in _OWN_ATTENTION:
             raise ConversionError(
-                f"{config_path}: {key} is {config[key]!r:.80}, which transformers may fetch code for; only "
+                f"{config_path}: {key} is {quote(config[key])}, which transformers may fetch code for; only "
                 "'eager' and 'sdpa' are accepted. Remove the key."
             )
+    labels = config.get("num_labels")
+    if isinstance(labels, (int, float)) and labels > _MOST_LABELS:
+        raise ConversionError(
+            f"{config_path}: num_labels is {quote(labels)}, and at most {_MOST_LABELS:,} are accepted, because "
+            "transformers allocates them unseen. Remove the key."
+        )
     if (folder / "adapter_config.json").exists():
         raise ConversionError(
             f"{folder / 'adapter_config.json'}: an adapter changes a model that lies elsewhere; merge it into a whole "
             "model and remove the file."
         )
     if index_path.exists():
-        _check_weight_map(index_path, _read_object(index_path).get("weight_map"))
+        _read_weight_map(index_path)
+    return config
 
 
-def _check_weight_map(path: Path, weight_map: Any) -> None:
+def list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of model.safetensors, or of the files that its index names.
+
+    Raises:
+        MissingInputError: There are no weights, or a file that the index names is not there.
+        ConversionError: The weights are pickled, a file is damaged, or index and files do not agree.
+    """
+    single, index_path = folder / WEIGHTS, folder / INDEX
+    if single.exists() and index_path.exists():
+        raise ConversionError(f"{folder}: {WEIGHTS} and {INDEX} are both there; remove what is left of another model.")
+    if single.is_file():
+        return _list_file(single)
+    if not index_path.exists():
+        raise _no_weights(folder)
+    weight_map = _read_weight_map(index_path)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted({folder / name for name in weight_map.values()}):
+        if not file.is_file():
+            raise MissingInputError(f"{file}: no such file, but {INDEX} names it; fetch the folder again.")
+        found = _list_file(file)
+        for name in found:
+            if weight_map.get(name) != file.name:
+                raise ConversionError(
+                    f"{file} holds {quote(name)}; for that, {INDEX} names {quote(weight_map.get(name))}. One of the "
+                    "files belongs to another model: fetch the folder again."
+                )
+        tensors |= found
+    if absent := [name for name in weight_map if name not in tensors]:
+        raise ConversionError(
+            f"{folder / weight_map[absent[0]]} does not hold {quote(absent[0])}, which {INDEX} says it does; fetch the "
+            "folder again."
+        )
+    return tensors
+
+
+def load_tensors(stored: Mapping[str, StoredTensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors themselves, dtypes kept, on the CPU.
+
+    Args:
+        names: New name -> name in the file, of those to load.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({stored[name].file for name in names.values()}):
+        with _opened(file) as reader:
+            tensors |= {new: reader.get_tensor(name) for new, name in names.items() if stored[name].file == file}
+    return tensors
+
+
+def quote(value: object) -> str:
+    """A value of a file as a message may show it: short, without control characters, and never nested."""
+    return f"{value!r:.80}" if not isinstance(value, (dict, list)) else f"of {len(value)} entries"
+
+
+def _no_weights(folder: Path) -> ConversionError | MissingInputError:
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return ConversionError(
+            f"{folder}: the weights are pickled ({quote(pickles[0])}), which can run code, and are not read; save "
+            f"them as {WEIGHTS}."
+        )
+    return MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder that holds weights.")
+
+
+def _list_file(file: Path) -> dict[str, StoredTensor]:
+    with _opened(file) as reader:
+        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (it is no mapping)
+        return {name: StoredTensor(file, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            yield reader
+    except SafetensorError as error:
+        raise ConversionError(f"{file}: not a safetensors file ({error!s:.200}); fetch it again.") from error
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = _read_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConversionError(f"{path}: has no weight_map from names to files; fetch it again.")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
             raise ConversionError(
-                f"{path}: {tensor!r:.80} shall be read from {name!r:.80}, which is no safetensors file of the folder."
+                f"{path}: {quote(tensor)} shall be read from {quote(name)}, which is no safetensors file of the folder."
             )
+    return weight_map
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    if (size := path.stat().st_size) > _LARGEST_JSON_BYTES:
+        raise ConversionError(f"{path}: {size:,} bytes are more than {_LARGEST_JSON_BYTES:,}; fetch it again.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{path}: not JSON ({error}); fetch it again.") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch it again.")
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{quote(twice)} is there twice")
     return content

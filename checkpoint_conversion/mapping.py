@@ -1,89 +1,33 @@
 """Which weight is which: one table per published layout, read in both directions.
 
 The internal side is the Megatron model, one tensor per layer under the names that its checkpoints use (those of
-Transformer Engine, whatever classes trained it). The published sides are NeoBERT's own names and Hugging Face's
-EuroBERT, which computes the same function. Only three things differ beyond names: the padding of the vocabulary,
-fused matrices, and the rotary convention (NeoBERT pairs adjacent channels; Megatron and EuroBERT pair the halves of
-a head). Nothing here touches a disk.
+Transformer Engine, whatever classes trained it). The published sides are NeoBERT's own names, and those of Hugging
+Face's EuroBERT and of a Llama that looks both ways, which compute the same function; tensor_rules.py says what
+differs beyond names. Nothing here touches a disk.
 
 Source: tests/parity/test_huggingface_parity.py shows that the functions are equal, and not equal under the other
 rotary convention.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from checkpoint_conversion.tensor_rules import (
+    COPY,
+    PAIR_ADJACENT,
+    SPLIT_HALVES,
+    SPLIT_HEADS,
+    STRIP_PADDING,
+    ModelShape,
+    Rule,
+)
 from megatron_neobert.errors import ConversionError
 
 LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its layers
 _LISTED_NAMES = 4  # names that a message spells out before it counts the rest
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes that decide every tensor's shape."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    vocab_size: int
-    padded_vocab_size: int  # rows that Megatron allocates, a multiple of 128 x tensor-parallel ranks
-
-    def resolve(self, letters: str) -> tuple[int, ...]:
-        """The sizes behind the letters of a table: `"3h h"` is (3 hidden, hidden)."""
-        hidden, width = self.hidden_size, self.ffn_hidden_size
-        sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
-        sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
-        return tuple(sizes[letter] for letter in letters.split())
-
-
-class Rule(NamedTuple):
-    """How one internal tensor becomes one or more published ones, and how they become it again."""
-
-    publish: Callable[[Tensor, ModelShape], list[Tensor]]
-    restore: Callable[[list[Tensor], ModelShape], Tensor]
-
-
-def _pair_adjacent(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Channels j and j + d/2 of every query and key head become channels 2j and 2j + 1; values stay."""
-    heads = qkv.reshape(shape.num_attention_heads, 3, 2, -1, shape.hidden_size)
-    query_key = heads[:, :2].transpose(2, 3).reshape(heads[:, :2].shape)
-    return [torch.cat((query_key, heads[:, 2:]), dim=1).view_as(qkv)]
-
-
-def _pair_halves(parts: list[Tensor], shape: ModelShape) -> Tensor:
-    """The way back of `_pair_adjacent`."""
-    heads = parts[0].reshape(shape.num_attention_heads, 3, -1, 2, shape.hidden_size)
-    query_key = heads[:, :2].transpose(2, 3).flatten(2, 3)
-    return torch.cat((query_key, heads[:, 2:].flatten(2, 3)), dim=1).view_as(parts[0])
-
-
-def _split_heads(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Rows that stand as q, k, v within each head become one matrix each."""
-    heads = qkv.reshape(shape.num_attention_heads, 3, -1, shape.hidden_size)
-    return [part.reshape(shape.hidden_size, shape.hidden_size) for part in heads.unbind(1)]
-
-
-def _join_heads(parts: list[Tensor], shape: ModelShape) -> Tensor:
-    heads = [part.reshape(shape.num_attention_heads, -1, shape.hidden_size) for part in parts]
-    return torch.stack(heads, dim=1).reshape(-1, shape.hidden_size)
-
-
-def _pad_vocabulary(parts: list[Tensor], shape: ModelShape) -> Tensor:
-    padding = parts[0].new_zeros(shape.padded_vocab_size - shape.vocab_size, *parts[0].shape[1:])
-    return torch.cat((parts[0], padding))
-
-
-COPY = Rule(lambda tensor, shape: [tensor], lambda parts, shape: parts[0])
-STRIP_PADDING = Rule(lambda tensor, shape: [tensor[: shape.vocab_size]], _pad_vocabulary)
-SPLIT_HALVES = Rule(lambda tensor, shape: list(tensor.chunk(2)), lambda parts, shape: torch.cat(parts))
-SPLIT_HEADS = Rule(_split_heads, _join_heads)
-PAIR_ADJACENT = Rule(_pair_adjacent, _pair_halves)
 
 
 @dataclass(frozen=True)
@@ -106,45 +50,64 @@ class Row:
         return Row(internal, self.internal_shape, self.rule, published, self.published_shape, zero_biases)
 
 
+Table = tuple[Row, ...]
+
 _ATTENTION = "decoder.layers.{i}.self_attention."
 _MLP = "decoder.layers.{i}.mlp."
-_NEOBERT_LAYER = "model.transformer_encoder.{i}."
-_EUROBERT_LAYER = "model.layers.{i}."
-_EUROBERT_HEADS = tuple(f"{_EUROBERT_LAYER}self_attn.{letter}_proj.weight" for letter in "qkv")
-_EUROBERT_FC1 = tuple(f"{_EUROBERT_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up"))
-_EUROBERT_BIASES = tuple(f"{_EUROBERT_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up"))
-_EUROBERT_BIAS = (f"{_EUROBERT_LAYER}mlp.down_proj.bias",)
+
 
 # fmt: off
-NEOBERT = (
-    Row("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.encoder.weight",), "v h"),
-    Row(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{_NEOBERT_LAYER}attention_norm.weight",), "h"),
-    Row(f"{_ATTENTION}linear_qkv.weight", "3h h", PAIR_ADJACENT, (f"{_NEOBERT_LAYER}qkv.weight",), "3h h"),
-    Row(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{_NEOBERT_LAYER}wo.weight",), "h h"),
-    Row(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{_NEOBERT_LAYER}ffn_norm.weight",), "h"),
-    Row(f"{_MLP}linear_fc1.weight", "2f h", COPY, (f"{_NEOBERT_LAYER}ffn.w12.weight",), "2f h"),
-    Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{_NEOBERT_LAYER}ffn.w3.weight",), "h f"),
-    Row("decoder.final_layernorm.weight", "h", COPY, ("model.layer_norm.weight",), "h"),
-    Row("output_layer.weight", "V h", STRIP_PADDING, ("decoder.weight",), "v h"),
-    Row("output_layer.bias", "V", STRIP_PADDING, ("decoder.bias",), "v"),
-)
+def _neobert(*feed_forward_rows: Row) -> Table:
+    layer = "model.transformer_encoder.{i}."
+    return (
+        Row("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.encoder.weight",), "v h"),
+        Row(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{layer}attention_norm.weight",), "h"),
+        Row(f"{_ATTENTION}linear_qkv.weight", "3h h", PAIR_ADJACENT, (f"{layer}qkv.weight",), "3h h"),
+        Row(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}wo.weight",), "h h"),
+        Row(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}ffn_norm.weight",), "h"),
+        *feed_forward_rows,
+        Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}ffn.w3.weight",), "h f"),
+        Row("decoder.final_layernorm.weight", "h", COPY, ("model.layer_norm.weight",), "h"),
+        Row("output_layer.weight", "V h", STRIP_PADDING, ("decoder.weight",), "v h"),
+        Row("output_layer.bias", "V", STRIP_PADDING, ("decoder.bias",), "v"),
+    )
 
-# EuroBERT's decoder has a bias only together with biases in its feed-forward layers; those are zeros.
-EUROBERT = (
-    Row("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.embed_tokens.weight",), "v h"),
-    Row(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{_EUROBERT_LAYER}input_layernorm.weight",), "h"),
-    Row(f"{_ATTENTION}linear_qkv.weight", "3h h", SPLIT_HEADS, _EUROBERT_HEADS, "h h"),
-    Row(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{_EUROBERT_LAYER}self_attn.o_proj.weight",), "h h"),
-    Row(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{_EUROBERT_LAYER}post_attention_layernorm.weight",), "h"),
-    Row(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, _EUROBERT_FC1, "f h", _EUROBERT_BIASES),
-    Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{_EUROBERT_LAYER}mlp.down_proj.weight",), "h f", _EUROBERT_BIAS),
-    Row("decoder.final_layernorm.weight", "h", COPY, ("model.norm.weight",), "h"),
-    Row("output_layer.weight", "V h", STRIP_PADDING, ("lm_head.weight",), "v h"),
-    Row("output_layer.bias", "V", STRIP_PADDING, ("lm_head.bias",), "v"),
-)
+
+def _llama_like(prefix: str, head: str, *, has_biases: bool) -> Table:
+    """The names that Llama gave its parts and EuroBERT kept.
+
+    EuroBERT's decoder has a bias only together with biases in its feed-forward layers; those are zeros.
+    """
+    layer = prefix + "layers.{i}."
+    heads = tuple(f"{layer}self_attn.{letter}_proj.weight" for letter in "qkv")
+    inner = tuple(f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up"))
+    inner_biases = tuple(f"{layer}mlp.{name}_proj.bias" for name in ("gate", "up")) if has_biases else ()
+    outer_biases = (f"{layer}mlp.down_proj.bias",) if has_biases else ()
+    return (
+        Row("embedding.word_embeddings.weight", "V h", STRIP_PADDING, (f"{prefix}embed_tokens.weight",), "v h"),
+        Row(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{layer}input_layernorm.weight",), "h"),
+        Row(f"{_ATTENTION}linear_qkv.weight", "3h h", SPLIT_HEADS, heads, "h h"),
+        Row(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}self_attn.o_proj.weight",), "h h"),
+        Row(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}post_attention_layernorm.weight",), "h"),
+        Row(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, inner, "f h", inner_biases),
+        Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}mlp.down_proj.weight",), "h f", outer_biases),
+        Row("decoder.final_layernorm.weight", "h", COPY, (f"{prefix}norm.weight",), "h"),
+        Row("output_layer.weight", "V h", STRIP_PADDING, (f"{head}.weight",), "v h"),
+        Row("output_layer.bias", "V", STRIP_PADDING, (f"{head}.bias",), "v"),
+    )
+
+
+_FC1 = f"{_MLP}linear_fc1.weight"
+_W12, _W1, _W2 = (f"model.transformer_encoder.{{i}}.ffn.{name}.weight" for name in ("w12", "w1", "w2"))
+
+NEOBERT = _neobert(Row(_FC1, "2f h", COPY, (_W12,), "2f h"))
+# Of the fork pszemraj/NeoBERT, whose feed-forward keeps both halves apart; read, never written.
+NEOBERT_UNPACKED = _neobert(Row(_FC1, "2f h", SPLIT_HALVES, (_W1, _W2), "f h"))
+EUROBERT = _llama_like("model.", "lm_head", has_biases=True)
+LLAMA = _llama_like("", "decoder", has_biases=False)  # the class has no head; ours lies beside it
 # fmt: on
 
-Table = tuple[Row, ...]
+TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "neobert-unpacked": NEOBERT_UNPACKED, "llama": LLAMA}
 
 
 def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
@@ -193,16 +156,33 @@ def expand_table(table: Table, num_layers: int) -> list[Row]:
     return expanded
 
 
-def unstack_layers(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor per layer out of a checkpoint, which stores the layers of a kind as one tensor, layer first."""
+def unstack_layers(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor per layer out of a checkpoint, which stores the layers of a kind as one tensor, layer first.
+
+    `stacked` is emptied, so that no more than one kind is held twice.
+    """
     tensors: dict[str, Tensor] = {}
-    for name, tensor in stacked.items():
+    for name in list(stacked):
+        tensor = stacked.pop(name)
         if name.startswith(LAYERS_PREFIX):
             kind = name.removeprefix(LAYERS_PREFIX)
-            tensors |= {f"{LAYERS_PREFIX}{i}.{kind}": layer for i, layer in enumerate(tensor.unbind(0))}
+            tensors |= {f"{LAYERS_PREFIX}{i}.{kind}": layer.clone() for i, layer in enumerate(tensor)}
         else:
             tensors[name] = tensor
     return tensors
+
+
+def stack_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The way back of `unstack_layers`."""
+    kinds: dict[str, list[Tensor]] = {}
+    stacked: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():  # of one kind in the order of the layers
+        if name.startswith(LAYERS_PREFIX):
+            kind = name.removeprefix(LAYERS_PREFIX).partition(".")[2]
+            kinds.setdefault(LAYERS_PREFIX + kind, []).append(tensor)
+        else:
+            stacked[name] = tensor
+    return stacked | {name: torch.stack(layers) for name, layers in kinds.items()}
 
 
 def _published_shapes(rows: list[Row], shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -6,22 +6,25 @@ Costs the memory of the weights and the time to check every file of the checkpoi
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, ModelShape, to_published, unstack_layers
+from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, to_published, unstack_layers
+from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.config import ModelConfig, Settings, flag_of
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
+from megatron_neobert.training.common_file import read_common
 from megatron_neobert.training.safe_reading import one_sentence, open_reader
 
-_OPTIMIZER_PREFIX = "optimizer."
+_OPTIMIZER_PREFIX = "optimizer."  # of the names that its tensors have in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class MegatronCheckpoint:
     settings: Settings
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
+    progress: dict[str, Any]  # how far the run had come; empty if nobody could read it safely
 
     @property
     def iteration(self) -> int:
@@ -105,6 +109,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None, trust: bool = F
         settings=settings,
         tokenizer=load_tokenizer(folder / "tokenizer"),
         tensors=unstack_layers(stacked),
+        progress={} if trust else read_common(folder)["progress"],
     )
 
 

@@ -35,7 +35,7 @@ def build_folder(output: Path) -> Iterator[Path]:
         raise OutputError(f"--output {output}: {temporary} cannot be created ({error.strerror}).") from error
     try:
         yield temporary
-        for path in (*temporary.iterdir(), temporary):
+        for path in (*temporary.rglob("*"), temporary):
             sync_to_disk(path)
         temporary.rename(output)
     finally:

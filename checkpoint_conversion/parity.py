@@ -1,30 +1,40 @@
 """Measures how far the implementations of NeoBERT are apart, on one set of random weights.
 
-The reference in plain PyTorch, the Megatron model that is trained and the Hugging Face model that is exported are
-built at any size and fed the same prompts in fp32. Two controls are wrong on purpose: figures that they do not exceed
-by far would prove nothing.
+The reference in plain PyTorch, the Megatron model that is trained and the Hugging Face folders that are exported are
+built at any size and fed the same prompts: in fp32, in bfloat16, and in fp64 with every cast to fp32 taken out, which
+leaves nothing but algebra. Two controls are wrong on purpose: figures that they do not exceed by far would prove
+nothing.
 """
 
+import copy
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from checkpoint_conversion.comparison import (
-    FP32_TOLERANCE,
+    TOLERANCES,
     Comparison,
+    LogitModel,
     Prompts,
     build_prompts,
     compare_logits,
+    compare_models,
     make_loud,
 )
-from checkpoint_conversion.eurobert import load_masked_lm
-from checkpoint_conversion.export import write_weights
-from checkpoint_conversion.mapping import COPY, NEOBERT, PAIR_ADJACENT, to_internal
+from checkpoint_conversion.export import ExportOptions, write_model
+from checkpoint_conversion.huggingface_model import load_logit_model
+from checkpoint_conversion.layouts import LAYOUTS
+from checkpoint_conversion.mapping import NEOBERT, to_internal
 from checkpoint_conversion.megatron_reader import MegatronCheckpoint, model_shape, reference_config
+from checkpoint_conversion.tensor_rules import COPY, PAIR_ADJACENT
+from checkpoint_conversion.verification import reference_model
 from megatron_neobert import distributed
 from megatron_neobert.config import Settings
 from megatron_neobert.data.tokenizer import load_tokenizer
@@ -39,26 +49,33 @@ _NORM_NAMES = {
 }
 
 
-class PackedPrompts(NamedTuple):
-    """Documents end to end: token ids, and where each starts, with their number of tokens at the end."""
-
-    tokens_t: Tensor
-    cu_seqlens_n: Tensor
-
-
 class Measurement(NamedTuple):
     """One line of the table."""
 
     what: str
     comparison: Comparison
+    dtype: torch.dtype = torch.float32
     is_control: bool = False
 
     @property
     def as_expected(self) -> bool:
-        """Equal within the tolerance of a conversion; a control the opposite, by a factor of 100."""
+        """Equal within the tolerance of its precision; a control the opposite, by a factor of 100."""
         if self.is_control:
-            return not self.comparison.within(100 * FP32_TOLERANCE)
-        return self.comparison.within(FP32_TOLERANCE)
+            return not self.comparison.within(100 * TOLERANCES[self.dtype])
+        return self.comparison.within(TOLERANCES[self.dtype])
+
+
+class InFloat64(TorchFunctionMode):
+    """While it is open, whatever would be cast to fp32 is cast to fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        if func is Tensor.view:  # bytes of a file that holds fp32
+            return func(*args, **(kwargs or {}))
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -73,29 +90,46 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> list[Measurement]:
     unpermuted_table = tuple(replace(row, rule=COPY) if row.rule is PAIR_ADJACENT else row for row in NEOBERT)
     unpermuted = to_internal(reference.state_dict(), shape, unpermuted_table)
 
-    prompts = build_prompts(vocab_size, longest=settings.model.max_position_embeddings)
-    packed = pack_prompts(prompts)
+    max_tokens = settings.model.max_position_embeddings
+    prompts = build_prompts(vocab_size, longest=max_tokens)
     expected_bsv = reference(*prompts)
+    precise = {torch.float64: copy.deepcopy(reference).double()}
+    sources = {
+        dtype: reference_model(precise.get(dtype, reference), max_tokens=max_tokens)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    }
 
     def padded(logits_bsv: Tensor) -> Comparison:
         return compare_logits(expected_bsv, logits_bsv, prompts.attention_mask_bs)
 
-    def in_a_row(logits_tv: Tensor) -> Comparison:
-        logits_bsv = torch.zeros_like(expected_bsv)
-        logits_bsv[prompts.attention_mask_bs.bool()] = logits_tv
-        return padded(logits_bsv)
-
-    return [
-        Measurement("reference, packed row", in_a_row(reference.forward_packed(*packed))),
-        Measurement("Megatron model, packed row", in_a_row(run_megatron(settings, tensors, packed, vocab_size))),
-        Measurement("EuroBERT from disk, padded", padded(_run_export(settings, tensors, prompts, vocab_size))),
-        Measurement("control: padding attended to", padded(reference(prompts.tokens_bs)), is_control=True),
+    measurements = [
+        Measurement("reference, packed", padded(prompts.unpack(reference.forward_packed(*prompts.packed)))),
         Measurement(
-            "control: rotary pairs not permuted",
-            padded(_run_export(settings, unpermuted, prompts, vocab_size)),
-            is_control=True,
+            "Megatron model, packed", padded(prompts.unpack(run_megatron(settings, tensors, prompts, vocab_size)))
         ),
     ]
+    for layout in LAYOUTS:
+        with exported(settings, tensors, vocab_size, layout) as folder:
+            measurements += _measure_folder(folder, layout, sources, prompts)
+    unpadded = padded(reference(prompts.tokens_bs))
+    measurements.append(Measurement("control: padding attended to", unpadded, is_control=True))
+    with exported(settings, unpermuted, vocab_size, "eurobert") as folder:
+        logits = load_logit_model(folder).padded(*prompts)
+        measurements.append(Measurement("control: rotary pairs not permuted", padded(logits), is_control=True))
+    return measurements
+
+
+def _measure_folder(
+    folder: Path, layout: str, sources: dict[torch.dtype, LogitModel], prompts: Prompts
+) -> list[Measurement]:
+    """A folder as transformers loads it, in each precision of the sources."""
+    measurements = []
+    for dtype, source in sources.items():
+        with InFloat64() if dtype is torch.float64 else nullcontext():
+            checks = compare_models(source, load_logit_model(folder, dtype=dtype), prompts)
+        name = str(dtype).removeprefix("torch.")
+        measurements += [Measurement(f"{layout}, {how}, {name}", check, dtype) for how, check in checks.items()]
+    return measurements
 
 
 def to_text(measurements: list[Measurement]) -> str:
@@ -106,26 +140,19 @@ def to_text(measurements: list[Measurement]) -> str:
     lines = [
         f"{what:<36} {figures.max_abs:>13.2e} {figures.relative:>9.1e} {figures.cosine:>11.8f} "
         f"{figures.argmax_agreement:>10.1%}"
-        for what, figures, _ in measurements
+        for what, figures, *_ in measurements
     ]
     return "\n".join([header, *lines])
 
 
-def pack_prompts(prompts: Prompts) -> PackedPrompts:
-    """The prompts end to end, without padding."""
-    present = prompts.attention_mask_bs.bool()
-    starts_n = torch.nn.functional.pad(present.sum(1).cumsum(0), (1, 0))
-    return PackedPrompts(prompts.tokens_bs[present], starts_n.int())
-
-
-def run_megatron(settings: Settings, tensors: dict[str, Tensor], packed: PackedPrompts, vocab_size: int) -> Tensor:
+def run_megatron(settings: Settings, tensors: dict[str, Tensor], prompts: Prompts, vocab_size: int) -> Tensor:
     """Logits [t, v] of the Megatron model holding `tensors`, on the GPU where there is one."""
     device = distributed.initialize(settings)
     try:
         model = NeoBERTModel(settings, vocab_size=vocab_size).to(device).eval()
         load_into_megatron(model, tensors)
-        tokens_t, starts_n = (tensor.to(device) for tensor in packed)
-        longest = int(packed.cu_seqlens_n.diff().max())
+        tokens_t, starts_n = (tensor.to(device) for tensor in prompts.packed)
+        longest = int(starts_n.diff().max())
         logits_tv = model(tokens_t, starts_n, longest, torch.arange(len(tokens_t), device=device))
         return logits_tv[:, :vocab_size].float().cpu()
     finally:
@@ -140,15 +167,16 @@ def load_into_megatron(model: NeoBERTModel, tensors: dict[str, Tensor]) -> None:
         parameter.data.copy_(tensors[name])
 
 
-def _run_export(settings: Settings, tensors: dict[str, Tensor], prompts: Prompts, vocab_size: int) -> Tensor:
-    """Logits [b, s, v] of the folder that a conversion of `tensors` writes, as transformers loads it."""
+@contextmanager
+def exported(settings: Settings, tensors: dict[str, Tensor], vocab_size: int, layout: str) -> Iterator[Path]:
+    """The folder that a conversion of `tensors` writes, for as long as the block lasts; nothing is compared."""
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = Path(folder) / "vocab.txt"
         words = [f"w{number}" for number in range(vocab_size - len(_SPECIAL))]
         vocabulary.write_text("".join(f"{word}\n" for word in (*_SPECIAL, *words)), encoding="utf-8")
         tokenizer = load_tokenizer(vocabulary)
-        checkpoint = MegatronCheckpoint(Path(folder), settings, tokenizer, tensors)
-        exported = Path(folder) / "model"
-        exported.mkdir()
-        write_weights(checkpoint, exported, tokenizer, torch.float32)
-        return load_masked_lm(exported)(*prompts).logits
+        checkpoint = MegatronCheckpoint(Path(folder), settings, tokenizer, tensors, progress={})
+        target = Path(folder) / "model"
+        target.mkdir()
+        write_model(checkpoint, target, tokenizer=tokenizer, options=ExportOptions(layout=layout))
+        yield target

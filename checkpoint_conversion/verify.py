@@ -1,27 +1,18 @@
 """Command: do two models compute the same logits?
 
 Each side is a folder that training saved to, or a Hugging Face folder of a masked language model. Both run in fp32 on
-the same fixed prompts, one of them padded. Exit code 0: equal within the tolerance; 1: not.
+the same fixed prompts, padded and, where B's architecture can, packed into one row, each against A's padded rows. Exit
+code 0: equal within the tolerance; 1: not.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_neobert.errors import ConversionError, MissingInputError, run_command
 
 if TYPE_CHECKING:  # --help answers without importing torch
-    from torch import Tensor
-
-
-class Side(NamedTuple):
-    """One of the two models."""
-
-    description: str
-    vocab_size: int
-    max_tokens: int
-    logits: "Callable[[Tensor, Tensor], Tensor]"
+    from checkpoint_conversion.comparison import LogitModel
 
 
 def main() -> int:
@@ -43,7 +34,10 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
-    from checkpoint_conversion.comparison import FP32_TOLERANCE, build_prompts, compare_functions
+    import torch
+
+    from checkpoint_conversion.comparison import TOLERANCES, build_prompts, compare_models
+    from checkpoint_conversion.verification import to_table
     from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
     trust = arguments.trust_checkpoint
@@ -55,16 +49,16 @@ def main() -> int:
             "only models of one vocabulary can be compared."
         )
     prompts = build_prompts(first.vocab_size, longest=min(first.max_tokens, second.max_tokens))
-    comparison = compare_functions(first.logits, second.logits, prompts)
-    tolerance = FP32_TOLERANCE if arguments.tolerance is None else arguments.tolerance
-    equal = comparison.within(tolerance)
-    print(f"A  {first.description}\nB  {second.description}\n\n{comparison.to_table()}\n")
+    checks = compare_models(first, second, prompts)
+    tolerance = TOLERANCES[torch.float32] if arguments.tolerance is None else arguments.tolerance
+    equal = all(comparison.within(tolerance) for comparison in checks.values())
+    print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
     print(f"{'equal' if equal else 'NOT equal'} within {tolerance:g} of the largest logit")
     return 0 if equal else 1
 
 
-def load_side(folder: Path, *, trust: bool = False) -> Side:
-    """The model of a folder, whichever kind it is; `trust` lets a table of contents be unpickled.
+def load_side(folder: Path, *, trust: bool = False) -> "LogitModel":
+    """The model of a folder in fp32, whichever kind it is; `trust` lets a table of contents be unpickled.
 
     Raises:
         MissingInputError: No such folder, or one that holds no model.
@@ -72,32 +66,20 @@ def load_side(folder: Path, *, trust: bool = False) -> Side:
     """
     if not folder.is_dir():
         raise MissingInputError(f"{folder}: no such folder.")
-    return _load_huggingface(folder) if (folder / "config.json").is_file() else _load_megatron(folder, trust=trust)
+    if (folder / "config.json").is_file():
+        from checkpoint_conversion.huggingface_model import load_logit_model
 
-
-def _load_huggingface(folder: Path) -> Side:
-    from checkpoint_conversion.eurobert import load_masked_lm
-
-    model = load_masked_lm(folder)
-    return Side(
-        description=f"{folder} ({type(model).__name__})",
-        vocab_size=model.config.vocab_size,
-        max_tokens=model.config.max_position_embeddings,
-        logits=lambda *inputs: model(*inputs).logits,
-    )
-
-
-def _load_megatron(folder: Path, *, trust: bool) -> Side:
+        return load_logit_model(folder)
     import torch
 
     from checkpoint_conversion.megatron_reader import read_checkpoint
+    from checkpoint_conversion.verification import reference_model
 
     checkpoint = read_checkpoint(folder, trust=trust)
-    return Side(
-        description=f"{checkpoint.folder} (Megatron)",
-        vocab_size=checkpoint.shape.vocab_size,
+    return reference_model(
+        checkpoint.build_reference(torch.float32),
         max_tokens=checkpoint.settings.model.max_position_embeddings,
-        logits=checkpoint.build_reference(torch.float32),
+        description=f"{checkpoint.folder} (Megatron)",
     )
 
 

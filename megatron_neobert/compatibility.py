@@ -66,21 +66,26 @@ ALLOWABLE = sorted(
 )
 
 
-def refuse_other_run(saved: Settings, now: Settings, folder: Path, *, has_new_data: bool) -> None:
+def refuse_other_run(
+    saved: Settings, now: Settings, folder: Path, *, has_new_data: bool, weights_only: bool = False
+) -> None:
     """Compares a checkpoint's settings with those of this start.
 
     Args:
         has_new_data: Whether the data starts anew; then neither they nor their order need match.
+        weights_only: Whether the checkpoint has no optimizer state; then only the model need match.
 
     Raises:
         CheckpointError: Naming every setting that must not differ, with both values.
     """
     allowed = now.checkpoint.changes_allowed
-    fixed = list(_differences(saved, now, _MUST_FIT))
+    without = {"parallel", "data", "optimizer", "training"} if weights_only else set()
+    without |= {"data", "training"} if has_new_data else set()
+    fixed = list(_differences(saved, now, {name: names for name, names in _MUST_FIT.items() if name not in without}))
     guarded = {
         name: text
         for section, names in _guarded_settings(now).items()
-        if not (has_new_data and section in ("data", "training"))
+        if section not in without
         for name, text in _differences(saved, now, {section: names})
         if name not in allowed
     }
@@ -93,9 +98,10 @@ def refuse_other_run(saved: Settings, now: Settings, folder: Path, *, has_new_da
     raise CheckpointError(f"{folder} belongs to another run: {'; '.join(texts)}. {remedy}.")
 
 
-def changes(saved: Settings, now: Settings) -> Iterator[str]:
-    """Every setting that differs and may matter, in words."""
-    sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name not in _NOT_SAID}
+def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> Iterator[str]:
+    """Every setting that differs and may matter, in words; of the model alone where nothing else was saved."""
+    said = {"model"} if weights_only else set(vars(now)) - _NOT_SAID
+    sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in said}
     for name, text in _differences(saved, now, sections):
         if name not in _NOT_SAID:
             yield text

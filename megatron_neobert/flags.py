@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_neobert.config import Settings, flag_of
+from megatron_neobert.config import ModelConfig, Settings, flag_of
 from megatron_neobert.config_checks import find_problems, find_record_problems
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
@@ -97,6 +97,13 @@ def read_settings(path: Path) -> Settings:
 def write_record(settings: Settings, path: Path) -> None:
     """Saves the resolved settings, every default written out, as YAML."""
     path.write_text(yaml.safe_dump(asdict(settings), sort_keys=False), encoding="utf-8")
+
+
+def model_flags(model: ModelConfig) -> str:
+    """The flags that describe a model, those of the defaults left out."""
+    default = ModelConfig()
+    differing = [item.name for item in fields(ModelConfig) if getattr(model, item.name) != getattr(default, item.name)]
+    return " ".join(f"{flag_of(name)} {getattr(model, name)}" for name in differing)
 
 
 def read_record(path: Path) -> Settings:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_neobert.compatibility import changes, refuse_other_run
 from megatron_neobert.config import Settings
@@ -26,8 +27,9 @@ from megatron_neobert.training.checkpoint_files import (
     set_aside,
 )
 from megatron_neobert.training.run import Progress, Run
-from megatron_neobert.training.safe_reading import safe_reading
+from megatron_neobert.training.safe_reading import open_reader, safe_reading
 
+OPTIMIZER_PREFIX = "optimizer."  # of the names that its tensors have in a checkpoint
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -58,6 +60,8 @@ def load_checkpoint(run: Run) -> Path | None:
 def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     """Restores weights, optimizer and progress from a checkpoint whose files are whole.
 
+    One that a conversion wrote holds weights only: the optimizer then starts anew.
+
     Args:
         has_new_data: Whether the data starts anew.
 
@@ -68,14 +72,21 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     """
     config = run.settings.checkpoint
     saved = read_record(folder / "settings.yaml")
-    refuse_other_run(saved, run.settings, folder, has_new_data=has_new_data)
+    weights_only = not _has_optimizer_state(folder, trust=config.trust_checkpoint)
+    refuse_other_run(saved, run.settings, folder, has_new_data=has_new_data, weights_only=weights_only)
     _refuse_other_tokenizer(run, folder)
+    wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
     with safe_reading(trust=config.trust_checkpoint):
-        state = dist_checkpointing.load(sharded_state(run, loading=True), str(folder))  # collective: all ranks
+        state = dist_checkpointing.load(wanted, str(folder))  # collective: all ranks
     progress = dict(state["progress"])
     if has_new_data:
         _refuse_ended_run(run, progress["iteration"])
         progress |= {"corpus_sha256": run.progress.corpus_sha256, "cursor": asdict(Cursor())}
+    elif weights_only:
+        raise CheckpointError(
+            f"{folder} holds weights but no optimizer state and no place in any data, as a conversion writes it; give "
+            "it as --continue-from and other folders as --save and --load."
+        )
     elif progress["corpus_sha256"] != run.progress.corpus_sha256:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path "
@@ -85,17 +96,14 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         )
     for name, model in _named_models(run).items():
         _load_model(model, state[name])
-    try:
-        _load_optimizer(run, state["optimizer"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder}: its optimizer state is not that of these parameters ({type(error).__name__}: {error}); use "
-            "another checkpoint."
-        ) from error
+    if weights_only:
+        _load_main_weights(run, state)
+    else:
+        _load_optimizer(run, state["optimizer"], folder)
     run.progress = Progress(**{**progress, "cursor": read_cursor(progress["cursor"])})
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     if is_rank_zero():
-        for change in changes(saved, run.settings):
+        for change in changes(saved, run.settings, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)
 
 
@@ -130,15 +138,48 @@ def _load_model(model: Any, state: dict[str, Any]) -> None:
     assert not missing and not unexpected, f"{missing=} {unexpected=}"
 
 
-def _load_optimizer(run: Run, state: dict[str, Any]) -> None:
+def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
     """Restores moments, main weights and step counts; rates, betas and epsilon stay those of this start's settings."""
     wanted = [
         {key: group[key] for key in group if key not in ("params", "step")} for group in run.optimizer.param_groups
     ]
-    with torch.no_grad():
-        run.optimizer.load_state_dict(state)
+    try:
+        with torch.no_grad():
+            run.optimizer.load_state_dict(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: its optimizer state is not that of these parameters ({type(error).__name__}: {error}); use "
+            "another checkpoint."
+        ) from error
     for group, settings in zip(run.optimizer.param_groups, wanted, strict=True):
         group.update(settings)
+
+
+def _has_optimizer_state(folder: Path, *, trust: bool) -> bool:
+    names = open_reader(folder, trust=trust).read_metadata().state_dict_metadata
+    return any(name.startswith(OPTIMIZER_PREFIX) for name in names)
+
+
+def _state_of_weights(run: Run) -> dict[str, Any]:
+    """Where the weights alone are read to, in fp32 whatever the model's precision: main weights must not be rounded."""
+    models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
+    for state in models.values():
+        for tensor in state.values():
+            tensor.data = torch.empty(tensor.data.shape, dtype=torch.float32, device=tensor.data.device)
+            if isinstance(tensor, ShardedTensor):  # and not a factory of several, which reads it from its data
+                tensor.dtype = torch.float32
+    return models
+
+
+def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
+    """The optimizer's own copy of weights that are kept in less than fp32; its moments start at zero."""
+    if run.settings.parallel.use_distributed_optimizer:
+        run.optimizer.reload_model_params(state_dict=state)
+        return
+    for name, model in _named_models(run).items():
+        for weight, parameter in model.named_parameters():
+            if hasattr(parameter, "main_param"):  # Megatron sets it where there is such a copy
+                parameter.main_param.data.copy_(state[name][weight])
 
 
 def _choose(settings: Settings, load: str) -> Path | None:

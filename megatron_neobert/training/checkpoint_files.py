@@ -28,7 +28,7 @@ from megatron_neobert.errors import CheckpointError, MissingInputError, OutputEr
 from megatron_neobert.files import lock_if_possible, replace_file, sha256_of, sync_to_disk
 
 _POINTER = "latest_checkpointed_iteration.txt"
-_MANIFEST = "MANIFEST.json"
+MANIFEST = "MANIFEST.json"
 _LOCK = "lock"
 _LEAVE_SECONDS = 10  # a run that was killed may have children that hold its lock a little longer
 # Without these there is nothing to load.
@@ -54,7 +54,7 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 def list_checkpoints(save: Path) -> list[Path]:
     """Folders of the checkpoints that count, newest first; nothing else is looked at."""
-    return [folder for folder in _list_folders(save) if (folder / _MANIFEST).exists()]
+    return [folder for folder in _list_folders(save) if (folder / MANIFEST).exists()]
 
 
 def _list_folders(save: Path) -> list[Path]:
@@ -112,20 +112,20 @@ def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save:
     """Refuses it unless it is what the user meant: never from scratch where there was something."""
     if load is not None:
         if config.resume == "must":
-            raise MissingInputError(f"--resume must: --load {config.load} holds no checkpoint (iter_*/{_MANIFEST}).")
+            raise MissingInputError(f"--resume must: --load {config.load} holds no checkpoint (iter_*/{MANIFEST}).")
         remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(_POINTER)))
         if remains:
             raise CheckpointError(
-                f"--load {config.load} holds {', '.join(remains[:3])} but no whole checkpoint (iter_*/{_MANIFEST}); a "
+                f"--load {config.load} holds {', '.join(remains[:3])} but no whole checkpoint (iter_*/{MANIFEST}); a "
                 "fresh start would hide that. Remove them, or name another folder."
             )
     if config.continue_from is not None:
         if not list_checkpoints(Path(config.continue_from)):
             raise MissingInputError(
-                f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{_MANIFEST}); check the path."
+                f"--continue-from {config.continue_from} holds no checkpoint (iter_*/{MANIFEST}); check the path."
             )
     elif load is not None and not is_save:
-        raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{_MANIFEST}); check the path.")
+        raise MissingInputError(f"--load {config.load} holds no checkpoint (iter_*/{MANIFEST}); check the path.")
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def verify_files(checkpoint: Path) -> None:
         CheckpointError: Naming the first file that is missing or differs in size or sha256.
         OSError: A file cannot be read.
     """
-    for name, expected in _read_manifest(checkpoint / _MANIFEST).items():
+    for name, expected in _read_manifest(checkpoint / MANIFEST).items():
         path = checkpoint / name
         if not path.is_file() or path.resolve() != checkpoint.resolve() / name:  # no links
             raise CheckpointError(f"{path}: missing, although the manifest lists it; use another checkpoint.")
@@ -267,7 +267,7 @@ def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
             sync_to_disk(path)
             files[name] = fingerprint_of(path)
     listed = {name: asdict(files[name]) for name in sorted(files)}
-    replace_file(folder / _MANIFEST, json.dumps({"format": 1, "files": listed}, indent=1))
+    replace_file(folder / MANIFEST, json.dumps({"format": 1, "files": listed}, indent=1))
 
 
 def publish(temporary: Path, final: Path, *, iteration: int) -> None:

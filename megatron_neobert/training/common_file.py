@@ -38,7 +38,8 @@ def read_common(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read safely ({reason_of(error)}); use another checkpoint.") from error
     finally:
         torch.serialization.add_safe_globals(added)
-    if not isinstance(common, dict) or not all(isinstance(common.get(key), dict) for key in ("progress", "optimizer")):
+    parts = (common.get("progress"), common.get("optimizer", {})) if isinstance(common, dict) else ()  # weights alone
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise CheckpointError(f"{path}: not of a run of this program (no progress and optimizer); use another one.")
     if problems := _problems_of_progress(common["progress"]):
         raise CheckpointError(f"{path}: its progress has {', '.join(problems)}; use another checkpoint.")

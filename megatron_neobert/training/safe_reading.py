@@ -19,7 +19,7 @@ from megatron_neobert.training.checkpoint_metadata import SafeReader, reason_of
 from megatron_neobert.training.common_file import read_common
 
 _VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-_FORMAT = {
+FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -115,5 +115,5 @@ def check_format(folder: Path) -> None:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({reason_of(error)}); use another checkpoint.") from error
-    if found != _FORMAT:
-        raise CheckpointError(f"{path}: {found!s:.200} is not the format of this program, {_FORMAT}.")
+    if found != FORMAT:
+        raise CheckpointError(f"{path}: {found!s:.200} is not the format of this program, {FORMAT}.")

@@ -12,9 +12,9 @@ from bad_inputs.fuzzing import TEXTS, examples, mutated, mutated_json
 from bad_inputs.refusals import bounded
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_reference, stack_layers
+from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_reference
 
-from checkpoint_conversion.mapping import NEOBERT, to_internal
+from checkpoint_conversion.mapping import NEOBERT, stack_layers, to_internal
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.errors import CheckpointError, NeoBERTError
 from megatron_neobert.training.checkpoint_files import latest_checkpoint, list_checkpoints, verify_files

@@ -9,16 +9,8 @@ from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from checkpoint_conversion.comparison import Comparison, build_prompts, compare_functions, make_loud
-from checkpoint_conversion.mapping import (
-    COPY,
-    EUROBERT,
-    NEOBERT,
-    PAIR_ADJACENT,
-    ModelShape,
-    Table,
-    to_internal,
-    to_published,
-)
+from checkpoint_conversion.mapping import EUROBERT, NEOBERT, Table, to_internal, to_published
+from checkpoint_conversion.tensor_rules import COPY, PAIR_ADJACENT, ModelShape
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 CONFIG = ReferenceConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=203)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from saved_model import SHAPE, WORDS, SavedModel, build_reference, stack_layers
+from saved_model import SHAPE, WORDS, SavedModel, build_reference
 from torch import Tensor
 
-from checkpoint_conversion.mapping import NEOBERT, to_internal
+from checkpoint_conversion.mapping import NEOBERT, stack_layers, to_internal
 
 
 @pytest.fixture

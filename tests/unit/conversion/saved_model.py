@@ -2,20 +2,25 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 
 from checkpoint_conversion.comparison import make_loud
-from checkpoint_conversion.mapping import ModelShape
+from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.megatron_reader import read_checkpoint
+from checkpoint_conversion.tensor_rules import ModelShape
+from checkpoint_conversion.verification import Checks
 from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.files import sha256_of
 from megatron_neobert.flags import write_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
+from megatron_neobert.training.run import Progress
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
 MODEL = ModelConfig(
@@ -35,6 +40,7 @@ SHAPE = ModelShape(
     padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1),
 )
 
+PROGRESS = Progress(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -64,7 +70,7 @@ class SavedModel:
         torch_checkpoint.save(tensors | optimizer, checkpoint_id=folder, no_dist=True)
         write_record(Settings(model=MODEL), folder / "settings.yaml")
         (folder / "metadata.json").write_text(json.dumps(FORMAT))
-        torch.save({}, folder / "common.pt")
+        torch.save({"progress": asdict(PROGRESS)}, folder / "common.pt")
         load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)
         self.seal()
 
@@ -80,18 +86,6 @@ class SavedModel:
         manifest.write_text(json.dumps({"format": 1, "files": listed}))
 
 
-def stack_layers(internal: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Per-layer tensors as a checkpoint stores them: one tensor per kind, layer first."""
-    stacked: dict[str, list[Tensor]] = {}
-    plain: dict[str, Tensor] = {}
-    for name, tensor in internal.items():
-        if name.startswith("decoder.layers."):
-            stacked.setdefault("decoder.layers." + name.split(".", maxsplit=3)[3], []).append(tensor)
-        else:
-            plain[name] = tensor
-    return plain | {name: torch.stack(layers) for name, layers in stacked.items()}
-
-
 def build_reference() -> ReferenceNeoBERT:
     config = ReferenceConfig(
         num_layers=2,
@@ -102,3 +96,9 @@ def build_reference() -> ReferenceNeoBERT:
         rotary_base=5000.0,
     )
     return make_loud(ReferenceNeoBERT(config))
+
+
+def convert(saved: SavedModel, output: Path, **options: Any) -> Checks:
+    """Exports the newest checkpoint; `options` are fields of ExportOptions."""
+    checkpoint = read_checkpoint(saved.save)
+    return export(checkpoint, output, tokenizer=checkpoint.tokenizer, options=ExportOptions(**options))

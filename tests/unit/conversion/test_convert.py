@@ -1,8 +1,10 @@
-"""Conversion: the folder is complete, right and loadable by anybody, or it does not exist."""
+"""Converting: what cannot be right is refused and leaves nothing behind; the command says what it does."""
 
 import json
 import os
 import pickle
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,131 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from saved_model import MODEL, WORDS, SavedModel, stack_layers
+from saved_model import MODEL, WORDS, SavedModel, convert
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from checkpoint_conversion import export
-from checkpoint_conversion.comparison import compare_logits
 from checkpoint_conversion.convert import main
-from checkpoint_conversion.export import export_eurobert
+from checkpoint_conversion.mapping import stack_layers
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.config import Settings
 from megatron_neobert.errors import CheckpointError, ConversionError, MissingInputError, OutputError, run_command
-from megatron_neobert.files import sha256_of
 from megatron_neobert.flags import write_record
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-def convert(saved: SavedModel, output: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    checkpoint = read_checkpoint(saved.save)
-    return export_eurobert(checkpoint, output, tokenizer=checkpoint.tokenizer, dtype=dtype)
 
 
 def run_convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, REPOSITORY / "checkpoint_conversion" / "convert.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
-# --- what is written ---
-
-
-@torch.no_grad()
-def test_exported_model_computes_the_logits_of_the_saved_weights(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "model", trust_remote_code=False).eval()
-    tokens_bs = torch.arange(len(WORDS)).roll(3)[None]
-    comparison = compare_logits(saved.reference(tokens_bs), model(tokens_bs).logits, torch.ones_like(tokens_bs))
-    assert comparison.relative < 1e-5  # measured 5.8e-7 on logits up to 3.4
-
-
-def test_exported_config_says_everything_that_differs_from_a_default(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    expected = {
-        "architectures": ["EuroBertForMaskedLM"],
-        "model_type": "eurobert",
-        "vocab_size": len(WORDS),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-        "mlp_bias": True,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "classifier_pooling": "bos",
-        "pad_token_id": WORDS.index("[PAD]"),
-        "bos_token_id": WORDS.index("[CLS]"),
-        "eos_token_id": WORDS.index("[SEP]"),
-        "mask_token_id": WORDS.index("[MASK]"),
-        "dtype": "float32",
-    }
-    assert {name: config.get(name) for name in expected} == expected
-    assert not {"auto_map", "max_length", "use_cache", "trust_remote_code", "_name_or_path"} & config.keys()
-
-
-def test_exported_tokenizer_frames_a_text_and_knows_the_longest_input(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=False)
-    encoded = tokenizer("The cats [MASK].")
-    assert tokenizer.convert_ids_to_tokens(encoded["input_ids"]) == [
-        "[CLS]",
-        "the",
-        "cat",
-        "##s",
-        "[MASK]",
-        ".",
-        "[SEP]",
-    ]
-    assert set(encoded) == {"input_ids", "attention_mask"}
-    assert tokenizer.model_max_length == 64
-
-
-def test_exported_folder_answers_a_fill_mask_pipeline(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    answers = pipeline("fill-mask", model=str(tmp_path / "model"), device="cpu")("the [MASK] sat", top_k=3)
-    assert len(answers) == 3
-    assert all(answer["token_str"] in WORDS for answer in answers)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(saved: SavedModel, tmp_path: Path, dtype: str):
-    comparison = convert(saved, tmp_path / "model", dtype=getattr(torch, dtype))
-    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
-    assert comparison.relative < 1e-5, "compared after rounding, so as exact as fp32"
-
-
-def test_exported_files_can_be_read_by_the_same_people(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
-    (tmp_path / "plain").touch()
-    assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode & 0o777}, modes
-
-
-def test_report_names_the_source_the_files_and_the_difference(saved: SavedModel, tmp_path: Path):
-    comparison = convert(saved, tmp_path / "model")
-    report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
-    assert report["source"]["iteration"] == 30
-    assert report["source"]["manifest_sha256"] == sha256_of(saved.iteration_folder / "MANIFEST.json")
-    assert report["verification"]["max_abs"] == comparison.max_abs > 0
-    written = {path.name for path in (tmp_path / "model").iterdir()} - {"conversion_report.json"}
-    assert report["files"] == {name: sha256_of(tmp_path / "model" / name) for name in written}
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= written
-
-
-# --- what is refused, and leaves nothing behind ---
 
 
 def assert_nothing_written(folder: Path) -> None:
@@ -155,7 +50,7 @@ def test_wrong_mapping_is_refused_and_leaves_nothing(
 
     monkeypatch.setattr(export, "to_published", exchange_queries_and_keys)
     with pytest.raises(
-        ConversionError, match=r"logits differ from the reference's by [\d.]+ of the largest, more than 0\.0001"
+        ConversionError, match=r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"
     ):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
@@ -316,11 +211,30 @@ def test_stored_object_is_refused_unopened(saved: SavedModel, internal: dict[str
 # --- the command ---
 
 
+def test_every_checkpoint_of_a_run_is_converted_once(
+    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "revisions"
+    arguments = ["convert.py", "megatron-to-hf", "--load", str(saved.save), "--output", str(output), "--all-iterations"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    main()
+    first = (output / "iter_0000030" / "config.json").stat().st_mtime_ns
+    shutil.copytree(saved.iteration_folder, saved.save / "iter_0000040")
+    main()
+    assert "kept" in capsys.readouterr().out
+    assert (output / "iter_0000030" / "config.json").stat().st_mtime_ns == first
+    assert json.loads((output / "iter_0000040" / "conversion_report.json").read_text())["source"]["iteration"] == 40
+    monkeypatch.setattr(sys, "argv", [*arguments, "--dtype", "bfloat16"])
+    with pytest.raises(OutputError, match=r"iter_0000030 is there, but was not made from .* --dtype bfloat16"):
+        main()
+
+
 def test_command_converts_and_prints_the_comparison(saved: SavedModel, tmp_path: Path):
     result = run_convert("megatron-to-hf", "--load", saved.save, "--output", tmp_path / "model")
     assert result.returncode == 0, result.stderr
     assert "iter_0000030" in result.stdout
-    assert "largest difference" in result.stdout
+    assert "same token" in result.stdout
+    assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", result.stdout)
     assert (tmp_path / "model" / "conversion_report.json").is_file()
 
 

@@ -10,13 +10,15 @@ from torch import Tensor
 from checkpoint_conversion.mapping import (
     EUROBERT,
     NEOBERT,
-    ModelShape,
+    TABLES,
     Table,
     expand_table,
+    stack_layers,
     to_internal,
     to_published,
     unstack_layers,
 )
+from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.errors import ConversionError
 
 SHAPE = ModelShape(
@@ -35,7 +37,7 @@ def build_internal(shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("table", [NEOBERT, EUROBERT], ids=["neobert", "eurobert"])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_weights_survive_the_round_trip_bit_for_bit(table: Table, dtype: torch.dtype):
     internal = build_internal(dtype=dtype)
     restored = to_internal(to_published(internal, SHAPE, table), SHAPE, table)
@@ -45,7 +47,7 @@ def test_weights_survive_the_round_trip_bit_for_bit(table: Table, dtype: torch.d
         assert torch.equal(restored[name], tensor), name
 
 
-@pytest.mark.parametrize("table", [NEOBERT, EUROBERT], ids=["neobert", "eurobert"])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_value_is_published_exactly_once(table: Table):
     """Each internal value is a number of its own; published values are those numbers and EuroBERT's zero biases."""
     internal, first = {}, 1
@@ -90,7 +92,7 @@ def test_gate_is_the_first_half_of_the_fused_matrix():
     assert torch.equal(published["model.layers.0.mlp.up_proj.weight"], fused[6:])
 
 
-@pytest.mark.parametrize("table", [NEOBERT, EUROBERT], ids=["neobert", "eurobert"])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_no_name_stands_twice_in_a_table(table: Table):
     rows = expand_table(table, 3)
     published = [name for row in rows for name in row.published + row.zero_biases]
@@ -106,6 +108,13 @@ def test_stacked_layers_come_apart_in_order():
     tensors = unstack_layers(stacked)
     assert list(tensors) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)] + ["output_layer.bias"]
     assert tensors["decoder.layers.2.mlp.linear_fc2.weight"].flatten().tolist() == [4, 5]
+
+
+def test_twelve_layers_survive_being_stacked_in_order():
+    internal = build_internal(replace(SHAPE, num_layers=12))
+    restored = unstack_layers(stack_layers(internal))
+    assert restored.keys() == internal.keys()
+    assert all(torch.equal(restored[name], tensor) for name, tensor in internal.items())
 
 
 def test_missing_tensor_is_refused_by_name():

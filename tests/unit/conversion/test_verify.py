@@ -3,15 +3,17 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from saved_model import SavedModel, stack_layers
+from saved_model import SavedModel
 from torch import Tensor
 
 from checkpoint_conversion import verify
-from checkpoint_conversion.export import export_eurobert
+from checkpoint_conversion.comparison import LogitModel
+from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.mapping import stack_layers
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.errors import ConversionError, MissingInputError
 
@@ -21,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def exported(saved: SavedModel, tmp_path: Path) -> Path:
     checkpoint = read_checkpoint(saved.save)
-    export_eurobert(checkpoint, tmp_path / "model", tokenizer=checkpoint.tokenizer, dtype=torch.float32)
+    export(checkpoint, tmp_path / "model", tokenizer=checkpoint.tokenizer, options=ExportOptions())
     return tmp_path / "model"
 
 
@@ -55,9 +57,11 @@ def test_changed_weight_is_not_equal(
 
 
 def test_models_of_other_vocabularies_are_refused_with_both_sizes(exported: Path, monkeypatch: pytest.MonkeyPatch):
-    def load_smaller(folder: Path, *, trust: bool) -> verify.Side:
-        side = verify._load_huggingface(folder)
-        return side._replace(vocab_size=12) if folder.name == "smaller" else side
+    load = verify.load_side
+
+    def load_smaller(folder: Path, *, trust: bool) -> LogitModel:
+        side = load(folder)
+        return replace(side, vocab_size=12) if folder.name == "smaller" else side
 
     (exported.parent / "smaller").symlink_to(exported)
     monkeypatch.setattr(verify, "load_side", load_smaller)

@@ -1,0 +1,193 @@
+"""README.md of an exported folder: the model card that the Hub shows.
+
+Front matter and text follow from the files of the folder (config.json, conversion_report.json, the headers of the
+weights) and from what only the user knows: licence, data, language, evaluations. Written anew, the card keeps what the
+user declared or added to its front matter before, and the text below its last line.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
+
+from checkpoint_conversion.model_card_text import NO_MODEL_ID, CardFacts, title_of, write_body
+from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
+from megatron_neobert.files import replace_file
+
+CARD = "README.md"
+MARKER = "<!-- Text below this line stays when the card is written anew. -->"
+
+_LAYOUTS = ("eurobert", "neobert", "llama")
+# The forms of the Hub's identifiers. Which of them exist changes over time, and the Hub checks it on upload.
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
+_MODEL_ID = re.compile(r'^model_id = "(.+)"$', flags=re.MULTILINE)  # as the examples of a card have it
+
+
+def write_model_card(
+    folder: Path,
+    *,
+    model_id: str | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
+    datasets: Sequence[str] = (),
+    language: Sequence[str] = (),
+    evaluations: Sequence[EvalResult] = (),
+) -> None:
+    """Writes the card, or replaces it at once; what is not given stays as the present card has it.
+
+    Args:
+        model_id: Name of the model on the Hub, for the examples.
+        license: The Hub's identifier of it; "unknown" until somebody says so.
+        base_model: On the Hub, if training started from its weights.
+        datasets: On the Hub.
+        language: ISO 639 codes.
+
+    Raises:
+        ConfigError: An argument the Hub would refuse; all of them at once.
+        MissingInputError, ConversionError, DataError: The folder holds no model of ours, or a card that is no card.
+        OutputError: There is a card of somebody else's, which would be lost.
+    """
+    check_declared(model_id=model_id, license=license, base_model=base_model, datasets=datasets, language=language)
+    facts = _read_facts(folder)
+    present = _read_card(folder / CARD)
+    if model_id is None:
+        found = _MODEL_ID.search(present.text)
+        model_id = found.group(1) if found else NO_MODEL_ID
+    data = cast(ModelCardData, present.data)
+    data.license = license or data.license or "unknown"
+    data.base_model = base_model or data.base_model
+    data.datasets = list(datasets) or data.datasets
+    data.language = list(language) or data.language
+    data.eval_results = list(evaluations) or data.eval_results
+    data.model_name = title_of(model_id) if data.eval_results else None  # part of the results, or a field of its own
+    data.library_name = "sentence-transformers" if facts.sentence_transformers else "transformers"
+    data.pipeline_tag = _pipeline_tag(facts)
+    data.tags = list(dict.fromkeys([*_tags(facts), *(data.tags or [])]))
+    body = write_body(facts, model_id=model_id, evaluations=data.eval_results or ())
+    kept = present.text.partition(MARKER)[2] or "\n"
+    replace_file(folder / CARD, f"---\n{data.to_yaml()}\n---\n\n{body}\n{MARKER}{kept}")
+
+
+def check_declared(
+    *,
+    model_id: str | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
+    datasets: Sequence[str] = (),
+    language: Sequence[str] = (),
+) -> None:
+    """Refuses what the Hub would; `write_model_card` does so itself, a long conversion may want to know before.
+
+    Raises:
+        ConfigError: With every problem.
+    """
+    problems = []
+    if license is not None and not _LICENSE.fullmatch(license):
+        problems.append(f"license {license!r} is no identifier of the Hub, such as apache-2.0, mit or other.")
+    problems += [
+        f"language {code!r} is neither an ISO 639 code of two or three small letters, nor code or multilingual."
+        for code in language
+        if not _LANGUAGE.fullmatch(code)
+    ]
+    for kind, names in {"model": (model_id, base_model), "dataset": datasets}.items():
+        for name in names:
+            try:
+                validate_repo_id(name or "unknown")
+            except HFValidationError:
+                problems.append(f"{name!r} cannot be the name of a {kind} on the Hub; expected owner/name.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _pipeline_tag(facts: CardFacts) -> str:
+    if facts.sentence_transformers:
+        return "sentence-similarity"
+    return "feature-extraction" if facts.layout == "llama" else "fill-mask"
+
+
+def _tags(facts: CardFacts) -> list[str]:
+    tags = ["neobert", "encoder"]
+    if facts.sentence_transformers:
+        tags += ["sentence-transformers", "feature-extraction"]
+    return tags
+
+
+def _read_facts(folder: Path) -> CardFacts:
+    config = _read_object(folder / "config.json")
+    layout = config.get("model_type")
+    if layout not in _LAYOUTS or (layout == "llama" and config.get("is_causal") is not False):
+        raise ConversionError(
+            f"{folder / 'config.json'}: model_type is {layout!r:.80}; a card is written for {', '.join(_LAYOUTS)} "
+            "(with is_causal false), as convert.py writes them."
+        )
+    tokenizer, report = _read_object(folder / "tokenizer_config.json"), folder / "conversion_report.json"
+    mask_token = tokenizer.get("mask_token")
+    if not isinstance(mask_token, str):
+        raise ConversionError(f"{folder / 'tokenizer_config.json'}: names no mask_token; convert the model again.")
+    return CardFacts(
+        layout=layout,
+        config=config,
+        parameters=_count_parameters(folder),
+        mask_token=mask_token,
+        lowercase=tokenizer.get("do_lower_case") is True,
+        sentence_transformers=(folder / "modules.json").is_file(),
+        report=_read_object(report) if report.exists() else {},
+    )
+
+
+def _count_parameters(folder: Path) -> int:
+    """Of the model alone; reads headers, not weights."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                total += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ConversionError(f"{path}: not a safetensors file ({error}); fetch it again.") from error
+    if not total:
+        raise MissingInputError(f"{folder} holds no *.safetensors; name the folder of a converted model.")
+    return total
+
+
+def _read_card(path: Path) -> ModelCard:
+    """The present card, or one without a word.
+
+    Raises:
+        OutputError: There is one without the line below which text is kept.
+        DataError: Its front matter cannot be read.
+    """
+    if not path.exists():
+        return ModelCard("---\n{}\n---\n")
+    try:
+        content = path.read_text(encoding="utf-8")
+        card = ModelCard(content) if MARKER in content else None
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: its front matter cannot be read ({reason:.200}); mend or remove the file.") from error
+    if card is None:
+        raise OutputError(
+            f"{path} exists already and was written by somebody else; add the line {MARKER} above the text that "
+            "shall stay, or remove the file."
+        )
+    return card
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingInputError(f"{path}: no such file; name the folder of a converted model.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{path}: not JSON ({error}); convert the model again.") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path}: expected an object, found {type(content).__name__}; convert the model again.")
+    return content

@@ -1,0 +1,203 @@
+"""config.json as settings: what is read, what is refused, and that nothing is assumed."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint_conversion.huggingface_config import FolderConfig, read_model_config
+from megatron_neobert.config import ModelConfig
+from megatron_neobert.errors import ConversionError
+
+PATH = Path("model") / "config.json"
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 13,
+    "max_position_embeddings": 64,
+}
+LLAMA_LIKE: dict[str, Any] = {
+    **SIZES,
+    "intermediate_size": 48,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "eurobert": {**LLAMA_LIKE, "model_type": "eurobert", "mlp_bias": True},
+    "llama": {**LLAMA_LIKE, "model_type": "llama", "is_causal": False},
+    "neobert": {**SIZES, "model_type": "neobert", "intermediate_size": 72, "norm_eps": 1e-5, "rope_theta": 5000.0},
+}
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=48,
+    max_position_embeddings=64,
+    rotary_base=5000,
+    norm_epsilon=1e-5,
+)
+
+
+def read(layout: str, **changes: Any) -> FolderConfig:
+    """The config of a layout with other values; `...` removes a key."""
+    changed = CONFIGS[layout] | changes
+    return read_model_config({key: value for key, value in changed.items() if value is not ...}, PATH)
+
+
+def refusal(layout: str, **changes: Any) -> str:
+    with pytest.raises(ConversionError) as caught:
+        read(layout, **changes)
+    message = str(caught.value)
+    assert message.startswith(f"{PATH}: ")
+    assert message.endswith(".")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_three_layouts_of_one_model_give_the_same_settings(layout: str):
+    found = read(layout)
+    assert (found.layout, found.model, found.vocab_size, found.tied) == (layout, MODEL, 13, False)
+    assert found.notes == ()
+
+
+def test_published_config_gives_the_published_model(shared_data: Path):
+    config = json.loads((shared_data / "fixtures" / "hf_config.json").read_text())
+    found = read_model_config(config, PATH)
+    assert found.model == ModelConfig(ffn_hidden_size=2048)  # all else as the defaults of training, which are NeoBERT's
+    assert (found.layout, found.vocab_size, found.tied) == ("neobert", 30_522, False)
+
+
+@pytest.mark.parametrize(("stated", "width"), [(3072, 2048), (72, 48), (100, 72), (4, 8)])
+def test_neobert_width_is_two_thirds_rounded_up_to_a_multiple_of_8(stated: int, width: int):
+    assert read("neobert", intermediate_size=stated).model.ffn_hidden_size == width
+
+
+def test_published_base_of_the_angles_stands_in_for_none_in_the_neobert_layout_alone():
+    assert read("neobert", rope_theta=...).model.rotary_base == 10_000
+    assert "rope_theta is missing" in refusal("eurobert", rope_parameters=...)
+    assert "rope_theta is missing" in refusal("llama", rope_parameters={"rope_type": "default"})
+
+
+def test_base_is_found_wherever_transformers_wrote_it():
+    assert read("eurobert", rope_parameters=..., rope_theta=250_000, rope_scaling=None).model.rotary_base == 250_000
+    assert read("neobert", rope_theta=..., rope_parameters={"rope_theta": 160_000.0}).model.rotary_base == 160_000
+    assert read("llama", rope_parameters=..., rope_theta=500, rope_scaling={"type": "default"}).model.rotary_base == 500
+
+
+def test_longest_row_has_two_names_in_the_neobert_layout():
+    assert read("neobert", max_position_embeddings=..., max_length=512).model.max_position_embeddings == 512
+    assert read("neobert", max_length=64).model.max_position_embeddings == 64
+    assert "max_length is 512; max_position_embeddings says 64" in refusal("neobert", max_length=512)
+    assert read("eurobert", max_length=20).model.max_position_embeddings == 64  # there it belongs to generation
+
+
+def test_start_of_the_weights_is_kept_where_it_is_said():
+    assert read("neobert", embedding_init_range=0.01).model.init_method_range == 0.01
+
+
+def test_dropout_is_a_note():
+    assert read("neobert", dropout=0.1).notes == ("dropout 0.1 of config.json is not kept: training here has none",)
+    assert read("eurobert", attention_dropout=0.0).notes == ()
+
+
+def test_tied_embeddings_are_reported():
+    assert read("neobert", tie_word_embeddings=True).tied
+    assert "tie_word_embeddings is 'yes'" in refusal("neobert", tie_word_embeddings="yes")
+
+
+REQUIRED = [
+    *((layout, key) for layout in CONFIGS for key in SIZES),
+    *((layout, "intermediate_size") for layout in CONFIGS),
+    ("eurobert", "rms_norm_eps"),
+    ("llama", "rms_norm_eps"),
+    ("neobert", "norm_eps"),
+    ("eurobert", "hidden_act"),
+    ("llama", "hidden_act"),
+    ("llama", "is_causal"),
+]
+
+
+@pytest.mark.parametrize(("layout", "key"), REQUIRED)
+@pytest.mark.parametrize("value", [..., None], ids=["absent", "null"])
+def test_nothing_that_decides_the_function_is_assumed(layout: str, key: str, value: object):
+    assert re.search(rf": {key} is (missing|None); ", refusal(layout, **{key: value}))
+
+
+UNFIT = [
+    ("eurobert", {"num_key_value_heads": 2}, "num_key_value_heads is 2; NeoBERT's 4 heads have keys and values of"),
+    ("llama", {"head_dim": 16}, "head_dim is 16; NeoBERT's heads are hidden_size / num_attention_heads = 8"),
+    ("neobert", {"dim_head": 4}, "dim_head is 4; NeoBERT's heads are hidden_size / num_attention_heads = 8"),
+    ("eurobert", {"attention_bias": True}, "attention_bias is True; NeoBERT's attention has no biases"),
+    ("llama", {"mlp_bias": True}, "mlp_bias is True; NeoBERT's feed-forward has no biases"),
+    ("llama", {"is_causal": True}, "is_causal is True; NeoBERT's tokens see those after them"),
+    ("eurobert", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; NeoBERT's feed-forward is SwiGLU"),
+    ("neobert", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the feed-forward must be SwiGLU"),
+    ("neobert", {"rms_norm": False}, "rms_norm is False; the norms must be RMSNorm"),
+    ("neobert", {"rope": False}, "rope is False; positions must be rotary angles"),
+    ("neobert", {"rope": 1}, "rope is 1; positions must be rotary angles"),
+    ("llama", {"is_causal": 0}, "is_causal is 0; NeoBERT's tokens see those after them"),
+    ("neobert", {"ngpt": True}, "ngpt is True; the normalised layers of nGPT compute something else"),
+    ("eurobert", {"quantization_config": {"bits": 4}}, "quantization_config is of 1 entries; weights that are stored"),
+    ("eurobert", {"num_attention_heads": 5}, "num_attention_heads is 5; hidden_size 32 must give each head the same"),
+    ("eurobert", {"num_attention_heads": 32}, "num_attention_heads is 32; hidden_size 32 must give each head the same"),
+    ("eurobert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type is 'yarn'; NeoBERT's rotary angles"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type is 'linear'; NeoBERT's rotary"),
+    ("llama", {"rope_parameters": {"rope_theta": 9, "factor": 2.0}}, "rope_parameters has 'factor'; NeoBERT's rotary"),
+    (
+        "llama",
+        {"rope_parameters": [5000.0]},
+        "rope_parameters is of 1 entries; an object with rope_type and",
+    ),
+    ("eurobert", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; NeoBERT rotates every channel"),
+    ("eurobert", {"rope_theta": 9000}, "rope_theta 9000 and rope_parameters.rope_theta 5000 contradict each other"),
+    ("neobert", {"rope_theta": 0.5}, "rope_theta is 0.5; a whole number from 2 to 2,147,483,647 is needed"),
+    ("neobert", {"rope_theta": 5000.5}, "rope_theta is 5000.5; a whole number"),
+    ("neobert", {"model_type": "bert"}, "model_type is 'bert'; only folders of eurobert, neobert, llama hold"),
+    ("neobert", {"model_type": ...}, "model_type is missing; only folders of eurobert, neobert, llama hold"),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes", "reason"), UNFIT)
+def test_what_our_layers_cannot_compute_is_refused_with_the_reason(layout: str, changes: dict[str, Any], reason: str):
+    assert reason in refusal(layout, **changes)
+
+
+def short(value: object) -> str:
+    return f"{value!r:.12}"
+
+
+NONSENSE = [-1, 0, 1.5, True, "32", 2**31, 10**400, [32], {"a": 1}, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=short)
+@pytest.mark.parametrize("key", [*SIZES, "intermediate_size", "num_key_value_heads", "head_dim"])
+def test_size_that_is_no_size_is_refused(key: str, value: object):
+    message = refusal("eurobert", **{key: value})
+    assert f"{key} is " in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("value", [-1e-5, True, "1e-5", [1e-5], float("nan"), float("inf"), 10**400], ids=short)
+@pytest.mark.parametrize(("layout", "key"), [("eurobert", "rms_norm_eps"), ("neobert", "norm_eps")])
+def test_epsilon_that_is_no_number_is_refused(layout: str, key: str, value: object):
+    assert f"{key} is " in refusal(layout, **{key: value})
+
+
+ODD_VALUES = [None, -1, 0, 1, 1.5, True, False, "", "x", [], [[]], {}, {"rope_type": []}, {"rope_theta": "x"}, 10**400]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=short)
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_any_value_of_any_key_is_read_or_refused(layout: str, value: object):
+    optional = ["rope_theta", "rope_scaling", "rope_parameters", "dropout", "attention_dropout", "max_length", "ngpt"]
+    optional += ["embedding_init_range", "mask_token_id", "partial_rotary_factor", "quantization_config", "dim_head"]
+    for key in (*CONFIGS[layout], *optional, "tie_word_embeddings", "mlp_bias", "attention_bias", "rope", "rms_norm"):
+        try:
+            read(layout, **{key: value})
+        except ConversionError as error:
+            assert str(error).startswith(f"{PATH}: ")

@@ -1,0 +1,386 @@
+"""Hugging Face folders as data: every layout, what is filled in with a note, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from saved_model import MODEL, SHAPE, WORDS
+from torch import Tensor
+from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
+
+from checkpoint_conversion.huggingface_reader import read_folder
+from checkpoint_conversion.layouts import LAYOUTS, Source
+from checkpoint_conversion.mapping import TABLES, to_internal, to_published
+from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.errors import ConversionError, MissingInputError
+
+HEAD = ("decoder.weight", "decoder.bias")
+WriteFolder = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, internal: dict[str, Tensor]) -> WriteFolder:
+    """Writes the saved model in a layout; `change` may spoil the weights, and the fields of config.json are given."""
+
+    def write_folder(
+        layout: str, change: Callable[[dict[str, Tensor]], object] = lambda weights: None, **fields: Any
+    ) -> Path:
+        folder = tmp_path / "model"
+        add_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
+        source = Source(model=MODEL, shape=SHAPE, tokenizer=tokenizer, dtype=torch.float32)
+        config = LAYOUTS[layout.removesuffix("-unpacked")].build_config(source) | fields
+        (folder / "config.json").write_text(json.dumps(config))
+        weights = to_published(internal, SHAPE, TABLES[layout])
+        change(weights)
+        if layout == "llama":
+            head = {name: weights.pop(name) for name in HEAD if name in weights}
+            (folder / "mlm_head").mkdir()
+            save_file(head, folder / "mlm_head" / "model.safetensors")
+        save_file(weights, folder / "model.safetensors")
+        return folder
+
+    return write_folder
+
+
+def add_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
+
+
+def rename(weights: dict[str, Tensor], change: Callable[[str], str]) -> None:
+    renamed = {change(name): tensor for name, tensor in weights.items()}
+    weights.clear()
+    weights |= renamed
+
+
+def cut_into_shards(folder: Path) -> dict[str, str]:
+    """Two files and their index in the place of one; what the index says."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(weights)}
+    for shard in sorted(set(weight_map.values())):
+        save_file({name: weights[name] for name in weights if weight_map[name] == shard}, folder / shard)
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def refusal(folder: Path, error: type[Exception] = ConversionError) -> str:
+    with pytest.raises(error) as caught:
+        read_folder(folder)
+    message = str(caught.value)
+    assert message.startswith(str(folder))
+    assert message.endswith(".")
+    assert len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize("layout", TABLES)
+def test_folder_of_every_layout_is_read_bit_for_bit(write: WriteFolder, internal: dict[str, Tensor], layout: str):
+    found = read_folder(write(layout))
+    assert (found.layout, found.model, found.notes) == (layout, MODEL, ())
+    assert found.tokenizer.vocab_size == len(WORDS)
+    back = to_internal(found.weights, SHAPE, TABLES[layout])
+    assert back.keys() == internal.keys()
+    assert all(torch.equal(back[name], internal[name]) for name in internal)
+
+
+@pytest.mark.parametrize("mlp_bias", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_eurobert_that_transformers_wrote_is_read_with_all_that_it_leaves_out(
+    tmp_path: Path, mlp_bias: bool, tied: bool
+):
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = EuroBertConfig(**sizes, num_attention_heads=2, mlp_bias=mlp_bias, tie_word_embeddings=tied, pad_token_id=0)
+    model = EuroBertForMaskedLM(config)
+    model.save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    found = read_folder(tmp_path)
+    state = model.state_dict()
+    assert len(found.weights) == 4 + 2 * 12  # three more than 9 per layer are biases of the feed-forward
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in state.items())
+    assert not any(found.weights[name].any() for name in found.weights.keys() - state.keys())
+    assert any("lm_head.weight is a copy of the embedding" in note for note in found.notes) == tied
+    assert any("filled with zeros" in note and "and 3 more" in note for note in found.notes) == (not mlp_bias)
+    assert any("mask_token_id 128002 of config.json is not kept" in note for note in found.notes)
+
+
+def test_llama_that_transformers_wrote_is_read_with_the_head_beside_it(tmp_path: Path):
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=2, is_causal=False))
+    model.save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    (tmp_path / "mlm_head").mkdir()
+    head = {"decoder.weight": torch.rand(len(WORDS), 16)}
+    save_file(head, tmp_path / "mlm_head" / "model.safetensors")
+    found = read_folder(tmp_path)
+    assert found.model.norm_epsilon == 1e-6  # Llama's, not NeoBERT's
+    expected = model.state_dict() | head | {"decoder.bias": torch.zeros(len(WORDS))}
+    assert found.weights.keys() == expected.keys()
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_fork_without_decoder_is_read_with_the_embedding_and_a_bias_of_zeros(write: WriteFolder):
+    def tie(weights: dict[str, Tensor]) -> None:
+        del weights["decoder.weight"], weights["decoder.bias"]
+
+    fork = {"rms_norm": True, "rope": True, "hidden_act": "swiglu", "ngpt": False, "base_scale": 0.03, "max_length": 64}
+    found = read_folder(write("neobert-unpacked", tie, tie_word_embeddings=True, **fork))
+    assert found.layout == "neobert-unpacked"
+    assert torch.equal(found.weights["decoder.weight"], found.weights["model.encoder.weight"])
+    assert found.weights["decoder.weight"].data_ptr() != found.weights["model.encoder.weight"].data_ptr()
+    assert torch.equal(found.weights["decoder.bias"], torch.zeros(len(WORDS)))
+    assert found.notes == (
+        "decoder.weight is a copy of the embedding; training does not keep them equal",
+        "filled with zeros, as the files lack them: 'decoder.bias'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "change"),
+    [
+        ("llama", lambda name: name if name in HEAD else f"model.{name}"),
+        ("neobert", lambda name: name.removeprefix("model.")),
+        ("neobert", lambda name: f"model.{name}" if name in HEAD else name),
+        ("eurobert", lambda name: name.removeprefix("model.")),
+    ],
+    ids=["llama with", "neobert without", "neobert with a second", "eurobert without"],
+)
+def test_prefix_of_names_may_be_missing_or_one_too_many(
+    write: WriteFolder, internal: dict[str, Tensor], layout: str, change: Callable[[str], str]
+):
+    found = read_folder(write(layout, lambda weights: rename(weights, change)))
+    assert found.weights.keys() == to_published(internal, SHAPE, TABLES[layout]).keys()
+
+
+def test_weight_under_two_spellings_is_refused(write: WriteFolder):
+    def double(weights: dict[str, Tensor]) -> None:
+        weights["layer_norm.weight"] = weights["model.layer_norm.weight"].clone()
+
+    message = refusal(write("neobert", double))
+    assert "'layer_norm.weight' and 'model.layer_norm.weight' are one weight" in message
+
+
+def test_rotary_tables_of_older_code_are_left_out_with_a_note(write: WriteFolder):
+    def add(weights: dict[str, Tensor]) -> None:
+        weights["model.freqs_cis"] = torch.zeros(64, 4, dtype=torch.complex64)
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+
+    found = read_folder(write("neobert", add))
+    assert not any("freq" in name for name in found.weights)
+    assert [note.split(":")[1] for note in found.notes] == [" rotary angles follow from the base"]
+
+
+def test_dtypes_are_kept_but_float16_which_becomes_float32_unchanged(write: WriteFolder, internal: dict[str, Tensor]):
+    def shorten(weights: dict[str, Tensor]) -> None:
+        weights["model.encoder.weight"] = weights["model.encoder.weight"].bfloat16()
+        weights["decoder.weight"] = weights["decoder.weight"].half()
+
+    found = read_folder(write("neobert", shorten))
+    assert found.weights["model.encoder.weight"].dtype == torch.bfloat16
+    assert found.weights["decoder.weight"].dtype == torch.float32
+    assert torch.equal(found.weights["decoder.weight"], internal["output_layer.weight"][: len(WORDS)].half().float())
+    assert found.notes == ("1 of 16 tensors were float16 and are float32 now, their values unchanged",)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_dtype_that_would_be_rounded_or_is_quantised_is_refused(write: WriteFolder, dtype: torch.dtype, name: str):
+    def change(weights: dict[str, Tensor]) -> None:
+        weights["decoder.weight"] = weights["decoder.weight"].to(dtype)
+
+    assert f"'decoder.weight' is stored as {name}; only F32, BF16, F16" in refusal(write("neobert", change))
+
+
+def test_shards_and_links_are_read_as_one_file_is(write: WriteFolder, tmp_path: Path):
+    folder = write("neobert")
+    whole = read_folder(folder).weights
+    cut_into_shards(folder)
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(tmp_path / "blobs" / str(number))
+        file.symlink_to(tmp_path / "blobs" / str(number))  # as in Hugging Face's cache
+    found = read_folder(folder).weights
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_shard_that_is_missing_is_named(write: WriteFolder):
+    folder = write("neobert")
+    cut_into_shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    message = refusal(folder, MissingInputError)
+    assert "model-00002-of-00002.safetensors: no such file, but model.safetensors.index.json names it" in message
+
+
+def test_tensor_in_another_shard_than_the_index_says_is_refused(write: WriteFolder):
+    folder = write("neobert")
+    weight_map = cut_into_shards(folder)
+    write_index(folder, weight_map | {"decoder.bias": "model-00002-of-00002.safetensors"})
+    assert weight_map["decoder.bias"].startswith("model-00001")
+    message = refusal(folder)
+    assert "holds 'decoder.bias'; for that, model.safetensors.index.json names 'model-00002-of-00002" in message
+
+
+def test_tensor_in_two_shards_is_refused(write: WriteFolder):
+    folder = write("neobert")
+    cut_into_shards(folder)
+    first, second = (folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    save_file(load_file(second) | {"decoder.bias": load_file(first)["decoder.bias"] + 1}, second)
+    assert "00002-of-00002.safetensors holds 'decoder.bias'" in refusal(folder)
+
+
+@pytest.mark.parametrize("where", ["the index", "a shard"])
+def test_index_and_shards_must_name_the_same_tensors(write: WriteFolder, where: str):
+    folder = write("neobert")
+    weight_map = cut_into_shards(folder)
+    if where == "the index":
+        write_index(folder, weight_map | {"extra": "model-00001-of-00002.safetensors"})
+        assert "does not hold 'extra', which model.safetensors.index.json says it does" in refusal(folder)
+    else:
+        del weight_map["decoder.bias"]
+        write_index(folder, weight_map)
+        assert "holds 'decoder.bias'; for that, model.safetensors.index.json names None" in refusal(folder)
+
+
+def test_one_file_beside_an_index_is_refused(write: WriteFolder):
+    folder = write("neobert")
+    whole = (folder / "model.safetensors").read_bytes()
+    cut_into_shards(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    assert "model.safetensors and model.safetensors.index.json are both there" in refusal(folder)
+
+
+def test_pickled_weights_are_refused(write: WriteFolder):
+    folder = write("neobert")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "the weights are pickled ('pytorch_model.bin'), which can run code" in refusal(folder)
+
+
+def test_what_is_not_there_is_named(write: WriteFolder, tmp_path: Path):
+    assert "without config.json" in refusal(tmp_path / "nowhere", MissingInputError)
+    folder = write("neobert")
+    (folder / "vocab.txt").rename(tmp_path / "vocab.txt")
+    assert "holds no tokenizer; put the tokenizer.json or vocab.txt into it" in refusal(folder, MissingInputError)
+    (tmp_path / "vocab.txt").rename(folder / "vocab.txt")
+    (folder / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder, MissingInputError)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            WORDS[:-1],
+            "the tokenizer has 12 ids and the embedding 13 rows (vocab_size of config.json); rows that belong",
+        ),
+        ([*WORDS, "dog"], "the tokenizer has 14 ids and the embedding 13 rows (vocab_size of config.json); every id"),
+    ],
+)
+def test_vocabulary_of_another_size_is_refused_with_both_numbers(write: WriteFolder, words: list[str], reason: str):
+    folder = write("neobert")
+    add_tokenizer(folder, words)
+    assert reason in refusal(folder)
+
+
+@pytest.mark.parametrize("layout", ["eurobert", "neobert", "neobert-unpacked"])
+def test_model_without_its_masked_language_model_head_is_refused(write: WriteFolder, layout: str):
+    head = "lm_head" if layout == "eurobert" else "decoder"
+
+    def classify(weights: dict[str, Tensor]) -> None:
+        del weights[f"{head}.weight"], weights[f"{head}.bias"]
+        weights["classifier.weight"] = torch.zeros(2, 32)
+
+    assert f"there is no {head}.weight, but 'classifier.weight'. Pre-training" in refusal(write(layout, classify))
+
+
+def test_llama_without_the_head_beside_it_is_refused(write: WriteFolder):
+    folder = write("llama")
+    (folder / "mlm_head" / "model.safetensors").unlink()
+    assert "there is no mlm_head/model.safetensors" in refusal(folder)
+
+
+def test_llama_with_two_decoders_is_refused(write: WriteFolder):
+    folder = write("llama")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"decoder.bias": torch.zeros(len(WORDS))}, folder / "model.safetensors")
+    assert "'decoder.bias' is in mlm_head as well" in refusal(folder)
+
+
+def test_decoder_that_differs_from_the_embedding_is_not_taken_for_tied(write: WriteFolder):
+    message = refusal(write("neobert", tie_word_embeddings=True))
+    assert f"decoder.weight differs from the embedding in {13 * 32} of {13 * 32} values" in message
+
+
+def test_decoder_that_is_stored_equal_to_the_embedding_is_taken_for_tied(write: WriteFolder):
+    def tie(weights: dict[str, Tensor]) -> None:
+        weights["decoder.weight"] = weights["model.encoder.weight"].clone()
+
+    assert read_folder(write("neobert", tie, tie_word_embeddings=True)).notes == ()
+
+
+def test_biases_that_transformers_would_ignore_are_refused(write: WriteFolder):
+    assert "config.json says mlp_bias false, but the files hold 'model" in refusal(write("eurobert", mlp_bias=False))
+
+
+def test_biases_that_the_config_promises_are_missed(write: WriteFolder):
+    folder = write("eurobert", lambda weights: weights.pop("lm_head.bias"))
+    assert "the files lack 'lm_head.bias'; a eurobert folder of 2 layers holds 28 tensors" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 1}, "NeoBERT has no place for 'model.transformer_encoder.1"),
+        ({"num_hidden_layers": 3}, "the files lack 'model.transformer_encoder.2"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1,000,000, but the files hold 16 tensors, fewer than layers"),
+        (
+            {"hidden_size": 2**24, "dim_head": None},
+            "has shape (13, 32); the sizes in config.json give it (13, 16777216)",
+        ),
+        ({"intermediate_size": 3 * 2**20}, "has shape (96, 32); the sizes in config.json give it (4194304, 32)"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_weights_are_refused(write: WriteFolder, fields: dict[str, Any], reason: str):
+    assert reason in refusal(write("neobert", **fields))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04K\x01.", (2**40).to_bytes(8, "little"), b"\x08" + bytes(7) + b"{" * 8]
+)
+def test_file_that_is_no_safetensors_is_refused(write: WriteFolder, content: bytes):
+    folder = write("neobert")
+    (folder / "model.safetensors").write_bytes(content)
+    assert "not a safetensors file" in refusal(folder)
+
+
+def test_file_that_is_cut_off_is_refused(write: WriteFolder):
+    folder = write("neobert")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+    assert "not a safetensors file" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"a": 1, "a": 2}', "not JSON ('a' is there twice)"),
+        (b"[" * 900 + b"]" * 900, "expected a JSON object, found list"),
+        (b'{"model_type": ' + b"[" * 900 + b"]" * 900 + b"}", "model_type is of 1 entries; only folders of"),
+        (b'{"attn_implementation": ' + b"[" * 900 + b"]" * 900 + b"}", "attn_implementation is of 1 entries, which"),
+        (b'{"num_labels": 2147483647}', "num_labels is 2147483647, and at most 10,000 are accepted"),
+        (b'{"model_type": "\\u001b[2J"}', r"model_type is '\x1b[2J'; only folders of"),
+        (b" " * ((64 << 20) + 1), "67,108,865 bytes are more than 67,108,864"),
+    ],
+    ids=["twice", "nested", "nested value", "nested attention", "labels", "control characters", "large"],
+)
+def test_config_that_is_nonsense_is_refused(write: WriteFolder, content: bytes, reason: str):
+    folder = write("neobert")
+    (folder / "config.json").write_bytes(content)
+    assert reason in refusal(folder)

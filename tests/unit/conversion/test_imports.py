@@ -1,0 +1,196 @@
+"""From a Hugging Face folder to a checkpoint and back: every bit survives, and nothing is read as what it is not."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from saved_model import MODEL, WORDS, SavedModel, build_reference
+from torch import Tensor
+
+from checkpoint_conversion import convert, imports
+from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.imports import import_folder
+from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.errors import ConversionError, OutputError
+from megatron_neobert.model.reference import ReferenceNeoBERT
+
+LAYOUTS = ("eurobert", "neobert", "llama")
+Export = Callable[..., Path]
+
+
+@pytest.fixture
+def exported(saved: SavedModel, tmp_path: Path) -> Export:
+    """Exports the saved checkpoint, or another one."""
+
+    def build(layout: str, *, name: str = "model", save: Path = saved.save, dtype: torch.dtype = torch.float32) -> Path:
+        checkpoint, options = read_checkpoint(save), ExportOptions(layout=layout, dtype=dtype)
+        export(checkpoint, tmp_path / name, tokenizer=checkpoint.tokenizer, options=options)
+        return tmp_path / name
+
+    return build
+
+
+def all_weights(folder: Path) -> dict[str, Tensor]:
+    """Of every file of a folder, its mlm_head included."""
+    weights = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        weights |= {f"{path.relative_to(folder)}: {name}": tensor for name, tensor in load_file(path).items()}
+    return weights
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_survives_the_way_to_hugging_face_and_back_bit_for_bit(
+    saved: SavedModel, exported: Export, tmp_path: Path, layout: str
+):
+    import_folder(exported(layout), tmp_path / "imported")
+    before, after = read_checkpoint(saved.save), read_checkpoint(tmp_path / "imported")
+    assert_same_bits(after.tensors, before.tensors)
+    assert after.settings.model == before.settings.model
+    assert after.tokenizer.fingerprint == before.tokenizer.fingerprint
+    assert after.iteration == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_survives_the_way_to_a_checkpoint_and_back_bit_for_bit(
+    exported: Export, tmp_path: Path, layout: str, dtype: torch.dtype
+):
+    first = exported(layout, dtype=dtype)
+    import_folder(first, tmp_path / "imported")
+    second = exported(layout, name="again", save=tmp_path / "imported", dtype=dtype)
+    assert_same_bits(all_weights(second), all_weights(first))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        assert (second / name).read_bytes() == (first / name).read_bytes(), name
+
+
+def test_padded_rows_of_the_vocabulary_are_created_again_as_zeros(exported: Export, tmp_path: Path):
+    import_folder(exported("neobert"), tmp_path / "imported")
+    tensors = read_checkpoint(tmp_path / "imported").tensors
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
+        assert len(tensors[name]) == MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1) == 128
+        assert tensors[name][: len(WORDS)].any()
+        assert not tensors[name][len(WORDS) :].any()
+
+
+@pytest.fixture
+def published(exported: Export, tmp_path: Path) -> Path:
+    """A folder as chandar-lab published it: weights under the same names, a config without a rotary base."""
+    folder = shutil.copytree(exported("neobert"), tmp_path / "published")
+    for name in ("conversion_report.json", "README.md", "modeling_neobert.py"):
+        (folder / name).unlink()
+    config = {
+        "architectures": ["NeoBERTLMHead"],
+        "auto_map": {"AutoModelForMaskedLM": "model.NeoBERTLMHead"},
+        "classifier_init_range": 0.02,
+        "decoder_init_range": 0.02,
+        "dim_head": 8,
+        "embedding_init_range": 0.02,
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "kwargs": {"pretrained_model_name_or_path": "google-bert/bert-base-uncased", "trust_remote_code": True},
+        "max_length": 64,
+        "model_type": "neobert",
+        "norm_eps": 1e-5,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+        "trust_remote_code": True,
+        "vocab_size": len(WORDS),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@torch.no_grad()
+def test_published_weights_are_read_with_their_own_rotary_base_and_epsilon(published: Path, tmp_path: Path):
+    imported, checks = import_folder(published, tmp_path / "imported")
+    assert imported.model.rotary_base == 10_000, "the base that the published code fixes"
+    assert imported.model.max_position_embeddings == 64
+    assert imported.model.norm_epsilon == 1e-5
+    assert checks["padded"].relative < 1e-5 > checks["packed"].relative
+    found = read_checkpoint(tmp_path / "imported").build_reference(torch.float32)
+    assert_same_bits(found.state_dict(), build_reference().state_dict())
+    assert found.model.config.rotary_base == 10_000
+
+
+@pytest.fixture
+def forked(published: Path) -> Path:
+    """The same as the fork of pszemraj writes it: halves apart, no bias, the decoder tied to the embedding."""
+    weights = load_file(published / "model.safetensors")
+    for layer in range(2):
+        prefix = f"model.transformer_encoder.{layer}.ffn."
+        gate, up = weights.pop(f"{prefix}w12.weight").chunk(2)
+        weights |= {f"{prefix}w1.weight": gate.clone(), f"{prefix}w2.weight": up.clone()}
+    del weights["decoder.bias"], weights["decoder.weight"]
+    save_file(weights, published / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((published / "config.json").read_text())
+    config |= {"tie_word_embeddings": True, "rms_norm": True, "rope": True, "hidden_act": "swiglu", "dropout": 0.0}
+    (published / "config.json").write_text(json.dumps(config))
+    return published
+
+
+@torch.no_grad()
+def test_the_forks_tied_model_without_a_bias_computes_the_same_as_a_checkpoint(forked: Path, tmp_path: Path):
+    imported, checks = import_folder(forked, tmp_path / "imported")
+    assert imported.layout == "neobert-unpacked"
+    assert any("decoder.bias" in note for note in imported.notes)
+    assert any("decoder.weight" in note for note in imported.notes)
+    assert checks["padded"].relative < 1e-5
+    found = read_checkpoint(tmp_path / "imported").build_reference(torch.float32)
+    expected = ReferenceNeoBERT(found.model.config).eval()
+    tied = build_reference().state_dict()
+    tied |= {"decoder.weight": tied["model.encoder.weight"], "decoder.bias": torch.zeros(len(WORDS))}
+    expected.load_state_dict(tied)
+    tokens_bs = torch.arange(len(WORDS))[None]
+    assert torch.equal(found(tokens_bs), expected(tokens_bs))
+
+
+def test_a_wrong_mapping_is_refused_and_leaves_nothing(
+    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    right = imports.to_internal
+
+    def exchange_gate_and_up(*arguments: object) -> dict[str, Tensor]:
+        tensors = right(*arguments)  # type: ignore[arg-type]
+        name = "decoder.layers.1.mlp.linear_fc1.weight"
+        return tensors | {name: tensors[name].roll(len(tensors[name]) // 2, 0)}
+
+    monkeypatch.setattr(imports, "to_internal", exchange_gate_and_up)
+    with pytest.raises(ConversionError, match=r"the written checkpoint, padded: its logits differ"):
+        import_folder(exported("eurobert"), tmp_path / "imported")
+    assert not list(tmp_path.glob("imported*"))
+
+
+def test_an_existing_output_is_refused_and_kept(exported: Export, tmp_path: Path):
+    (tmp_path / "imported").mkdir()
+    (tmp_path / "imported" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="imported exists already"):
+        import_folder(exported("eurobert"), tmp_path / "imported")
+    assert (tmp_path / "imported" / "notes.txt").read_text() == "mine"
+
+
+def test_the_command_says_what_to_continue_with(
+    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder = exported("llama")
+    arguments = ["convert.py", "hf-to-megatron", "--load", str(folder), "--output", str(tmp_path / "imported")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    convert.main()
+    shown = capsys.readouterr().out
+    assert f"--continue-from {tmp_path / 'imported'}" in shown
+    assert "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48" in shown
+    assert "--rotary-base 5000" in shown
+    assert "100.0%" in shown

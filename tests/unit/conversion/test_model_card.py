@@ -1,0 +1,329 @@
+"""The model card: valid front matter, examples that run, no fact that the folder does not hold."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import EvalResult, ModelCard
+from saved_model import MODEL, SHAPE, WORDS, build_reference
+from transformers import AutoTokenizer
+
+from checkpoint_conversion.huggingface_writer import write_folder
+from checkpoint_conversion.layouts import LAYOUTS, Source
+from checkpoint_conversion.mapping import NEOBERT, to_internal, to_published
+from checkpoint_conversion.model_card import MARKER, write_model_card
+from checkpoint_conversion.model_card_text import NO_MODEL_ID
+from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
+from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
+
+FIGURES = {
+    "tokens": 222,
+    "largest_logit": 4.125,
+    "max_abs": 3e-6,
+    "relative": 7.5e-7,
+    "cosine": 0.9999999,
+    "argmax_agreement": 1.0,
+}
+REPORT = {
+    "format": "eurobert",
+    "source": {"checkpoint": "iter_0012000", "iteration": 12_000, "consumed_tokens": 25_165_824_000},
+    "verification": {"padded": FIGURES, "packed": {**FIGURES, "tokens": 333}},
+    "training": {
+        "model": {"num_layers": 2},
+        "data": {"data_path": ["/ann/secret_corpus"], "seq_length": 48, "mask_prob": 0.2, "batch_layout": "packed"},
+        "training": {"global_batch_size": 2048, "bf16": True, "train_iters": 1_000_000},
+        "optimizer": {
+            "lr": 6e-4,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "lr_decay_iters": None,
+            "lr_warmup_iters": None,
+        },
+        "checkpoint": {"save": "/ann/secret_runs"},
+    },
+    "versions": {"megatron_neobert": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
+}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One folder of each layout, as convert.py writes them."""
+    place = tmp_path_factory.mktemp("layouts")
+    (place / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    tokenizer = load_tokenizer(place / "vocab.txt")
+    internal = to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
+    folders = {name: place / name for name in LAYOUTS}
+    for name, folder in folders.items():
+        folder.mkdir()
+        config = LAYOUTS[name].build_config(Source(MODEL, SHAPE, tokenizer, torch.float32))
+        weights = to_published(internal, SHAPE, LAYOUTS[name].table)
+        write_folder(folder, LAYOUTS[name], config, weights, tokenizer, max_shard_size="5GB")
+    return folders
+
+
+@pytest.fixture
+def copy(originals: dict[str, Path], tmp_path: Path) -> Any:
+    def make(layout: str = "eurobert", *, report: dict[str, Any] | None = None, sentences: bool = False) -> Path:
+        folder = tmp_path / "model"
+        shutil.copytree(originals[layout], folder)
+        if report is not None:
+            (folder / "conversion_report.json").write_text(json.dumps(report))
+        if sentences:
+            write_sentence_transformers_files(
+                folder, hidden_size=32, max_seq_length=64, needs_remote_code=layout == "neobert"
+            )
+        return folder
+
+    return make
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    """As the Hub's own library reads it."""
+    return ModelCard.load(folder / "README.md").data.to_dict()
+
+
+def text_of(folder: Path) -> str:
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def run_examples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs every block of Python and returns them; trusting the folder's code where the block says so."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text_of(folder), flags=re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        exec(compile(block.replace(NO_MODEL_ID, str(folder)), "README.md", "exec"), {})
+    return blocks
+
+
+# --- the examples ---
+
+
+def test_examples_of_the_eurobert_layout_run_without_remote_code(copy, monkeypatch, capsys):
+    folder = copy("eurobert")
+    write_model_card(folder)
+    blocks = run_examples(folder, monkeypatch)
+    assert len(blocks) == 2
+    assert "trust_remote_code" not in text_of(folder)
+    shown = capsys.readouterr().out
+    assert "'token_str'" in shown
+    assert "torch.Size([2, " in shown
+
+
+def test_examples_of_the_neobert_layout_run_its_own_code(copy, monkeypatch, capsys):
+    folder = copy("neobert")
+    write_model_card(folder)
+    blocks = run_examples(folder, monkeypatch)
+    assert len(blocks) == 3
+    assert all("trust_remote_code=True" in block for block in blocks)
+    assert "'token_str'" in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_example_of_the_llama_layout_predicts_with_the_head_beside_it(copy, monkeypatch, capsys):
+    folder = copy("llama")
+    write_model_card(folder)
+    blocks = run_examples(folder, monkeypatch)
+    assert len(blocks) == 2
+    ids = AutoTokenizer.from_pretrained(folder)("Paris is the [MASK] of France.").input_ids
+    predicted = build_reference()(torch.tensor([ids]))[0, ids.index(WORDS.index("[MASK]"))].argmax()
+    assert capsys.readouterr().out.splitlines()[-1] == f"['{WORDS[predicted]}']"
+
+
+@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
+def test_examples_of_a_sentence_transformers_folder_run(copy, layout, monkeypatch, capsys):
+    pytest.importorskip("sentence_transformers")
+    folder = copy(layout, sentences=True)
+    write_model_card(folder)
+    run_examples(folder, monkeypatch)
+    assert capsys.readouterr().out.splitlines()[0] == "(2, 32)"
+
+
+# --- the front matter ---
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentences", "library", "task"),
+    [
+        ("eurobert", False, "transformers", "fill-mask"),
+        ("neobert", False, "transformers", "fill-mask"),
+        ("llama", False, "transformers", "feature-extraction"),
+        ("eurobert", True, "sentence-transformers", "sentence-similarity"),
+    ],
+)
+def test_front_matter_of_a_new_folder_says_how_it_is_used_and_no_more(copy, layout, sentences, library, task):
+    folder = copy(layout, sentences=sentences)
+    write_model_card(folder)
+    data = front_matter(folder)
+    tags = ["neobert", "encoder"] + (["sentence-transformers", "feature-extraction"] if sentences else [])
+    assert data == {"license": "unknown", "library_name": library, "pipeline_tag": task, "tags": tags}
+
+
+def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_writing(copy):
+    folder = copy()
+    result = EvalResult("text-classification", "nyu-mll/glue", "GLUE", "accuracy", 0.875, dataset_config="sst2")
+    write_model_card(
+        folder,
+        model_id="ann/little-neobert",
+        license="apache-2.0",
+        base_model="ann/first-stage",
+        datasets=["ann/web", "ann/books"],
+        language=["no", "en"],
+        evaluations=[result],
+    )
+    first = front_matter(folder)
+    expected = {
+        "license": "apache-2.0",
+        "base_model": "ann/first-stage",
+        "datasets": ["ann/web", "ann/books"],
+        "language": ["no", "en"],
+    }
+    assert {name: first[name] for name in expected} == expected
+    assert first["model-index"] == [
+        {
+            "name": "little-neobert",
+            "results": [
+                {
+                    "task": {"type": "text-classification"},
+                    "dataset": {"name": "GLUE", "type": "nyu-mll/glue", "config": "sst2"},
+                    "metrics": [{"type": "accuracy", "value": 0.875}],
+                }
+            ],
+        }
+    ]
+    assert "| text-classification | GLUE sst2 | accuracy | 0.875 |" in text_of(folder)
+    assert 'model_id = "ann/little-neobert"' in text_of(folder)
+
+    whole = text_of(folder)
+    write_model_card(folder)
+    assert text_of(folder) == whole
+    write_model_card(folder, license="mit")
+    assert front_matter(folder) == {**first, "license": "mit"}
+
+
+def test_front_matter_that_the_user_added_stays(copy):
+    folder = copy()
+    write_model_card(folder)
+    added = text_of(folder).replace("tags:\n", "thumbnail: picture.png\ntags:\n- biology\n", 1)
+    (folder / "README.md").write_text(added)
+    write_model_card(folder, license="mit")
+    data = front_matter(folder)
+    assert data["thumbnail"] == "picture.png"
+    assert data["tags"] == ["neobert", "encoder", "biology"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"license": "Apache 2.0"}, "'Apache 2.0'"),
+        ({"language": ["english", "en"]}, "'english'"),
+        ({"datasets": ["a/b/c"]}, "'a/b/c'"),
+        ({"base_model": "runs/stage 1"}, "'runs/stage 1'"),
+        ({"model_id": '"); import os'}, "import os"),
+    ],
+)
+def test_what_the_hub_would_refuse_is_refused(copy, given, named):
+    folder = copy()
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        write_model_card(folder, **given)
+    assert not (folder / "README.md").exists()
+
+
+# --- the text ---
+
+
+def test_settings_figures_and_sizes_are_shown_and_paths_are_not(copy):
+    folder = copy(report=REPORT)
+    write_model_card(folder)
+    text = text_of(folder)
+    parameters = sum(parameter.numel() for parameter in build_reference().parameters()) + 2 * (
+        2 * 48 + 32
+    )  # zero biases
+    for row in (
+        f"| parameters | {parameters:,} |",
+        "| iteration | 12,000 |",
+        "| tokens seen | 25,165,824,000 |",
+        "| share of tokens predicted | 0.2 |",
+        "| rows per batch | 2,048 |",
+        "| documents of one row | each sees itself alone |",
+        "| computed in bfloat16 | yes |",
+        "| peak learning rate | 0.0006 |",
+        "| Adam's betas | 0.9 and 0.95 |",
+        "|  | padded | packed |",
+        "| tokens compared | 222 | 333 |",
+        "| relative to the largest logit | 7.5e-07 | 7.5e-07 |",
+        "| lowest cosine of a token | 0.99999990 | 0.99999990 |",
+    ):
+        assert f"\n{row}\n" in text
+    assert "(torch 2.13.0, transformers 5.23.0)" in text
+    assert "no input longer than 48 tokens" in text
+    assert "Pre-trained only" in text
+    assert "secret" not in text
+    assert "warm-up" not in text
+
+
+def test_folder_without_a_report_has_no_section_about_training(copy):
+    folder = copy()
+    write_model_card(folder)
+    headings = re.findall(r"^#+ .*$", text_of(folder), flags=re.MULTILINE)
+    assert headings == ["# NeoBERT", "## Use", "## Limits", "## Citation"]
+    assert "Pre-trained only" not in text_of(folder)
+    assert not re.search(r"\bNone\b|\bunknown\b", text_of(folder).partition("\n---\n")[2])
+
+
+def test_text_below_the_last_line_stays(copy):
+    folder = copy()
+    write_model_card(folder)
+    (folder / "README.md").write_text(text_of(folder) + "\n## Thanks\n\nTo Ann | all.\n")
+    write_model_card(folder, license="mit")
+    assert text_of(folder).endswith(f"\n{MARKER}\n\n## Thanks\n\nTo Ann | all.\n")
+    assert text_of(folder).count(MARKER) == 1
+
+
+def test_card_of_somebody_else_is_not_lost(copy):
+    folder = copy()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    with pytest.raises(OutputError, match="add the line <!-- Text below"):
+        write_model_card(folder)
+    assert text_of(folder) == "---\nlicense: mit\n---\n# Mine\n"
+
+
+# --- folders that are none ---
+
+
+@pytest.mark.parametrize(
+    "matter", ["a: [", "- a\n- b", "model-index: 3", "7: x"], ids=["not YAML", "a list", "no results", "no name"]
+)
+def test_front_matter_that_cannot_be_read_is_refused(copy, matter):
+    folder = copy()
+    (folder / "README.md").write_text(f"---\n{matter}\n---\n{MARKER}\n")
+    with pytest.raises(DataError, match=r"README.md: its front matter cannot be read"):
+        write_model_card(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("config.json", None, MissingInputError),
+        ("config.json", '{"model_type": "bert"}', ConversionError),
+        ("config.json", '{"model_type": "llama"}', ConversionError),
+        ("config.json", "[]", ConversionError),
+        ("tokenizer_config.json", "{}", ConversionError),
+        ("conversion_report.json", "{", ConversionError),
+        ("model.safetensors", None, MissingInputError),
+        ("model.safetensors", "x" * 100, ConversionError),
+    ],
+)
+def test_folder_that_holds_no_model_is_refused_by_the_file_that_is_wrong(copy, name, content, error):
+    folder = copy()
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(error, match=re.escape(name if content else str(folder))):
+        write_model_card(folder)
+    assert not (folder / "README.md").exists()

@@ -1,0 +1,148 @@
+"""The files of sentence-transformers: the library itself loads the folder, encodes as said, and trains it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from saved_model import WORDS
+from torch import Tensor
+
+pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from transformers import AutoModel, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM
+
+from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
+from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.errors import OutputError
+
+TEXTS = ["the cat sat on a mat .", "a mat"]
+MAX_TOKENS = 16  # of the 64 that the model has
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sentence_transformers")
+    torch.manual_seed(0)
+    config = EuroBertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+        mlp_bias=True,
+        max_position_embeddings=64,
+        initializer_range=0.3,  # as trained weights, these make every token's state another
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+        mask_token_id=4,
+    )
+    EuroBertForMaskedLM(config).save_pretrained(place / "model")
+    (place / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    load_tokenizer(place / "vocab.txt").save_tokenizer_files(place / "model", model_max_length=64)
+    write_sentence_transformers_files(
+        place / "model", hidden_size=32, max_seq_length=MAX_TOKENS, needs_remote_code=False
+    )
+    return place / "model"
+
+
+@pytest.fixture
+def model(folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+
+def encode(model: SentenceTransformer, texts: list[str]) -> Tensor:
+    return model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
+
+
+def last_hidden_states(folder: Path, text: str) -> Tensor:
+    """Of one text alone, [CLS] and [SEP] included, as transformers computes them: no padding, no mask."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    backbone = AutoModel.from_pretrained(folder, trust_remote_code=False, local_files_only=True).eval()
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return backbone(ids).last_hidden_state[0]
+
+
+def test_embedding_is_the_mean_over_all_tokens_of_the_text(folder: Path, model: SentenceTransformer):
+    expected = torch.stack([last_hidden_states(folder, text).mean(dim=0) for text in TEXTS])
+    torch.testing.assert_close(encode(model, TEXTS), expected, atol=1e-6, rtol=0)  # measured: equal
+    without_cls = torch.stack([last_hidden_states(folder, text)[1:].mean(dim=0) for text in TEXTS])
+    assert (without_cls - expected).abs().max() > 1e-2  # so [CLS] counts
+
+
+def test_padding_does_not_change_an_embedding(model: SentenceTransformer):
+    together, alone = encode(model, TEXTS), torch.cat([encode(model, [text]) for text in TEXTS])
+    assert model.preprocess(TEXTS)["attention_mask"].tolist()[1][-1] == 0
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+
+
+def test_embedding_is_not_normalised_and_cosine_similarity_is(model: SentenceTransformer):
+    embeddings = encode(model, TEXTS)
+    assert not torch.allclose(embeddings.norm(dim=1), torch.ones(2), atol=0.1)
+    torch.testing.assert_close(model.similarity(embeddings, embeddings).diagonal(), torch.ones(2))
+
+
+def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransformer):
+    text = " ".join(["cat"] * 100)
+    ids = model.preprocess([text])["input_ids"][0].tolist()
+    assert model.max_seq_length == MAX_TOKENS
+    assert ids == [WORDS.index(word) for word in ("[CLS]", *["cat"] * (MAX_TOKENS - 2), "[SEP]")]
+    fitting = " ".join(["cat"] * (MAX_TOKENS - 2))
+    torch.testing.assert_close(encode(model, [text]), encode(model, [fitting]), atol=0, rtol=0)
+
+
+def test_contrastive_training_lowers_its_loss_and_moves_every_layer(model: SentenceTransformer):
+    loss_of, optimizer = MultipleNegativesRankingLoss(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    def loss() -> Tensor:
+        pairs = (["the cat sat", "a mat"], ["a cat sat", "on the mat"])
+        return loss_of([model.preprocess(texts) for texts in pairs], labels=None)
+
+    first = loss()
+    first.backward()
+    optimizer.step()
+    assert loss() < first
+    assert [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])] == []
+
+
+def test_saved_again_it_encodes_the_same(model: SentenceTransformer, tmp_path: Path):
+    model.save_pretrained(str(tmp_path), create_model_card=False)
+    again = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
+    torch.testing.assert_close(encode(again, TEXTS), encode(model, TEXTS), atol=0, rtol=0)
+    assert again.max_seq_length == MAX_TOKENS
+
+
+@pytest.mark.parametrize(("needs_remote_code", "oldest"), [(False, "5.3.0"), (True, "4.48.0")])
+def test_versions_of_transformers_that_cannot_compute_it_are_refused(
+    tmp_path: Path, needs_remote_code: bool, oldest: str
+):
+    write_sentence_transformers_files(tmp_path, hidden_size=32, max_seq_length=16, needs_remote_code=needs_remote_code)
+    settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
+    supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])
+    versions = ("4.47.1", "4.48.0", "4.57.3", "5.2.0", "5.3.0", "5.23.0")
+    assert next(version for version in versions if version in supported) == oldest
+
+
+def test_requirement_is_one_that_the_library_holds(folder: Path, tmp_path: Path):
+    """With the version of transformers that is installed declared too old, the folder is not loaded."""
+    for path in folder.iterdir():
+        if path.name != "config_sentence_transformers.json":
+            (tmp_path / path.name).symlink_to(path)
+    settings = json.loads((folder / "config_sentence_transformers.json").read_text())
+    settings["requirements"]["transformers"]["specifier"] = ">=1000"
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with pytest.raises(ImportError, match=r"transformers>=1000.*do not know this architecture as an encoder"):
+        SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
+
+
+def test_folder_that_cannot_be_written_is_an_output_error(tmp_path: Path):
+    (tmp_path / "1_Pooling").write_text("")
+    with pytest.raises(OutputError, match="1_Pooling: cannot be written"):
+        write_sentence_transformers_files(tmp_path, hidden_size=32, max_seq_length=16, needs_remote_code=False)

@@ -1,0 +1,105 @@
+"""The config: published folders, what cannot be represented, and what a saved one says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_neobert import build_config, build_model
+
+from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTLMHead, SwiGLU
+
+PUBLISHED_PARAMETERS = 245_136_954
+
+
+def test_default_is_the_published_model_name_by_name(shared_data: Path):
+    lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text(encoding="utf-8").splitlines()
+    with torch.device("meta"):
+        model = NeoBERTLMHead(NeoBERTConfig())
+    found = [f"{name}\t{tuple(weight.shape)}\t{weight.dtype}" for name, weight in sorted(model.state_dict().items())]
+    assert found == sorted(lines)
+    assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED_PARAMETERS
+
+
+def test_published_config_is_understood_and_can_be_saved(shared_data: Path, tmp_path: Path):
+    published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text(encoding="utf-8"))
+    config = NeoBERTConfig.from_dict({**published, "max_length": 2048})
+    assert config.max_position_embeddings == 2048
+    assert {name: getattr(config, name) for name in ("hidden_size", "norm_eps", "rope_theta", "dim_head")} == {
+        "hidden_size": 768,
+        "norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "dim_head": 64,
+    }
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert saved["max_position_embeddings"] == 2048
+    assert "max_length" not in saved
+    assert saved["auto_map"] == AUTO_MAP, "the file that the published map names is not saved"
+
+
+def test_max_position_embeddings_wins_over_its_legacy_name():
+    assert NeoBERTConfig(max_length=512, max_position_embeddings=1024).max_position_embeddings == 1024
+    assert NeoBERTConfig().max_position_embeddings == 4096
+
+
+@pytest.mark.parametrize(("intermediate_size", "width"), [(3072, 2048), (72, 48), (100, 72), (11, 8), (12, 8), (13, 8)])
+def test_width_of_swiglu_is_two_thirds_rounded_up_to_eights(intermediate_size: int, width: int):
+    assert SwiGLU(build_config(intermediate_size=intermediate_size)).w3.in_features == width
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"hidden_size": 33}, ["hidden_size 33", "num_attention_heads 4"]),
+        ({"hidden_size": 36}, ["dim_head 9", "even"]),
+        ({"dim_head": 16}, ["dim_head 16", "hidden_size 32"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "rope_theta"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "rope_theta"]),
+    ],
+)
+def test_shape_that_the_model_does_not_have_is_refused(settings: dict[str, Any], parts: list[str]):
+    with pytest.raises(ValueError) as caught:
+        build_config(**settings)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_code_kept_in_another_repository_stays_there():
+    elsewhere = {"AutoModel": "someone/base--modeling_neobert.NeoBERT", "AutoTokenizer": ["tokens.Own", None]}
+    assert build_config(auto_map=elsewhere).auto_map == {**AUTO_MAP, **elsewhere}
+
+
+def test_weights_are_drawn_as_published():
+    """Uniform within 0.02, the padding row included; biases 0, norms 1, heads normal with deviation 0.02."""
+    from megatron_neobert.huggingface.modeling_neobert import NeoBERTForSequenceClassification
+
+    torch.manual_seed(0)
+    changes = {"embedding_init_range": 0.05, "decoder_init_range": 0.03, "classifier_init_range": 0.2}
+    language_model = NeoBERTLMHead(build_config(**changes))
+    classifier = NeoBERTForSequenceClassification(build_config(**changes))
+    embedding = language_model.model.encoder.weight
+    assert 0.049 < embedding.abs().max() <= 0.05
+    assert embedding[0].abs().max() > 0.01
+    for name in ("model.transformer_encoder.0.qkv", "model.transformer_encoder.1.ffn.w3", "decoder"):
+        assert 0.029 < language_model.get_submodule(name).weight.abs().max() <= 0.03, name
+    assert language_model.decoder.bias.abs().max() == 0
+    assert torch.equal(language_model.model.layer_norm.weight, torch.ones(32))
+    assert 0.18 < classifier.dense.weight.std() < 0.22
+
+
+def test_document_longer_than_the_model_was_trained_for_is_reported_once(caplog: pytest.LogCaptureFixture):
+    from transformers.utils import logging
+
+    logging.enable_propagation()
+    try:
+        model = build_model(max_position_embeddings=7)
+        model(torch.ones(1, 7).long())
+        packed = {"input_ids": torch.ones(1, 14).long(), "cu_seqlens": torch.tensor([0, 7, 14])}
+        model(**packed)
+        assert caplog.text == "", "a packed row may be longer than each of its documents"
+        for _ in range(2):
+            model(torch.ones(1, 8).long())
+    finally:
+        logging.disable_propagation()
+    assert caplog.text.count("8 tokens is longer than max_position_embeddings, 7") == 1

@@ -1,0 +1,183 @@
+"""A saved folder loads by itself, as every class and bit for bit; what users do to a loaded model works."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_neobert import build_documents, build_model, gap, lay_end_to_end, pad
+
+from megatron_neobert.huggingface.modeling_neobert import (
+    AUTO_MAP,
+    EncoderBlock,
+    NeoBERT,
+    NeoBERTForSequenceClassification,
+    NeoBERTLMHead,
+)
+
+DOCUMENTS = build_documents()
+BATCH = pad(DOCUMENTS)
+TASKS = [name for name in AUTO_MAP if name != "AutoConfig"]
+
+
+@pytest.fixture(scope="module")
+def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """transformers copies a folder's code into its cache and imports it from there; both end with these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("transformers_modules"))
+        )
+        patch.setattr(sys, "path", [*sys.path])
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+            patch.delitem(sys.modules, name)
+        yield
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    build_model().save_pretrained(folder)
+    return folder
+
+
+def load(task: str, folder: Path, **options: Any) -> Any:
+    return getattr(transformers, task).from_pretrained(folder, trust_remote_code=True, local_files_only=True, **options)
+
+
+@pytest.mark.usefixtures("remote_code")
+@pytest.mark.parametrize("task", TASKS)
+def test_folder_saved_as_one_class_loads_as_every_other_and_saves_its_code_again(
+    task: str, saved: Path, tmp_path: Path
+):
+    model, info = load(task, saved, output_loading_info=True)
+    assert type(model).__name__ == AUTO_MAP[task].split(".")[1]
+    assert type(model).__module__.startswith("transformers_modules.")
+    assert {name.split(".")[0] for name in info["missing_keys"]} <= {"dense", "classifier", "qa_outputs"}
+    expected = build_model(NeoBERT)(**BATCH).last_hidden_state
+    assert torch.equal(model.eval()(**BATCH, output_hidden_states=True).hidden_states[-1], expected)
+
+    model.save_pretrained(tmp_path)
+    own_code = Path(sys.modules[NeoBERT.__module__].__file__ or "")
+    assert (tmp_path / "modeling_neobert.py").read_bytes() == own_code.read_bytes()
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["auto_map"] == AUTO_MAP
+    again = load(task, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_weights_survive_saving_bit_for_bit(tmp_path: Path):
+    model = build_model(NeoBERTForSequenceClassification, num_labels=3).bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    again = NeoBERTForSequenceClassification.from_pretrained(tmp_path, torch_dtype="auto", trust_remote_code=False)
+    assert again.dtype == torch.bfloat16
+    assert again.config.num_labels == 3
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_missing_weights_are_drawn_and_the_others_are_not(saved: Path):
+    torch.manual_seed(1)
+    model = NeoBERTForSequenceClassification.from_pretrained(saved, trust_remote_code=False)
+    assert torch.equal(model.model.encoder.weight, build_model().model.encoder.weight)
+    assert 0.018 < model.dense.weight.std() < 0.022
+    assert model.dense.bias.abs().max() == 0
+
+
+def test_model_holds_no_buffers():
+    """transformers 5 builds models without memory and fills in what the file holds; a buffer would stay garbage."""
+    assert list(build_model().buffers()) == []
+
+
+def test_tied_weights_are_one_also_after_saving(tmp_path: Path):
+    model = build_model(tie_word_embeddings=True)
+    assert model.decoder.weight is model.model.encoder.weight
+    expected = model(**BATCH).logits
+    model.save_pretrained(tmp_path)
+    again = NeoBERTLMHead.from_pretrained(tmp_path, trust_remote_code=False).eval()
+    assert again.decoder.weight is again.model.encoder.weight
+    assert torch.equal(again(**BATCH).logits, expected)
+    assert build_model().decoder.weight is not build_model().model.encoder.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resized_vocabulary_keeps_its_logits(tied: bool):
+    model = build_model(tie_word_embeddings=tied)
+    expected = model(**BATCH).logits
+    model.resize_token_embeddings(120)
+    assert model.decoder.weight.shape == (120, 32)
+    assert model.decoder.bias.shape == (120,)
+    assert model.config.vocab_size == 120
+    assert model(**BATCH).logits.shape == (3, 9, 120)
+    assert torch.equal(model(**BATCH).logits[..., :101], expected)
+    assert (model.decoder.weight is model.model.encoder.weight) == tied
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients_and_runs_blocks_twice(reentrant: bool):
+    gradients, runs = [], []
+    for checkpointed in (False, True):
+        model = build_model().train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        runs.append(0)
+
+        def count(*_: Any) -> None:
+            runs[-1] += 1
+
+        model.model.transformer_encoder[0].attention_norm.register_forward_hook(count)
+        model(**BATCH, labels=BATCH["input_ids"]).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert runs == [1, 2]
+    assert gap(gradients[1], gradients[0]) < 1e-5
+
+
+@pytest.mark.parametrize("batch", [BATCH, lay_end_to_end(DOCUMENTS)], ids=["padded", "end to end"])
+def test_forward_is_one_graph_also_with_another_length(batch: dict[str, torch.Tensor]):
+    torch._dynamo.reset()
+    model = build_model()
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    shorter = pad(DOCUMENTS[1:]) if "attention_mask" in batch else lay_end_to_end(DOCUMENTS[:2])
+    with torch.no_grad():
+        for inputs in (batch, shorter):
+            chosen = inputs["attention_mask"].bool() if "attention_mask" in inputs else slice(None)
+            assert gap(compiled(**inputs).logits[chosen], model(**inputs).logits[chosen]) < 1e-5
+
+
+def test_traced_forward_keeps_its_mask():
+    """A trace of a batch without padding must not leave out the mask for batches that have it."""
+    model = build_model(return_dict=False)
+    whole = {"input_ids": BATCH["input_ids"], "attention_mask": torch.ones_like(BATCH["input_ids"])}
+    traced = torch.jit.trace(model, example_kwarg_inputs=whole)
+    tokens = BATCH["attention_mask"].bool()
+    assert gap(traced(**BATCH)[0][tokens], model(**BATCH)[0][tokens]) < 1e-5
+
+
+def test_casts_and_autocast_stay_near_fp32():
+    """Not a gate on bf16's precision: a rotation computed in it, or a lost one, would show 0.3 and more."""
+    expected = build_model()(**BATCH).logits[BATCH["attention_mask"].bool()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        automatic = build_model()(**BATCH).logits[BATCH["attention_mask"].bool()]
+    cast = build_model().bfloat16()(**BATCH).logits[BATCH["attention_mask"].bool()]
+    assert automatic.dtype == cast.dtype == torch.bfloat16
+    assert gap(automatic.float(), expected) < 0.1
+    assert gap(cast.float(), expected) < 0.1
+
+
+def test_model_can_be_spread_over_devices_block_by_block(saved: Path, tmp_path: Path):
+    """Half of it lies on disk here, which a machine with one processor can do too."""
+    blocks = {f"model.transformer_encoder.{layer}": where for layer, where in enumerate(("cpu", "disk"))}
+    places = {"model.encoder": "cpu", **blocks, "model.layer_norm": "cpu", "decoder": "cpu"}
+    model = NeoBERTLMHead.from_pretrained(
+        saved, device_map=places, offload_folder=tmp_path / "offloaded", trust_remote_code=False
+    )
+    assert model.model.transformer_encoder[1].qkv.weight.is_meta
+    assert torch.equal(model(**BATCH).logits, build_model()(**BATCH).logits)
+    assert set(model._no_split_modules) == {EncoderBlock.__name__}
+    automatic = NeoBERTLMHead.from_pretrained(saved, device_map="auto", trust_remote_code=False)
+    assert torch.equal(automatic(**BATCH).logits.cpu(), build_model()(**BATCH).logits)

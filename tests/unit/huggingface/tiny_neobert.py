@@ -1,0 +1,61 @@
+"""A NeoBERT of 2 layers x 32 with weights large enough to show an error, and the inputs that tests share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTLMHead
+
+VOCABULARY = 101
+LENGTHS = (9, 1, 6)  # tokens of the documents
+
+
+def build_config(**changes: Any) -> NeoBERTConfig:
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 72,
+        "max_position_embeddings": 64,
+    }
+    return NeoBERTConfig(**{**settings, **changes})
+
+
+def build_model(kind: type = NeoBERTLMHead, *, attention: str = "sdpa", **changes: Any) -> Any:
+    """One of the classes, the same weights on every call."""
+    torch.manual_seed(0)
+    model = kind(build_config(**changes)).eval()
+    model.config._attn_implementation = attention
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(15 if parameter.dim() > 1 else 1)
+    return model
+
+
+def build_documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def pad(documents: list[Tensor]) -> dict[str, Tensor]:
+    tokens_bs = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=7)
+    mask_bs = torch.arange(tokens_bs.shape[1]) < torch.tensor([len(document) for document in documents])[:, None]
+    return {"input_ids": tokens_bs, "attention_mask": mask_bs.long()}
+
+
+def lay_end_to_end(documents: list[Tensor]) -> dict[str, Tensor]:
+    starts = torch.tensor([0, *(len(document) for document in documents)]).cumsum(0).int()
+    return {"input_ids": torch.cat(documents)[None], "cu_seqlens": starts}
+
+
+@torch.no_grad()
+def logits_alone(model: Any, documents: list[Tensor]) -> Tensor:
+    """Logits [t, v] of every document by itself, one after the other."""
+    return torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
+
+
+def gap(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest value expected."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()

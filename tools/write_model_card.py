@@ -1,0 +1,105 @@
+"""Writes the model card of a converted model anew, with what only its owner knows.
+
+    python tools/write_model_card.py --model DIR --license apache-2.0 --language en --dataset tiiuae/falcon-refinedweb
+
+replaces DIR/README.md. A flag that is left out keeps what the card says already, and so does the text below the card's
+last line.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_neobert.errors import DataError, MissingInputError, run_command
+
+if TYPE_CHECKING:  # --help answers without importing it
+    from huggingface_hub import EvalResult
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    from checkpoint_conversion.model_card import CARD, write_model_card
+
+    if not arguments.model.is_dir():
+        raise MissingInputError(f"--model {arguments.model}: no such folder.")
+    write_model_card(
+        arguments.model,
+        model_id=arguments.name,
+        license=arguments.license,
+        base_model=arguments.base_model,
+        datasets=arguments.dataset,
+        language=arguments.language,
+        evaluations=read_evaluations(arguments.evaluations) if arguments.evaluations else (),
+    )
+    print(f"wrote {arguments.model / CARD}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="folder of a converted model")
+    parser.add_argument("--name", metavar="OWNER/NAME", help="of the model on the Hub, for the card's examples")
+    parser.add_argument("--license", metavar="ID", help="the Hub's identifier, such as apache-2.0 (at first: unknown)")
+    parser.add_argument(
+        "--base-model", metavar="OWNER/NAME", help="model on the Hub whose weights training started from"
+    )
+    parser.add_argument("--dataset", nargs="+", default=(), metavar="OWNER/NAME", help="training data on the Hub")
+    parser.add_argument("--language", nargs="+", default=(), metavar="CODE", help="ISO 639 codes, such as en")
+    parser.add_argument(
+        "--evaluations",
+        type=Path,
+        metavar="FILE",
+        help="JSON list of results, each with task_type, dataset_type, dataset_name, metric_type, metric_value and, if "
+        "wanted, other fields of huggingface_hub's EvalResult",
+    )
+    return parser.parse_args()
+
+
+def read_evaluations(path: Path) -> "list[EvalResult]":
+    """The results that a file lists.
+
+    Raises:
+        MissingInputError: No such file.
+        DataError: It is not a list of results, or one of them is incomplete, or has another field or no finite value.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingInputError(f"--evaluations {path}: no such file.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"--evaluations {path}: not JSON ({error}).") from error
+    if not isinstance(content, list) or not content:
+        raise DataError(f"--evaluations {path}: expected a list of at least one result.")
+    return [to_result(entry, place=f"--evaluations {path}: result {number}") for number, entry in enumerate(content)]
+
+
+def to_result(entry: Any, *, place: str) -> "EvalResult":
+    from huggingface_hub import EvalResult
+
+    known = fields(EvalResult)
+    required = [field.name for field in known if field.default is MISSING]
+    if not isinstance(entry, dict) or (missing := [name for name in required if entry.get(name) in (None, "")]):
+        absent = "an object" if not isinstance(entry, dict) else ", ".join(missing)
+        raise DataError(f"{place} lacks {absent}; each result needs {', '.join(required)}.")
+    if unknown := sorted(entry.keys() - {field.name for field in known}):
+        raise DataError(f"{place} has {', '.join(unknown)}; the fields are {', '.join(field.name for field in known)}.")
+    value = entry["metric_value"]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float, str))
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
+        raise DataError(f"{place} has the metric_value {value!r:.80}; expected a finite number or a text.")
+    for name, text in entry.items():
+        if name not in ("metric_value", "dataset_args", "metric_args", "verified") and not isinstance(text, str | None):
+            raise DataError(f"{place} has the {name} {text!r:.80}; expected a text.")
+    try:
+        return EvalResult(**entry)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+if __name__ == "__main__":
+    run_command(main)
