@@ -6,7 +6,7 @@ environment = python="$$(bash tools/prepare_environment.sh --dev)"
 help:
 	@echo "make quickstart   train, stop, resume, convert and try a tiny NeoBERT on this machine"
 	@echo "make test         ruff, mypy and the whole test suite"
-	@echo "make fuzz         mutated corpora, settings, tokenizers and checkpoints; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
+	@echo "make fuzz         mutated corpora, settings, tokenizers, checkpoints and model folders; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make clean        remove build products and caches, keep .venv and quickstart_run"
 

@@ -68,7 +68,7 @@ def _parse() -> argparse.Namespace:
         help="add what SentenceTransformer(DIR) reads: mean pooling over the tokens",
     )
     export.add_argument(
-        "--license", default="unknown", metavar="ID", help="of the weights, for the model card (default: unknown)"
+        "--license", metavar="ID", help="of the weights, for the model card, such as apache-2.0 (default: unknown)"
     )
     export.add_argument(
         "--trust-checkpoint",
@@ -105,8 +105,10 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> None:
 
     from checkpoint_conversion.export import ExportOptions
     from checkpoint_conversion.megatron_reader import read_checkpoint
+    from checkpoint_conversion.model_card import check_declared
     from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
+    check_declared(license=arguments.license)
     refuse_unsafe_environment(arguments.trust_checkpoint)
     options = ExportOptions(
         layout=arguments.format,

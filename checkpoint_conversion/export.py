@@ -41,7 +41,7 @@ class ExportOptions:
     max_shard_size: str = "5GB"
     sentence_transformers: bool = False
     verified: bool = True
-    license: str = "unknown"
+    license: str | None = None  # the Hub's identifier, for the model card
 
 
 def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> Checks:

@@ -66,7 +66,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
             f"{folder / 'adapter_config.json'}: an adapter changes a model that lies elsewhere; merge it into a whole "
             "model and remove the file."
         )
-    if index_path.exists():
+    if index_path.is_file():  # and neither a pipe nor a device, which end nobody's reading
         _read_weight_map(index_path)
     return config
 
@@ -79,11 +79,11 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         ConversionError: The weights are pickled, a file is damaged, or index and files do not agree.
     """
     single, index_path = folder / WEIGHTS, folder / INDEX
-    if single.exists() and index_path.exists():
+    if single.is_file() and index_path.is_file():
         raise ConversionError(f"{folder}: {WEIGHTS} and {INDEX} are both there; remove what is left of another model.")
     if single.is_file():
         return _list_file(single)
-    if not index_path.exists():
+    if not index_path.is_file():
         raise _no_weights(folder)
     weight_map = _read_weight_map(index_path)
     tensors: dict[str, StoredTensor] = {}

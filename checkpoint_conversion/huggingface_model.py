@@ -15,12 +15,13 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from transformers.utils import logging as transformers_logging
 
 from checkpoint_conversion.comparison import LogitModel
-from checkpoint_conversion.huggingface_folder import check_folder
-from checkpoint_conversion.huggingface_writer import HEAD_FOLDER
+from checkpoint_conversion.huggingface_folder import HEAD_FOLDER, check_folder
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.huggingface.modeling_neobert import NeoBERT, NeoBERTLMHead
 
 _LONGEST_REASON = 500  # characters of what transformers says
+# Of a forward, whatever config.json says.
+_OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _OWN_TYPE = "neobert"
 _TAKES_BLOCKS = ("eurobert", "llama")  # models that accept a mask per pair of tokens, and positions that restart
 
@@ -129,6 +130,7 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype, *, may_leave_out: bool = 
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **_OUTPUTS,
         )
     except Exception as error:  # a strange config.json makes transformers raise almost anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]

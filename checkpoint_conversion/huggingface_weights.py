@@ -21,7 +21,7 @@ from checkpoint_conversion.huggingface_folder import (
     load_tensors,
     quote,
 )
-from checkpoint_conversion.mapping import TABLES, expand_table
+from checkpoint_conversion.mapping import TABLES, published_shapes
 from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.errors import ConversionError
 
@@ -110,11 +110,7 @@ def _expected_shapes(folder: Path, layout: str, config: FolderConfig, stored: Ma
         vocab_size=config.vocab_size,
         padded_vocab_size=config.vocab_size,
     )
-    shapes: _Shapes = {}
-    for row in expand_table(TABLES[layout], model.num_layers):
-        resolved = shape.resolve(row.published_shape)
-        shapes |= dict.fromkeys(row.published, resolved) | dict.fromkeys(row.zero_biases, resolved[:1])
-    return shapes
+    return published_shapes(TABLES[layout], shape)
 
 
 def _match_names(folder: Path, stored: Mapping[str, StoredTensor], shapes: _Shapes) -> dict[str, str]:

@@ -127,7 +127,7 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
         parts = row.rule.publish(source, shape)
         published |= {name: part.contiguous() for name, part in zip(row.published, parts, strict=True)}
         published |= {name: source.new_zeros(len(parts[0])) for name in row.zero_biases}
-    _check_tensors(published, _published_shapes(rows, shape))
+    _check_tensors(published, _shapes_of(rows, shape))
     return published
 
 
@@ -138,7 +138,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
     """
     rows = expand_table(table, shape.num_layers)
-    _check_tensors(published, _published_shapes(rows, shape))
+    _check_tensors(published, _shapes_of(rows, shape))
     internal: dict[str, Tensor] = {}
     for row in rows:
         for name in row.zero_biases:
@@ -146,6 +146,11 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
         internal[row.internal] = row.rule.restore([published[name] for name in row.published], shape)
     _check_tensors(internal, {row.internal: shape.resolve(row.internal_shape) for row in rows})
     return internal
+
+
+def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a folder in this layout, and its shape."""
+    return _shapes_of(expand_table(table, shape.num_layers), shape)
 
 
 def expand_table(table: Table, num_layers: int) -> list[Row]:
@@ -185,7 +190,7 @@ def stack_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked | {name: torch.stack(layers) for name, layers in kinds.items()}
 
 
-def _published_shapes(rows: list[Row], shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def _shapes_of(rows: list[Row], shape: ModelShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for row in rows:
         resolved = shape.resolve(row.published_shape)

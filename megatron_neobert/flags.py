@@ -9,7 +9,7 @@ import difflib
 import reprlib
 import types
 import typing
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,6 +102,8 @@ def write_record(settings: Settings, path: Path) -> None:
 def model_flags(model: ModelConfig) -> str:
     """The flags that describe a model, those of the defaults left out."""
     default = ModelConfig()
+    if model.ffn_width == replace(model, ffn_hidden_size=None).ffn_width:
+        model = replace(model, ffn_hidden_size=None)
     differing = [item.name for item in fields(ModelConfig) if getattr(model, item.name) != getattr(default, item.name)]
     return " ".join(f"{flag_of(name)} {getattr(model, name)}" for name in differing)
 

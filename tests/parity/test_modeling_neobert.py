@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tolerances import Tolerance
+from tolerances import MODELING_LOGITS
 from torch import Tensor
 
 from checkpoint_conversion.comparison import make_loud
@@ -14,12 +14,6 @@ from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 CONFIG = ReferenceConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=203)
 LENGTHS = (128, 70, 1)
-MODELING_LOGITS = Tolerance(
-    1.4e-6,
-    "reference vs NeoBERTLMHead, 4 layers x 64, padded and packed, sdpa and eager, logits up to 4.9",
-    "2026-11",
-    8,
-)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,6 @@ ALLOWED = {
     READER: "pickle._Unpickler",  # the one reader of pickles; it creates nothing but the records in its own table
     BENCHMARK: "imports megatron.core.datasets",  # whose caches are pickles; it reads what it has just written itself
     # By the user's own flag, in an environment made for it: whether a folder's code works is the question.
-    "tools/transformers_checks/run_checks.py": "trust_remote_code is not False",
     "tools/transformers_checks/subject.py": "trust_remote_code",
 }
 

@@ -191,11 +191,18 @@ def test_links_to_the_files_are_followed_as_in_a_cache(commands: Commands, folde
     assert_imported(commands, folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path, name: str):
-    (folder / name).unlink()
+    for gone in (name, "model.safetensors"):
+        (folder / gone).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     assert_lie_refused(folder, name, code=66)
+
+
+@pytest.mark.parametrize("key", ["return_dict", "output_hidden_states"])
+def test_wish_for_another_kind_of_output_is_not_obeyed(commands: Commands, folder: Path, key: str):
+    change_json(folder / "config.json", **{key: False if key == "return_dict" else 0.5})
+    assert_imported(commands, folder)
 
 
 # --- what the weights' header claims ---

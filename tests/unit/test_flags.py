@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
-from megatron_neobert.flags import parse_command_line, read_record, read_settings, write_record
+from megatron_neobert.flags import model_flags, parse_command_line, read_record, read_settings, write_record
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 
@@ -191,3 +191,12 @@ def test_help_and_dry_run_do_not_import_torch(tiny_corpus):
         finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr
         assert "--num-layers" in finished.stdout or "parameters" in finished.stdout
+
+
+def test_flags_of_a_model_describe_it_and_say_no_default():
+    model = ModelConfig(num_layers=4, ffn_hidden_size=2048, norm_epsilon=1e-6)
+    assert model_flags(model) == "--num-layers 4 --norm-epsilon 1e-06", "2,048 is the default width at 768"
+    flags = model_flags(ModelConfig(hidden_size=64, num_attention_heads=4, ffn_hidden_size=96)).split()
+    data = ["--data-path", "corpus", "--tokenizer-model", "vocab.txt"]
+    parsed = parse_command_line([*flags, *data], world_size=1).settings.model
+    assert (parsed.hidden_size, parsed.num_attention_heads, parsed.ffn_width) == (64, 4, 96)

@@ -10,7 +10,7 @@ from saved_model import MODEL, SHAPE, WORDS
 from transformers import AutoConfig
 
 from checkpoint_conversion.layouts import LAYOUTS, Source, build_neobert_config
-from checkpoint_conversion.mapping import NEOBERT, expand_table
+from checkpoint_conversion.mapping import NEOBERT, published_shapes
 from checkpoint_conversion.megatron_reader import model_shape
 from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
@@ -38,8 +38,7 @@ def test_neobert_folder_has_the_published_keys_and_shapes(shared_data: Path):
     lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text().splitlines()
     expected = {name: shape for name, shape, dtype in (line.split("\t") for line in lines)}
     shape = model_shape(Settings(), vocab_size=30_522)
-    rows = expand_table(NEOBERT, 28)
-    found = {name: str(shape.resolve(row.published_shape)) for row in rows for name in row.published}
+    found = {name: str(sizes) for name, sizes in published_shapes(NEOBERT, shape).items()}
     assert found == expected
     assert len(found) == 172
 
