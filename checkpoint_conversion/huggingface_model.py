@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from checkpoint_conversion.comparison import LogitModel
 from checkpoint_conversion.huggingface_folder import HEAD_FOLDER, check_folder
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.huggingface.modeling_neobert import NeoBERT, NeoBERTLMHead
+from megatron_neobert.huggingface.auto_classes import register_neobert
 
 _LONGEST_REASON = 500  # characters of what transformers says
 # Of a forward, whatever config.json says.
@@ -34,7 +34,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
             invents a weight.
     """
     check_folder(folder)
-    return _load(_class_for(folder, with_head=True), folder, dtype)
+    return _load(AutoModelForMaskedLM, folder, dtype)
 
 
 def load_backbone(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -44,7 +44,7 @@ def load_backbone(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
         ConversionError: As `load_model`; weights of a head may be left out.
     """
     check_folder(folder)
-    return _load(_class_for(folder, with_head=False), folder, dtype, may_leave_out=True)
+    return _load(AutoModel, folder, dtype, may_leave_out=True)
 
 
 def load_logit_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> LogitModel:
@@ -110,17 +110,12 @@ def _with_head(folder: Path, dtype: torch.dtype) -> BackboneWithHead:
     return BackboneWithHead(backbone, {name: tensor.to(dtype) for name, tensor in head.items()}).eval()
 
 
-def _class_for(folder: Path, *, with_head: bool) -> Any:
-    if _model_type(folder) == _OWN_TYPE:
-        return NeoBERTLMHead if with_head else NeoBERT
-    return AutoModelForMaskedLM if with_head else AutoModel
-
-
 def _model_type(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type"))
 
 
 def _load(kind: Any, folder: Path, dtype: torch.dtype, *, may_leave_out: bool = False) -> Any:
+    register_neobert()
     transformers_logging.disable_progress_bar()
     try:
         model, info = kind.from_pretrained(

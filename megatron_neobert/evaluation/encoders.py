@@ -1,0 +1,107 @@
+"""The models that are evaluated: any encoder of transformers in a local folder, ours or others, under one protocol.
+
+Folders in NeoBERT's own layout are loaded with this project's class; none of a folder's code is run.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.files import sha256_of
+from megatron_neobert.huggingface.auto_classes import register_neobert
+
+_LONGEST_REASON = 500  # characters of what transformers says
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model computes; where something is not given, transformers' own choice stands."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    attention: str | None = None  # transformers' attn_implementation: eager, sdpa, flash_attention_2, flex_attention
+
+
+def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None, **changes: Any) -> Any:
+    """A model in evaluation mode.
+
+    Args:
+        auto_class: Name of a class of transformers, such as AutoModelForMaskedLM.
+        changes: Of the config, such as num_labels.
+
+    Raises:
+        MissingInputError: There is no such folder.
+        ConversionError: transformers cannot load it as that.
+    """
+    options = options or LoadOptions()
+    _check(folder)
+    register_neobert()
+    transformers_logging.disable_progress_bar()
+    if options.attention is not None:
+        changes["attn_implementation"] = options.attention
+    try:
+        model = getattr(transformers, auto_class).from_pretrained(
+            folder, dtype=options.dtype, trust_remote_code=False, local_files_only=True, use_safetensors=True, **changes
+        )
+    except Exception as error:  # a strange config.json makes transformers raise almost anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        raise ConversionError(f"{folder}: transformers cannot load it as {auto_class} ({reason}).") from error
+    return model.to(options.device).eval()
+
+
+def load_masked_lm(folder: Path, options: LoadOptions | None = None) -> Any:
+    """A model with its masked-language-model head.
+
+    Raises:
+        MissingInputError, ConversionError: As `load_model`, or there is no such head.
+    """
+    _check(folder)
+    architectures = _config(folder).get("architectures") or []
+    if not any(name.endswith(("ForMaskedLM", "LMHead", "ForPreTraining")) for name in architectures):
+        raise ConversionError(
+            f"{folder}: config.json names {', '.join(architectures) or 'no architecture'}, which has no "
+            "masked-language-model head; name the pre-trained model, not one that was fine-tuned."
+        )
+    return load_model(folder, "AutoModelForMaskedLM", options)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder.
+
+    Raises:
+        MissingInputError: There is no such folder.
+        ConversionError: transformers cannot load it.
+    """
+    _check(folder)
+    register_neobert()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        raise ConversionError(f"{folder}: transformers cannot load its tokenizer ({reason}).") from error
+
+
+def fingerprint(folder: Path) -> str:
+    """Twelve digits that change with the weights or the config: what a cached result belongs to."""
+    _check(folder)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {sha256_of(path)}".encode())
+    return digest.hexdigest()[:12]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _check(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise MissingInputError(f"{folder}: no such folder, or one without config.json; name a Hugging Face folder.")

@@ -1,0 +1,69 @@
+"""Results as files: what was measured, of which model, by which command, with which versions.
+
+Every evaluation writes one JSON record per model; `tools/report.py` gathers them. A record is replaced as a whole.
+"""
+
+import json
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_neobert
+from megatron_neobert.evaluation.encoders import fingerprint
+from megatron_neobert.files import replace_file
+
+_PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "optuna")
+
+
+def write_record(
+    path: Path, kind: str, *, folder: Path, settings: dict[str, Any], results: dict[str, Any], name: str | None = None
+) -> None:
+    """Writes one record.
+
+    Args:
+        kind: pseudo_perplexity, throughput, glue, contrastive or mteb.
+        folder: Of the model.
+        settings: All that another run needs to give the same numbers, the seed included.
+        results: Plain numbers, strings, lists and dicts.
+        name: Of the model in tables; default: the folder's.
+    """
+    record = {
+        "kind": kind,
+        "model": {"name": name or folder.resolve().name, "fingerprint": fingerprint(folder)},
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "settings": settings,
+        "results": results,
+        "machine": describe_machine(),
+        "versions": versions(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(record, indent=2) + "\n")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """One record, as written."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def versions() -> dict[str, str]:
+    """Of this project and of the packages that results depend on."""
+    found = {"megatron_neobert": megatron_neobert.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_machine() -> str:
+    """The GPU's name, or the processor's architecture and number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
