@@ -7,7 +7,7 @@ behind names and shapes that fit.
 Shapes: `b` rows, `s` tokens of a row, `v` vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -74,17 +74,22 @@ class Comparison:
     def to_report(self) -> dict[str, float]:
         return asdict(self)
 
-    def to_table(self) -> str:
-        """The figures, one a line."""
-        lines = {
-            "tokens compared": f"{self.tokens:,}",
-            "largest logit": f"{self.largest_logit:.4g}",
-            "largest difference": f"{self.max_abs:.3g}",
-            "relative to the largest logit": f"{self.relative:.3g}",
-            "lowest cosine of a token": f"{self.cosine:.8f}",
-            "same prediction": f"{self.argmax_agreement:.2%}",
-        }
-        return "\n".join(f"{name:<30} {value}" for name, value in lines.items())
+
+def to_table(comparisons: Mapping[str, Comparison]) -> str:
+    """One line for each, under its name."""
+    width = max(map(len, comparisons))
+    header = f"{'':<{width}} {'tokens':>6} {'largest diff.':>13} {'relative':>9} {'cosine':>11} {'same token':>10}"
+    lines = [
+        f"{name:<{width}} {found.tokens:>6} {found.max_abs:>13.2e} {found.relative:>9.1e} {found.cosine:>11.8f} "
+        f"{found.argmax_agreement:>10.1%}"
+        for name, found in comparisons.items()
+    ]
+    return "\n".join([header, *lines])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As files and flags spell it: float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
@@ -107,12 +112,6 @@ def compare_models(first: LogitModel, second: LogitModel, prompts: Prompts) -> d
     if second.packed is not None:
         found["packed"] = prompts.unpack(second.packed(*prompts.packed))
     return {how: compare_logits(expected_bsv, logits, prompts.attention_mask_bs) for how, logits in found.items()}
-
-
-@torch.no_grad()
-def compare_functions(first: PaddedFunction, second: PaddedFunction, prompts: Prompts) -> Comparison:
-    """Runs both on the same padded prompts."""
-    return compare_logits(first(*prompts), second(*prompts), prompts.attention_mask_bs)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ torch waits until the arguments are read, so that --help answers at once.
 """
 
 import argparse
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ if TYPE_CHECKING:  # --help answers without importing torch
 def main() -> None:
     """Reads the arguments and converts."""
     arguments, start = _parse(), time.monotonic()
-    arguments.convert(arguments)
+    if not arguments.convert(arguments):
+        print("nothing new to convert")
+        return
     # Of the process so far; Linux counts in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"wrote {arguments.output} in {time.monotonic() - start:.0f} s with at most {peak:.1f} GiB of memory")
@@ -60,7 +63,11 @@ def _parse() -> argparse.Namespace:
         help="convert every checkpoint into a subfolder of --output; folders that are there already are kept",
     )
     export.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="cut larger weights into several files (default: 5GB)"
+        "--max-shard-size",
+        default="5GB",
+        type=_size,
+        metavar="SIZE",
+        help="cut larger weights into several files (default: 5GB)",
     )
     export.add_argument(
         "--sentence-transformers",
@@ -69,6 +76,11 @@ def _parse() -> argparse.Namespace:
     )
     export.add_argument(
         "--license", metavar="ID", help="of the weights, for the model card, such as apache-2.0 (default: unknown)"
+    )
+    export.add_argument(
+        "--base-model",
+        metavar="OWNER/NAME",
+        help="model on the Hub whose weights training began from, for the model card",
     )
     export.add_argument(
         "--trust-checkpoint",
@@ -97,7 +109,14 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _convert_to_huggingface(arguments: argparse.Namespace) -> None:
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d{0,5}(KB|MB|GB|TB)", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+    return text
+
+
+def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
+    """Returns the number of folders written."""
     output: Path = arguments.output
     if not arguments.all_iterations:
         refuse_existing(output)  # before minutes of reading
@@ -108,7 +127,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> None:
     from checkpoint_conversion.model_card import check_declared
     from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
-    check_declared(license=arguments.license)
+    check_declared(license=arguments.license, base_model=arguments.base_model)
     refuse_unsafe_environment(arguments.trust_checkpoint)
     options = ExportOptions(
         layout=arguments.format,
@@ -117,11 +136,15 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> None:
         sentence_transformers=arguments.sentence_transformers,
         verified=arguments.verified,
         license=arguments.license,
+        base_model=arguments.base_model,
     )
     wanted = _every_iteration(arguments, options) if arguments.all_iterations else [(arguments.iteration, output)]
+    written = 0
     for iteration, folder in wanted:
         checkpoint = read_checkpoint(arguments.load, iteration=iteration, trust=arguments.trust_checkpoint)
         _export(checkpoint, folder, _choose_tokenizer(arguments.tokenizer_model, checkpoint), options)
+        written += 1
+    return written
 
 
 def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") -> Iterator[tuple[int, Path]]:
@@ -138,8 +161,8 @@ def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") ->
             print(f"kept {folder}, which is there already")
         else:
             raise OutputError(
-                f"--output {folder} is there, but was not made from {checkpoint} with --format {options.layout} "
-                f"--dtype {arguments.dtype}; name another --output or remove it."
+                f"--output {folder} is there, but was not made from {checkpoint} with these options; name another "
+                "--output or remove it."
             )
 
 
@@ -159,8 +182,8 @@ def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "T
 
 
 def _export(checkpoint: "MegatronCheckpoint", folder: Path, tokenizer: "Tokenizer", options: "ExportOptions") -> None:
+    from checkpoint_conversion.comparison import to_table
     from checkpoint_conversion.export import export
-    from checkpoint_conversion.verification import to_table
 
     print(f"converting {checkpoint.folder}")
     checks = export(checkpoint, folder, tokenizer=tokenizer, options=options)
@@ -168,10 +191,11 @@ def _export(checkpoint: "MegatronCheckpoint", folder: Path, tokenizer: "Tokenize
         print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
 
 
-def _convert_to_megatron(arguments: argparse.Namespace) -> None:
+def _convert_to_megatron(arguments: argparse.Namespace) -> int:
+    """Returns the number of checkpoints written."""
     refuse_existing(arguments.output)
+    from checkpoint_conversion.comparison import to_table
     from checkpoint_conversion.imports import import_folder
-    from checkpoint_conversion.verification import to_table
     from megatron_neobert.flags import model_flags
 
     print(f"converting {arguments.load}")
@@ -182,8 +206,9 @@ def _convert_to_megatron(arguments: argparse.Namespace) -> None:
         print(f"{arguments.output} against the model of {arguments.load}:\n{to_table(checks)}")
     print(
         f"{imported.layout} layout; continue pre-training with --continue-from {arguments.output} --tokenizer-model "
-        f"{arguments.load} and the settings of this model: {model_flags(imported.model)}"
+        f"{arguments.load} and the settings of this model: {model_flags(imported.model) or 'the default ones'}"
     )
+    return 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import megatron_neobert
+from checkpoint_conversion.comparison import dtype_name
 from checkpoint_conversion.huggingface_model import load_logit_model
 from checkpoint_conversion.huggingface_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
@@ -42,6 +43,7 @@ class ExportOptions:
     sentence_transformers: bool = False
     verified: bool = True
     license: str | None = None  # the Hub's identifier, for the model card
+    base_model: str | None = None  # on the Hub, whose weights training began from; for the model card
 
 
 def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> Checks:
@@ -68,7 +70,7 @@ def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer
                 needs_remote_code=LAYOUTS[options.layout].carries_code,
             )
         _write_report(checkpoint, temporary, checks, options)
-        write_model_card(temporary, license=options.license)
+        write_model_card(temporary, license=options.license, base_model=options.base_model)
     return checks
 
 
@@ -76,10 +78,12 @@ def is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool
     """Whether a folder was made from this checkpoint with these options."""
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        found = (report["source"]["manifest_sha256"], report["format"], report["dtype"])
+        found = (report["source"]["manifest_sha256"], report["format"], report["dtype"], report["options"])
+        is_verified = bool(report["verification"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return found == (sha256_of(checkpoint / MANIFEST), options.layout, _dtype_name(options))
+    wanted = (sha256_of(checkpoint / MANIFEST), options.layout, dtype_name(options.dtype), _choices(options))
+    return found == wanted and is_verified >= options.verified
 
 
 def write_model(checkpoint: MegatronCheckpoint, folder: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> None:
@@ -107,17 +111,19 @@ def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dty
 
 def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, options: ExportOptions) -> None:
     """What the folder was made of and how it was checked, for whoever meets it later."""
-    progress = checkpoint.progress
+    progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
+    counts = {"consumed_rows": "consumed_samples", "consumed_tokens": "consumed_tokens"}
     report = {
         "source": {
             "checkpoint": checkpoint.folder.name,
             "iteration": checkpoint.iteration,
-            "consumed_rows": progress.get("consumed_samples", 0),
-            "consumed_tokens": progress.get("consumed_tokens", 0),
+            **{name: progress[key] for name, key in counts.items() if key in progress},
+            **({"continued_from": Path(continued).name} if continued else {}),
             "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
         },
         "format": options.layout,
-        "dtype": _dtype_name(options),
+        "dtype": dtype_name(options.dtype),
+        "options": _choices(options),
         "training": _training_settings(checkpoint) if checkpoint.iteration else {},  # 0: converted, not trained
         "verification": to_report(checks),
         "files": {
@@ -133,8 +139,9 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, 
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def _dtype_name(options: ExportOptions) -> str:
-    return str(options.dtype).removeprefix("torch.")
+def _choices(options: ExportOptions) -> dict[str, Any]:
+    """What else the files depend on."""
+    return {"max_shard_size": options.max_shard_size, "sentence_transformers": options.sentence_transformers}
 
 
 def _training_settings(checkpoint: MegatronCheckpoint) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
         tied=fields.flag("tie_word_embeddings"),
         has_biases=fields.flag("mlp_bias"),
         mask_token_id=fields.config.get("mask_token_id"),
-        notes=tuple(_describe_dropout(fields)),
+        notes=(*_describe_dropout(fields), *_describe_rotary_base(fields, is_neobert=is_neobert)),
     )
 
 
@@ -223,6 +223,13 @@ def _read_rotary_base(fields: _Fields, *, is_neobert: bool) -> int:
     if base != int(base) or not 2 <= base <= _LARGEST:
         raise ConversionError(f"{fields.path}: {key} is {base:g}; a whole number from 2 to {_LARGEST:,} is needed.")
     return int(base)
+
+
+def _describe_rotary_base(fields: _Fields, *, is_neobert: bool) -> list[str]:
+    """The one convention that a published folder leaves to its code."""
+    if not is_neobert or any(fields.config.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling")):
+        return []
+    return [f"the rotary base is {_NEOBERT_ROTARY_BASE:,}, which NeoBERT's published code fixes; config.json has none"]
 
 
 def _refuse_scaling(parameters: _Fields, key: str) -> None:

@@ -18,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.training.checkpoint_files import POINTER
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+MODELING_FILE = "modeling_neobert.py"  # in a folder of the neobert layout that we wrote
 HEAD_FOLDER = "mlm_head"  # below a folder whose layout has no place for a masked-language-model head
 
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
@@ -46,9 +48,11 @@ def check_folder(folder: Path) -> dict[str, Any]:
         ConversionError: Naming the file, the key and what it asks for.
     """
     config_path, index_path = folder / "config.json", folder / INDEX
+    if (folder / POINTER).is_file():
+        raise MissingInputError(f"{folder} holds checkpoints of training; megatron-to-hf makes a Hugging Face folder.")
     if not config_path.is_file():
         raise MissingInputError(f"{folder}: no such folder, or one without config.json; name a Hugging Face folder.")
-    config = _read_object(config_path)
+    config = read_object(config_path)
     for key in _ATTENTION_KEYS:
         if config.get(key) not in _OWN_ATTENTION:
             raise ConversionError(
@@ -150,7 +154,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = _read_object(path).get("weight_map")
+    weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConversionError(f"{path}: has no weight_map from names to files; fetch it again.")
     for tensor, name in weight_map.items():
@@ -161,7 +165,15 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        MissingInputError: There is no such file.
+        ConversionError: It holds none, is suspiciously large, or says something twice.
+    """
+    if not path.is_file():
+        raise MissingInputError(f"{path}: no such file; name a Hugging Face folder.")
     if (size := path.stat().st_size) > _LARGEST_JSON_BYTES:
         raise ConversionError(f"{path}: {size:,} bytes are more than {_LARGEST_JSON_BYTES:,}; fetch it again.")
     try:

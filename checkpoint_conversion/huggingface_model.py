@@ -3,8 +3,8 @@
 A folder of the neobert layout is loaded with our own class, which is the file that our exports carry.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from transformers.utils import logging as transformers_logging
 
 from checkpoint_conversion.comparison import LogitModel
+from checkpoint_conversion.huggingface_config import LAYOUTS, read_model_config
 from checkpoint_conversion.huggingface_folder import HEAD_FOLDER, check_folder
+from checkpoint_conversion.huggingface_weights import read_weights
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
@@ -44,7 +46,7 @@ def load_backbone(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
         ConversionError: As `load_model`; weights of a head may be left out.
     """
     check_folder(folder)
-    return _load(AutoModel, folder, dtype, may_leave_out=True)
+    return _load(AutoModel, folder, dtype, ignored=("unexpected_keys",))
 
 
 def load_logit_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> LogitModel:
@@ -53,8 +55,60 @@ def load_logit_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Log
     Raises:
         ConversionError: As `load_model`.
     """
-    model = _with_head(folder, dtype) if (folder / HEAD_FOLDER).is_dir() else load_model(folder, dtype=dtype)
-    config, kind = model.config, _model_type(folder)
+    kind = str(check_folder(folder).get("model_type"))
+    head_file = folder / HEAD_FOLDER / "model.safetensors"
+    if not head_file.is_file():
+        return _to_logit_model(folder, kind, load_model(folder, dtype=dtype))
+    model = BackboneWithHead(load_backbone(folder, dtype=dtype))
+    model.decoder.load_state_dict({name.removeprefix("decoder."): one for name, one in load_file(head_file).items()})
+    return _to_logit_model(folder, kind, model)
+
+
+def load_as_read(folder: Path) -> LogitModel:
+    """The same in fp32 for a folder that conversion can read: its weights as they are read, what is absent filled in.
+
+    transformers would draw a bias that such a folder leaves out, and knows no halves of a feed-forward apart.
+
+    Raises:
+        MissingInputError, ConversionError: As `huggingface_weights.read_weights` and `load_model`.
+    """
+    parsed = read_model_config(check_folder(folder), folder / "config.json")
+    weights = read_weights(folder, parsed)
+    kind = AutoModel if parsed.layout == "llama" else AutoModelForMaskedLM
+    changes = {"tie_word_embeddings": False} | ({"mlp_bias": True} if parsed.layout == "eurobert" else {})
+    absent = ("missing_keys", "unexpected_keys")
+    model = _load(kind, folder, torch.float32, ignored=absent, changes=changes)
+    tensors = _join_halves(weights.tensors)
+    if parsed.layout == "llama":
+        model = BackboneWithHead(model)
+        tensors = {name if name.startswith("decoder.") else f"backbone.{name}": one for name, one in tensors.items()}
+    model.load_state_dict(tensors)  # of all names, and no other
+    return _to_logit_model(folder, parsed.layout, model)
+
+
+def is_readable(folder: Path) -> bool:
+    """Whether a folder has one of the layouts that conversion reads."""
+    return check_folder(folder).get("model_type") in LAYOUTS
+
+
+class BackboneWithHead(nn.Module):
+    """An encoder and the masked-language-model head that lies beside it."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.config = backbone.config
+        self.backbone = backbone
+        self.decoder = nn.Linear(backbone.config.hidden_size, backbone.config.vocab_size, dtype=backbone.dtype)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        """The backbone's output, with `logits`."""
+        output = self.backbone(**inputs)
+        output.logits = self.decoder(output.last_hidden_state)
+        return output
+
+
+def _to_logit_model(folder: Path, kind: str, model: Any) -> LogitModel:
+    config = model.config
 
     def padded(tokens_bs: Tensor, attention_mask_bs: Tensor) -> Tensor:
         return model(input_ids=tokens_bs, attention_mask=attention_mask_bs).logits
@@ -86,55 +140,62 @@ def load_logit_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Log
     )
 
 
-class BackboneWithHead(nn.Module):
-    """An encoder and the masked-language-model head that lies beside it."""
-
-    def __init__(self, backbone: Any, head: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.config = backbone.config
-        self.backbone = backbone
-        vocab_size, hidden_size = head["decoder.weight"].shape
-        self.decoder = nn.Linear(hidden_size, vocab_size, dtype=head["decoder.weight"].dtype)
-        self.load_state_dict(head | {f"backbone.{name}": value for name, value in backbone.state_dict().items()})
-
-    def forward(self, **inputs: Tensor) -> Any:
-        """The backbone's output, with `logits`."""
-        output = self.backbone(**inputs)
-        output.logits = self.decoder(output.last_hidden_state)
-        return output
+def _join_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with each feed-forward's gate and its other half in one matrix, as published."""
+    joined = dict(tensors)
+    for gate in [name for name in tensors if name.endswith(".ffn.w1.weight")]:
+        up = gate.replace(".w1.", ".w2.")
+        joined[gate.replace(".w1.", ".w12.")] = torch.cat((joined.pop(gate), joined.pop(up)))
+    return joined
 
 
-def _with_head(folder: Path, dtype: torch.dtype) -> BackboneWithHead:
-    head = load_file(folder / HEAD_FOLDER / "model.safetensors")
-    backbone = load_backbone(folder, dtype=dtype)
-    return BackboneWithHead(backbone, {name: tensor.to(dtype) for name, tensor in head.items()}).eval()
+def _load(
+    kind: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    ignored: tuple[str, ...] = (),
+    changes: Mapping[str, Any] | None = None,
+) -> Any:
+    """What transformers makes of a folder.
 
-
-def _model_type(folder: Path) -> str:
-    return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type"))
-
-
-def _load(kind: Any, folder: Path, dtype: torch.dtype, *, may_leave_out: bool = False) -> Any:
+    Args:
+        ignored: Kinds of differences between files and model that do not matter.
+        changes: Of the config.
+    """
     register_neobert()
-    transformers_logging.disable_progress_bar()
     try:
-        model, info = kind.from_pretrained(
-            folder,
-            dtype=dtype,
-            trust_remote_code=False,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **_OUTPUTS,
-        )
+        with _silence():
+            model, info = kind.from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **_OUTPUTS,
+                **(changes or {}),
+            )
     except Exception as error:  # a strange config.json makes transformers raise almost anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
         raise ConversionError(
-            f"{folder}: transformers cannot load it as a masked language model ({reason})."
+            f"{folder}: transformers cannot load it as {kind.__name__} ({reason}); use the version in constraints.txt, "
+            "or fetch the folder again."
         ) from error
-    problems = {
-        kind: names for kind, names in info.items() if names and not (may_leave_out and kind == "unexpected_keys")
-    }
+    problems = {what: sorted(map(str, names)) for what, names in info.items() if names and what not in ignored}
     if problems:
-        raise ConversionError(f"{folder}: weights and architecture do not fit: {problems}.")
+        found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items())[:_LONGEST_REASON]
+        raise ConversionError(f"{folder}: weights and architecture do not fit ({found}); fetch the folder again.")
     return model.eval()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Without progress bars and tables of what did not fit: what matters of these is said in one sentence."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)

@@ -14,11 +14,10 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint_conversion.huggingface_folder import HEAD_FOLDER
+from checkpoint_conversion.huggingface_folder import HEAD_FOLDER, MODELING_FILE
 from checkpoint_conversion.layouts import Layout
 from megatron_neobert.data.tokenizer import Tokenizer
 
-MODELING_FILE = "modeling_neobert.py"
 _HEAD_NAMES = ("decoder.weight", "decoder.bias")
 
 

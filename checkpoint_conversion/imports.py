@@ -7,18 +7,15 @@ against the folder's model before it gets its name.
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from checkpoint_conversion.comparison import LogitModel
-from checkpoint_conversion.huggingface_model import load_logit_model
+from checkpoint_conversion.huggingface_model import load_as_read
 from checkpoint_conversion.huggingface_reader import ImportedModel, read_folder
 from checkpoint_conversion.mapping import TABLES, to_internal
-from checkpoint_conversion.megatron_reader import model_shape, read_checkpoint, reference_config
+from checkpoint_conversion.megatron_reader import model_shape, read_checkpoint
 from checkpoint_conversion.megatron_writer import write_checkpoint
 from checkpoint_conversion.output_folder import build_folder
 from checkpoint_conversion.verification import Checks, reference_model, verify
 from megatron_neobert.config import Settings
-from megatron_neobert.model.reference import ReferenceNeoBERT
 
 
 def import_folder(folder: Path, output: Path, *, verified: bool = True) -> tuple[ImportedModel, Checks]:
@@ -45,18 +42,5 @@ def _verify_import(imported: ImportedModel, save: Path) -> Checks:
     checkpoint = read_checkpoint(save)
     max_tokens = imported.model.max_position_embeddings
     written = reference_model(checkpoint.build_reference(torch.float32), max_tokens=max_tokens)
-    source = _fork_model(imported) if imported.layout == "neobert-unpacked" else load_logit_model(imported.folder)
+    source = load_as_read(imported.folder)
     return verify(source, lambda precision: written, stored=torch.float32, what="the written checkpoint")
-
-
-def _fork_model(imported: ImportedModel) -> LogitModel:
-    """The fork's function without its code: the reference, once both halves of the feed-forward are joined."""
-    weights: dict[str, Tensor] = dict(imported.weights)
-    for gate in [name for name in weights if name.endswith(".ffn.w1.weight")]:
-        up = gate.replace(".w1.", ".w2.")
-        weights[gate.replace(".w1.", ".w12.")] = torch.cat((weights.pop(gate), weights.pop(up)))
-    config = reference_config(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
-    with torch.device("meta"):
-        reference = ReferenceNeoBERT(config)
-    reference.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
-    return reference_model(reference.eval(), max_tokens=imported.model.max_position_embeddings)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from checkpoint_conversion.comparison import dtype_name
 from checkpoint_conversion.mapping import EUROBERT, LLAMA, NEOBERT, Table
 from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.config import ModelConfig
@@ -34,7 +35,7 @@ class Source:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
 
 @dataclass(frozen=True)

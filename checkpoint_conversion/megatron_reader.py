@@ -1,9 +1,11 @@
 """Weights out of a checkpoint that training saved: one process, no Megatron model, whatever layout wrote it.
 
-The weights that training computed with are read, in their own precision; optimizer state is left where it is.
+The weights are read in fp32, as the optimizer updates them, even where training computes with their rounding; the rest
+of the optimizer's state is left where it is.
 Costs the memory of the weights and the time to check every file of the checkpoint against its manifest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify
 from megatron_neobert.training.common_file import read_common
 from megatron_neobert.training.safe_reading import one_sentence, open_reader
 
+# What megatron.core calls them with its distributed optimizer, and without.
+_MAIN_WEIGHTS = ("param", "fp32_param")
 _OPTIMIZER_PREFIX = "optimizer."  # of the names that its tensors have in a checkpoint
 
 
@@ -144,16 +148,29 @@ def _flag(name: str, value: object) -> str:
 
 
 def _read_tensors(folder: Path, *, trust: bool) -> dict[str, Tensor]:
-    """Every tensor of the model at its full size, under the names of the checkpoint."""
+    """Every tensor of the model at its full size, under the names of the checkpoint.
+
+    Of weights that training computed with in less than fp32, those that the optimizer updates: their rounding is what
+    was computed with.
+    """
     reader = open_reader(folder, trust=trust)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith(_OPTIMIZER_PREFIX)
+    entries = {
+        name: entry
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
-    if not tensors:
+    sources = {name: _main_weight(name, entries) for name in entries if not name.startswith(_OPTIMIZER_PREFIX)}
+    if not sources:
         raise CheckpointError(f"{folder} holds no weights; use another checkpoint.")
+    read = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in sources.values()}
     with one_sentence():
-        torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+        torch_checkpoint.load(read, storage_reader=reader, no_dist=True)
+    return {name: read.pop(source) for name, source in sources.items()}
+
+
+def _main_weight(name: str, entries: Mapping[str, TensorStorageMetadata]) -> str:
+    """The name of the optimizer's own fp32 copy of a weight, where there is one."""
+    if entries[name].properties.dtype is torch.float32:
+        return name
+    candidates = [f"{_OPTIMIZER_PREFIX}state.{kind}.{name}" for kind in _MAIN_WEIGHTS]
+    return next((one for one in candidates if one in entries and entries[one].size == entries[name].size), name)

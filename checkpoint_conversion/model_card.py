@@ -5,12 +5,11 @@ weights) and from what only the user knows: licence, data, language, evaluations
 user declared or added to its front matter before, and the text below its last line.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -18,6 +17,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
+from checkpoint_conversion.huggingface_config import LAYOUTS
+from checkpoint_conversion.huggingface_folder import MODELING_FILE, read_object
 from checkpoint_conversion.model_card_text import NO_MODEL_ID, CardFacts, title_of, write_body
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
 from megatron_neobert.files import replace_file
@@ -25,7 +26,6 @@ from megatron_neobert.files import replace_file
 CARD = "README.md"
 MARKER = "<!-- Text below this line stays when the card is written anew. -->"
 
-_LAYOUTS = ("eurobert", "neobert", "llama")
 # The forms of the Hub's identifiers. Which of them exist changes over time, and the Hub checks it on upload.
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
@@ -122,14 +122,16 @@ def _tags(facts: CardFacts) -> list[str]:
 
 
 def _read_facts(folder: Path) -> CardFacts:
-    config = _read_object(folder / "config.json")
+    config = read_object(folder / "config.json")
     layout = config.get("model_type")
-    if layout not in _LAYOUTS or (layout == "llama" and config.get("is_causal") is not False):
+    if layout not in LAYOUTS or (layout == "llama" and config.get("is_causal") is not False):
         raise ConversionError(
-            f"{folder / 'config.json'}: model_type is {layout!r:.80}; a card is written for {', '.join(_LAYOUTS)} "
+            f"{folder / 'config.json'}: model_type is {layout!r:.80}; a card is written for {', '.join(LAYOUTS)} "
             "(with is_causal false), as convert.py writes them."
         )
-    tokenizer, report = _read_object(folder / "tokenizer_config.json"), folder / "conversion_report.json"
+    if layout == "neobert" and not (folder / MODELING_FILE).is_file():
+        raise ConversionError(f"{folder} has no {MODELING_FILE}, of which its card would speak; convert it first.")
+    tokenizer, report = read_object(folder / "tokenizer_config.json"), folder / "conversion_report.json"
     mask_token = tokenizer.get("mask_token")
     if not isinstance(mask_token, str):
         raise ConversionError(f"{folder / 'tokenizer_config.json'}: names no mask_token; convert the model again.")
@@ -140,7 +142,7 @@ def _read_facts(folder: Path) -> CardFacts:
         mask_token=mask_token,
         lowercase=tokenizer.get("do_lower_case") is True,
         sentence_transformers=(folder / "modules.json").is_file(),
-        report=_read_object(report) if report.exists() else {},
+        report=read_object(report) if report.exists() else {},
     )
 
 
@@ -179,15 +181,3 @@ def _read_card(path: Path) -> ModelCard:
             "shall stay, or remove the file."
         )
     return card
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise MissingInputError(f"{path}: no such file; name the folder of a converted model.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{path}: not JSON ({error}); convert the model again.") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path}: expected an object, found {type(content).__name__}; convert the model again.")
-    return content

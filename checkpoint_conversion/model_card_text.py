@@ -187,7 +187,10 @@ def _pre_training(facts: CardFacts) -> str:
             rows[-1] = (rows[-1][0], f"{rows[-1][1]} and {_shown(values[key])}")
     if not rows:
         return ""
-    return "Masked-language modelling with megatron-neobert.\n\n" + _table(("", ""), rows)
+    text = "Masked-language modelling with megatron-neobert."
+    if source.get("continued_from"):
+        text += " It began from the weights of another run or model; what is counted here is this run alone."
+    return f"{text}\n\n" + _table(("", ""), rows)
 
 
 def _evaluation(evaluations: Sequence[EvalResult]) -> str:

@@ -14,8 +14,10 @@ def refuse_existing(output: Path) -> None:
     """Refuses a target that holds something.
 
     Raises:
-        OutputError: It is a file, or a folder that is not empty.
+        OutputError: It is a file, a link, or a folder that is not empty.
     """
+    if output.is_symlink():
+        raise OutputError(f"--output {output} is a link, which a folder cannot take the place of; name a new folder.")
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise OutputError(f"--output {output} exists already and is not empty; name a new folder or remove this one.")
 

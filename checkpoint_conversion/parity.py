@@ -26,6 +26,7 @@ from checkpoint_conversion.comparison import (
     build_prompts,
     compare_logits,
     compare_models,
+    dtype_name,
     make_loud,
 )
 from checkpoint_conversion.export import ExportOptions, write_model
@@ -127,22 +128,9 @@ def _measure_folder(
     for dtype, source in sources.items():
         with InFloat64() if dtype is torch.float64 else nullcontext():
             checks = compare_models(source, load_logit_model(folder, dtype=dtype), prompts)
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         measurements += [Measurement(f"{layout}, {how}, {name}", check, dtype) for how, check in checks.items()]
     return measurements
-
-
-def to_text(measurements: list[Measurement]) -> str:
-    """The table: one line per measurement, each against the reference on a padded batch."""
-    header = (
-        f"{'against the reference, padded':<36} {'largest diff.':>13} {'relative':>9} {'cosine':>11} {'same token':>10}"
-    )
-    lines = [
-        f"{what:<36} {figures.max_abs:>13.2e} {figures.relative:>9.1e} {figures.cosine:>11.8f} "
-        f"{figures.argmax_agreement:>10.1%}"
-        for what, figures, *_ in measurements
-    ]
-    return "\n".join([header, *lines])
 
 
 def run_megatron(settings: Settings, tensors: dict[str, Tensor], prompts: Prompts, vocab_size: int) -> Tensor:

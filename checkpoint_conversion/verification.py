@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import transformers
 
-from checkpoint_conversion.comparison import TOLERANCES, Comparison, LogitModel, build_prompts, compare_models
+from checkpoint_conversion.comparison import (
+    TOLERANCES,
+    Comparison,
+    LogitModel,
+    build_prompts,
+    compare_models,
+    dtype_name,
+)
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
@@ -49,7 +56,7 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
         prompts = build_prompts(source.vocab_size, longest=min(source.max_tokens, result.max_tokens))
         for how, comparison in compare_models(source, result, prompts).items():
             _refuse_other_function(comparison, dtype, f"{what}, {how}")
-            checks[how if dtype is torch.float32 else f"{how} in {_name(dtype)}"] = comparison
+            checks[how if dtype is torch.float32 else f"{how} in {dtype_name(dtype)}"] = comparison
     return checks
 
 
@@ -58,26 +65,11 @@ def to_report(checks: Checks) -> dict[str, Any]:
     return {name: check.to_report() for name, check in checks.items()}
 
 
-def to_table(checks: Checks) -> str:
-    """One line per comparison."""
-    header = f"{'compared':<22} {'tokens':>6} {'largest diff.':>13} {'relative':>9} {'cosine':>11} {'same token':>10}"
-    lines = [
-        f"{name:<22} {check.tokens:>6} {check.max_abs:>13.2e} {check.relative:>9.1e} {check.cosine:>11.8f} "
-        f"{check.argmax_agreement:>10.1%}"
-        for name, check in checks.items()
-    ]
-    return "\n".join([header, *lines])
-
-
 def _refuse_other_function(comparison: Comparison, dtype: torch.dtype, what: str) -> None:
     tolerance = TOLERANCES[dtype]
     if not comparison.within(tolerance):
         raise ConversionError(
             f"{what}: its logits differ from the source's by {comparison.relative:.3g} of the largest, more than "
-            f"{tolerance:g} in {_name(dtype)}; nothing was written. transformers is {transformers.__version__}: try "
-            "the version in constraints.txt."
+            f"{tolerance:g} in {dtype_name(dtype)}; nothing was written. transformers is {transformers.__version__}: "
+            "try the version in constraints.txt."
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

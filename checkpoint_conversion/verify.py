@@ -36,8 +36,7 @@ def main() -> int:
 
     import torch
 
-    from checkpoint_conversion.comparison import TOLERANCES, build_prompts, compare_models
-    from checkpoint_conversion.verification import to_table
+    from checkpoint_conversion.comparison import TOLERANCES, build_prompts, compare_models, to_table
     from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
     trust = arguments.trust_checkpoint
@@ -67,9 +66,9 @@ def load_side(folder: Path, *, trust: bool = False) -> "LogitModel":
     if not folder.is_dir():
         raise MissingInputError(f"{folder}: no such folder.")
     if (folder / "config.json").is_file():
-        from checkpoint_conversion.huggingface_model import load_logit_model
+        from checkpoint_conversion.huggingface_model import is_readable, load_as_read, load_logit_model
 
-        return load_logit_model(folder)
+        return load_as_read(folder) if is_readable(folder) else load_logit_model(folder)
     import torch
 
     from checkpoint_conversion.megatron_reader import read_checkpoint

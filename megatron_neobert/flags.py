@@ -100,7 +100,7 @@ def write_record(settings: Settings, path: Path) -> None:
 
 
 def model_flags(model: ModelConfig) -> str:
-    """The flags that describe a model, those of the defaults left out."""
+    """The flags that describe a model, those of the defaults left out; empty for the default model."""
     default = ModelConfig()
     if model.ffn_width == replace(model, ffn_hidden_size=None).ffn_width:
         model = replace(model, ffn_hidden_size=None)

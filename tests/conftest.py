@@ -56,3 +56,16 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     )
     preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
     return TinyCorpus(str(folder / "tiny_content_document"), str(folder / "tokenizer"), tokenizer.vocab_size)
+
+
+@pytest.fixture
+def only_remote_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers as it is where this project is not installed: it knows NeoBERT by a folder's own code alone.
+
+    Registering a class cannot be taken back, and a test before this one may have done so.
+    """
+    from transformers.models.auto import auto_factory, configuration_auto, modeling_auto
+
+    mappings = [one for one in vars(modeling_auto).values() if isinstance(one, auto_factory._LazyAutoMapping)]
+    for mapping in (configuration_auto.CONFIG_MAPPING, *mappings):
+        monkeypatch.setattr(mapping, "_extra_content", {})

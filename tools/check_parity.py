@@ -31,10 +31,12 @@ def main() -> int:
         num_attention_heads=arguments.num_attention_heads,
     )
 
-    from checkpoint_conversion.parity import measure_parity, to_text  # imports torch
+    from checkpoint_conversion.comparison import to_table  # imports torch
+    from checkpoint_conversion.parity import measure_parity
 
     measurements = measure_parity(Settings(model=model), vocab_size=arguments.vocab_size)
-    print(to_text(measurements))
+    print("against the reference, padded:")
+    print(to_table({measurement.what: measurement.comparison for measurement in measurements}))
     if arguments.json is not None:
         figures = {measurement.what: measurement.comparison.to_report() for measurement in measurements}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

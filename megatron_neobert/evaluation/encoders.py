@@ -17,6 +17,14 @@ from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.files import sha256_of
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+)
 _LONGEST_REASON = 500  # characters of what transformers says
 
 
@@ -76,10 +84,12 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder.
 
     Raises:
-        MissingInputError: There is no such folder.
+        MissingInputError: There is no such folder, or no tokenizer in it.
         ConversionError: transformers cannot load it.
     """
     _check(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make an empty one
+        raise MissingInputError(f"{folder} holds no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); copy it there.")
     register_neobert()
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

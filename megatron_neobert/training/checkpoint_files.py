@@ -27,7 +27,7 @@ from megatron_neobert.config import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
 from megatron_neobert.files import lock_if_possible, replace_file, sha256_of, sync_to_disk
 
-_POINTER = "latest_checkpointed_iteration.txt"
+POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
 _LOCK = "lock"
 _LEAVE_SECONDS = 10  # a run that was killed may have children that hold its lock a little longer
@@ -74,12 +74,19 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
         MissingInputError: There is none.
     """
     candidates = list_checkpoints(save)
-    if iteration is not None:
-        candidates = [candidate for candidate in candidates if candidate == iteration_folder(save, iteration)]
+    if not candidates and (save / MANIFEST).is_file():
+        raise MissingInputError(
+            f"{save} is a checkpoint itself; name the folder that holds it, {save.parent}, and its iteration."
+        )
     if not candidates:
-        wanted = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
-        raise MissingInputError(f"{save} holds no {wanted}; name the folder given to --save.")
-    return candidates[0]
+        raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
+    if iteration is None:
+        return candidates[0]
+    wanted = iteration_folder(save, iteration)
+    if wanted not in candidates:
+        there = ", ".join(str(iteration_of(candidate)) for candidate in candidates)
+        raise MissingInputError(f"{save} holds no checkpoint of iteration {iteration}; it holds those of {there}.")
+    return wanted
 
 
 def check_folders(config: CheckpointConfig) -> None:
@@ -113,7 +120,7 @@ def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save:
     if load is not None:
         if config.resume == "must":
             raise MissingInputError(f"--resume must: --load {config.load} holds no checkpoint (iter_*/{MANIFEST}).")
-        remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(_POINTER)))
+        remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(POINTER)))
         if remains:
             raise CheckpointError(
                 f"--load {config.load} holds {', '.join(remains[:3])} but no whole checkpoint (iter_*/{MANIFEST}); a "
@@ -214,7 +221,7 @@ def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointE
 def is_newest(checkpoint: Path) -> bool:
     """Whether the pointer beside it, as far as that is readable, names no later one."""
     try:
-        return int((checkpoint.parent / _POINTER).read_text(encoding="utf-8")) <= iteration_of(checkpoint)
+        return int((checkpoint.parent / POINTER).read_text(encoding="utf-8")) <= iteration_of(checkpoint)
     except (OSError, ValueError):
         return True
 
@@ -275,7 +282,7 @@ def publish(temporary: Path, final: Path, *, iteration: int) -> None:
     older = _out_of_the_way(final) if final.exists() else None  # of the same iteration
     temporary.rename(final)
     sync_to_disk(final.parent)
-    replace_file(final.parent / _POINTER, str(iteration))
+    replace_file(final.parent / POINTER, str(iteration))
     if older is not None:
         shutil.rmtree(older)
 

@@ -5,10 +5,14 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from ranks import train_on_ranks
 from tolerances import MEGATRON_LOGITS
 from torch import multiprocessing
 
+from checkpoint_conversion.mapping import unstack_layers
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.config import Settings
 from megatron_neobert.training.build import build_run, join
@@ -76,8 +80,30 @@ def test_weights_read_are_the_same_whatever_layout_saved_them(settings):
             assert torch.equal(published[name][tensor], published["alone"][tensor]), (name, tensor)
 
 
-def test_bfloat16_run_is_read_in_the_precision_it_computed_with(settings):
-    run = settings("run", training={"bf16": True})
-    save_loud_weights(run, world_size=1)
-    tensors = read_checkpoint(Path(run.checkpoint.save)).tensors
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, {}), (2, {"tensor_model_parallel_size": 2}), (2, {"use_distributed_optimizer": False})],
+    ids=["one rank", "TP 2", "whole optimizer"],
+)
+def test_bfloat16_run_is_read_as_the_fp32_weights_that_its_optimizer_updates(settings, world_size, parallel):
+    run = settings("run", parallel=parallel, training={"bf16": True})
+    train_on_ranks(run, world_size=world_size)
+    checkpoint = read_checkpoint(Path(run.checkpoint.save))
+    rounded = model_tensors(checkpoint.folder)
+    for name, tensor in checkpoint.tensors.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor.bfloat16(), rounded[name]), f"{name} is not what training computed with"
+    assert any(not torch.equal(tensor, rounded[name].float()) for name, tensor in checkpoint.tensors.items())
+
+
+def model_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The model's own tensors of a checkpoint, in the precision that they are stored in."""
+    reader = torch_checkpoint.FileSystemReader(folder)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if not name.startswith("optimizer.")
+    }
+    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    return unstack_layers(tensors)

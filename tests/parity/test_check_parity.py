@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tolerances import EUROBERT_LOGITS, MEGATRON_LOGITS
+from tolerances import ALGEBRA, BFLOAT16_LOGITS, EUROBERT_LOGITS, MEGATRON_LOGITS, MODELING_LOGITS
 
+from checkpoint_conversion.layouts import LAYOUTS
+
+Figures = dict[str, dict[str, float]]
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "203"]
 
@@ -20,7 +23,7 @@ def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     output = tmp_path_factory.mktemp("parity") / "figures.json"
     result = run_check(*SMALL, "--json", str(output))
     assert result.returncode == 0, result.stderr
@@ -28,17 +31,21 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     return json.loads(output.read_text())
 
 
-def test_megatron_computes_the_logits_of_the_reference_in_packed_rows(figures: dict[str, dict[str, float]]):
-    assert figures["Megatron model, packed row"]["relative"] <= MEGATRON_LOGITS.gate
-    assert figures["Megatron model, packed row"]["largest_logit"] > 3, "logits too small to show an error"
+def test_megatron_computes_the_logits_of_the_reference_in_packed_rows(figures: Figures):
+    assert figures["Megatron model, packed"]["relative"] <= MEGATRON_LOGITS.gate
+    assert figures["Megatron model, packed"]["largest_logit"] > 3, "logits too small to show an error"
 
 
-def test_written_export_computes_the_logits_of_the_reference(figures: dict[str, dict[str, float]]):
-    assert figures["EuroBERT from disk, padded"]["relative"] <= EUROBERT_LOGITS.gate
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_written_export_computes_the_logits_of_the_reference(figures: Figures, layout: str, rows: str):
+    assert figures[f"{layout}, {rows}, float32"]["relative"] <= max(EUROBERT_LOGITS.gate, MODELING_LOGITS.gate)
+    assert figures[f"{layout}, {rows}, float64"]["relative"] <= ALGEBRA.gate
+    assert figures[f"{layout}, {rows}, bfloat16"]["relative"] <= BFLOAT16_LOGITS.gate
 
 
 @pytest.mark.parametrize("control", ["padding attended to", "rotary pairs not permuted"])
-def test_controls_are_far_away(figures: dict[str, dict[str, float]], control: str):
+def test_controls_are_far_away(figures: Figures, control: str):
     assert figures[f"control: {control}"]["relative"] > 1000 * MEGATRON_LOGITS.gate
 
 

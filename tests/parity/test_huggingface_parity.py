@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tolerances import EUROBERT_LOGITS
 from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
-from checkpoint_conversion.comparison import Comparison, build_prompts, compare_functions, make_loud
+from checkpoint_conversion.comparison import Comparison, build_prompts, compare_logits, make_loud
 from checkpoint_conversion.mapping import EUROBERT, NEOBERT, Table, to_internal, to_published
 from checkpoint_conversion.tensor_rules import COPY, PAIR_ADJACENT, ModelShape
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
@@ -45,7 +46,8 @@ def build_eurobert(weights: dict[str, Tensor], **changes: Any) -> EuroBertForMas
 def compare(reference: ReferenceNeoBERT, eurobert: EuroBertForMaskedLM) -> Comparison:
     prompts = build_prompts(CONFIG.vocab_size, longest=128)
     assert not prompts.attention_mask_bs.all(), "the prompts must be padded"
-    return compare_functions(reference, lambda *inputs: eurobert(*inputs).logits, prompts)
+    with torch.no_grad():
+        return compare_logits(reference(*prompts), eurobert(*prompts).logits, prompts.attention_mask_bs)
 
 
 def to_eurobert(reference: ReferenceNeoBERT, table: Table = NEOBERT) -> dict[str, Tensor]:

@@ -35,6 +35,9 @@ MODELING_LOGITS = Tolerance(
 MEGATRON_LOGITS = Tolerance(
     9.8e-7, "reference vs Megatron model, 4 layers x 64, packed row, logits up to 5.7", "2026-11", 8
 )
+# Casts to fp32 taken out, so that nothing is left but algebra.
+ALGEBRA = Tolerance(1.6e-15, "the same in fp64: three layouts, padded and packed", "2026-11", 8)
+BFLOAT16_LOGITS = Tolerance(2.1e-2, "the same in bfloat16 against the reference in fp32", "2026-11", 3)
 PADDED_LOGITS = Tolerance(
     3.6e-7, "reference, a padded batch vs each document alone, 3 layers x 32, logits up to 5.2", "2026-11", 8
 )

@@ -118,6 +118,7 @@ def test_architecture_with_its_own_code_is_refused(commands: Commands, folder: P
     assert not canary.has_run
 
 
+@pytest.mark.usefixtures("only_remote_code")
 def test_code_that_a_neobert_folder_brings_is_left_alone(commands: Commands, folder: Path, canary: Canary):
     config = NeoBERTConfig(**TINY, intermediate_size=12, dim_head=8)
     (folder / "model.safetensors").unlink()

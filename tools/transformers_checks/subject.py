@@ -124,6 +124,7 @@ class Subject:
             return build(task, model=model, tokenizer=self.tokenizer(), device="cpu")
         # 4.48 loads no tokenizer for a model type that it does not know, not even when told its folder; 4.57 does.
         options = {"tokenizer": self.tokenizer()} if Version("4.57") > VERSION else {}
+        options["torch_dtype" if VERSION.major < 5 else "dtype"] = torch.float32  # as `load`, whatever is stored
         return build(task, model=str(self.folder), trust_remote_code=self.trusted, device="cpu", **options)
 
     @cached_property

@@ -224,9 +224,24 @@ def test_every_checkpoint_of_a_run_is_converted_once(
     assert "kept" in capsys.readouterr().out
     assert (output / "iter_0000030" / "config.json").stat().st_mtime_ns == first
     assert json.loads((output / "iter_0000040" / "conversion_report.json").read_text())["source"]["iteration"] == 40
-    monkeypatch.setattr(sys, "argv", [*arguments, "--dtype", "bfloat16"])
-    with pytest.raises(OutputError, match=r"iter_0000030 is there, but was not made from .* --dtype bfloat16"):
+    main()
+    assert "nothing new to convert" in capsys.readouterr().out
+    for other in (["--dtype", "bfloat16"], ["--max-shard-size", "1MB"], ["--sentence-transformers"]):
+        monkeypatch.setattr(sys, "argv", [*arguments, *other])
+        with pytest.raises(OutputError, match=r"iter_0000030 is there, but was not made from .* with these options"):
+            main()
+
+
+@pytest.mark.parametrize("size", ["foo", "0GB", "500", "-5MB"])
+def test_a_shard_size_that_is_none_is_refused_before_anything_is_read(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["convert.py", "megatron-to-hf", "--load", "nowhere", "--output", "model", f"--max-shard-size={size}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
         main()
+    assert ended.value.code == 2
+    assert f"'{size}' is no size such as 500MB or 5GB" in capsys.readouterr().err
 
 
 def test_command_converts_and_prints_the_comparison(saved: SavedModel, tmp_path: Path):
@@ -246,21 +261,32 @@ def test_command_answers_help_without_importing_torch():
     assert time.monotonic() - started < 5, "torch alone takes longer on a busy machine"
 
 
-def test_command_without_a_checkpoint_ends_with_one_sentence_and_exit_code_66(tmp_path: Path):
-    result = run_convert("megatron-to-hf", "--load", tmp_path / "nowhere", "--output", tmp_path / "model")
-    assert result.returncode == 66
-    assert "Traceback" not in result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert "nowhere holds no checkpoint" in errors[0]
-
-
-@pytest.mark.parametrize("problem", ["manifest missing", "shard missing", "output exists", "other tokenizer"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "no such folder",
+        "a checkpoint itself",
+        "iteration",
+        "manifest missing",
+        "shard missing",
+        "output exists",
+        "other tokenizer",
+    ],
+)
 def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
     saved: SavedModel, tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     arguments = ["convert.py", "megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model")]
-    if problem == "manifest missing":
+    if problem == "no such folder":
+        arguments[3] = str(tmp_path / "nowhere")
+        expected = (66, "nowhere holds no checkpoint; name the folder given to --save")
+    elif problem == "a checkpoint itself":
+        arguments[3] = str(saved.iteration_folder)
+        expected = (66, "iter_0000030 is a checkpoint itself; name the folder that holds it")
+    elif problem == "iteration":
+        arguments += ["--iteration", "77"]
+        expected = (66, "holds no checkpoint of iteration 77; it holds those of 30.")
+    elif problem == "manifest missing":
         (saved.iteration_folder / "MANIFEST.json").unlink()
         expected = (66, "checkpoints holds no checkpoint")
     elif problem == "shard missing":

@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saved_model import WORDS, SavedModel, convert
+from saved_model import MODEL, WORDS, SavedModel, convert
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from checkpoint_conversion.comparison import compare_logits
+from megatron_neobert.config import CheckpointConfig, Settings
 from megatron_neobert.files import sha256_of
+from megatron_neobert.flags import write_record
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -160,3 +162,15 @@ def test_report_of_a_trained_checkpoint_holds_its_settings_without_paths(saved: 
     assert report["training"]["model"]["rotary_base"] == 5000
     assert report["source"]["consumed_tokens"] == 9_000
     assert not {"data_path", "tokenizer_model"} & report["training"]["data"].keys()
+
+
+def test_a_run_that_began_from_other_weights_says_so(saved: SavedModel, tmp_path: Path):
+    settings = Settings(model=MODEL, checkpoint=CheckpointConfig(continue_from="runs/published"))
+    write_record(settings, saved.iteration_folder / "settings.yaml")
+    saved.seal()
+    convert(saved, tmp_path / "model", base_model="chandar-lab/NeoBERT")
+    report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
+    assert report["source"]["continued_from"] == "published"
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "It began from the weights of another run or model" in card
+    assert "base_model: chandar-lab/NeoBERT" in card

@@ -118,12 +118,42 @@ def published(exported: Export, tmp_path: Path) -> Path:
 def test_published_weights_are_read_with_their_own_rotary_base_and_epsilon(published: Path, tmp_path: Path):
     imported, checks = import_folder(published, tmp_path / "imported")
     assert imported.model.rotary_base == 10_000, "the base that the published code fixes"
+    assert any("rotary base is 10,000" in note for note in imported.notes)
     assert imported.model.max_position_embeddings == 64
     assert imported.model.norm_epsilon == 1e-5
     assert checks["padded"].relative < 1e-5 > checks["packed"].relative
     found = read_checkpoint(tmp_path / "imported").build_reference(torch.float32)
     assert_same_bits(found.state_dict(), build_reference().state_dict())
     assert found.model.config.rotary_base == 10_000
+
+
+def without_bias(weights: dict[str, Tensor], config: dict[str, object]) -> None:
+    del weights["decoder.bias"]
+
+
+def tied_without_bias(weights: dict[str, Tensor], config: dict[str, object]) -> None:
+    del weights["decoder.bias"], weights["decoder.weight"]
+    config["tie_word_embeddings"] = True
+
+
+def with_angles(weights: dict[str, Tensor], config: dict[str, object]) -> None:
+    weights["model.freqs_cis"] = torch.ones(64, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [(without_bias, "decoder.bias"), (tied_without_bias, "decoder.weight"), (with_angles, "freqs_cis")],
+)
+def test_what_a_folder_leaves_to_a_rule_is_filled_in_and_verified(
+    published: Path, tmp_path: Path, change: Callable[[dict[str, Tensor], dict[str, object]], None], note: str
+):
+    weights, config = load_file(published / "model.safetensors"), json.loads((published / "config.json").read_text())
+    change(weights, config)
+    save_file(weights, published / "model.safetensors", metadata={"format": "pt"})
+    (published / "config.json").write_text(json.dumps(config))
+    imported, checks = import_folder(published, tmp_path / "imported")
+    assert any(note in one for one in imported.notes), imported.notes
+    assert checks["padded"].relative < 1e-5 > checks["packed"].relative
 
 
 @pytest.fixture

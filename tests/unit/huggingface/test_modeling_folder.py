@@ -50,7 +50,7 @@ def load(task: str, folder: Path, **options: Any) -> Any:
     return getattr(transformers, task).from_pretrained(folder, trust_remote_code=True, local_files_only=True, **options)
 
 
-@pytest.mark.usefixtures("remote_code")
+@pytest.mark.usefixtures("remote_code", "only_remote_code")
 @pytest.mark.parametrize("task", TASKS)
 def test_folder_saved_as_one_class_loads_as_every_other_and_saves_its_code_again(
     task: str, saved: Path, tmp_path: Path
