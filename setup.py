@@ -32,6 +32,7 @@ REQUIREMENTS = [
     "PyYAML>=6",
     "tensorboard>=2.16",
     "rich>=13",
+    "tqdm>=4.66",
     "packaging>=24.2",  # megatron.core imports it
     "psutil>=5.9",  # the launcher; megatron.core's checkpoint writers hang without it
 ]
@@ -46,14 +47,22 @@ EXTRAS = {
     "dali": ["nvidia-dali-cuda130>=2"],
     "ray": ["ray>=2.40"],
     "wandb": ["wandb>=0.18"],
-    "eval": ["mteb>=2", "sentence-transformers>=5", "scikit-learn", "scipy", "optuna>=4", "matplotlib>=3.8"],
+    "eval": [
+        "mteb>=2.26,<3; python_version >= '3.11'",  # which no longer supports 3.10
+        "sentence-transformers>=6",
+        "datasets>=4",
+        "scikit-learn>=1.6",
+        "scipy>=1.13",
+        "optuna>=4",
+        "matplotlib>=3.8",
+        "accelerate>=1",  # transformers' Trainer
+    ],
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what tools/export_onnx.py writes and runs
     "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what tools/benchmark_preprocessing.py compares with
     "dev": ["pytest>=8", "hypothesis>=6.130", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
 }
-for optional in ("fast", "sentencepiece", "warc", "ray", "onnx"):  # what the tests start for real
+for optional in ("fast", "sentencepiece", "warc", "ray", "eval", "onnx"):  # what the tests start for real
     EXTRAS["dev"] += EXTRAS[optional]
-EXTRAS["dev"] += ["sentence-transformers>=5", "accelerate>=1"]  # the latter for transformers' Trainer
 
 setup(
     name="megatron-neobert",

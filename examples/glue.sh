@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# GLUE by the paper's protocol for one or more models: its grid of 60 points on each of its eight tasks.
+#
+# On a machine with a network, once:
+#     python tools/fetch_glue.py --output glue
+# Then, where the GPUs are:
+#     bash examples/glue.sh glue results MODEL_DIR [MODEL_DIR...]
+#
+# MNLI comes first: RTE, MRPC, STS-B and QNLI start from its best model. GRID=best takes the paper's best point of each
+# task instead of the grid, GRID=small the grid of its ablations. JOBS runs go on at a time, one per GPU; SEEDS="0 1 2"
+# gives means with deviations. After a kill the same command goes on, with the runs that were not finished.
+set -euo pipefail
+
+project=$(dirname "$0")/..
+data_dir=$1 output=$2
+shift 2
+read -ra seeds <<<"${SEEDS:-0}"
+for model in "$@"; do
+    python "$project/tools/evaluate_glue.py" --model "$model" --data-dir "$data_dir" --output "$output" \
+        --grid "${GRID:-paper}" --seeds "${seeds[@]}" --jobs "${JOBS:-1}" --dtype "${DTYPE:-bfloat16}" --predict
+done

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# MTEB(eng, v1), the 56 tasks of the paper's Table 4, for one or more models.
+#
+# On a machine with a network, once:
+#     python tools/fetch_mteb.py --output mteb_data
+# Then, where the GPU is:
+#     bash examples/mteb.sh mteb_data results MODEL_DIR [MODEL_DIR...]
+#
+# A model that has learnt no embeddings gets low numbers; the paper fine-tunes all of them first
+# (tools/finetune_contrastive.py). The same command goes on after a kill, task by task.
+set -euo pipefail
+
+project=$(dirname "$0")/..
+data_dir=$1 output=$2
+shift 2
+for model in "$@"; do
+    python "$project/tools/evaluate_mteb.py" --model "$model" --output "$output" --data-dir "$data_dir" \
+        --benchmark "MTEB(eng, v1)" --instructions "$project/examples/mteb_instructions.yaml" \
+        --pooling mean --dtype "${DTYPE:-float16}" --batch-size "${BATCH_SIZE:-64}"
+done

@@ -1,0 +1,195 @@
+"""GLUE from local files: the benchmark's TSV files, parquet as tools/fetch_glue.py writes it, or saved data sets.
+
+Quotes in the TSV files are bare, so nothing is unquoted. Some distributions are cut otherwise (CoLA, RTE and WNLI with
+a part of the training set as val.tsv, SST-2 with the benchmark's dev set as a labelled test.tsv); they are put together
+as the benchmark has them.
+"""
+
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.evaluation.glue.tasks import DIAGNOSTIC, GlueTask
+
+FETCH = "python tools/fetch_glue.py --output DIR"
+_TSV_SPLITS = {
+    "train": ("train.tsv",),
+    "validation": ("dev.tsv",),
+    "validation_matched": ("dev_matched.tsv",),
+    "validation_mismatched": ("dev_mismatched.tsv",),
+    "test": ("test.tsv", "diagnostic.tsv", "AX.tsv"),
+    "test_matched": ("test_matched.tsv",),
+    "test_mismatched": ("test_mismatched.tsv",),
+}
+
+Columns = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class GlueSplit:
+    """Rows of one split: the text or the pair, and the label, which test sets lack."""
+
+    texts: list[tuple[str, ...]]
+    labels: list[int] | list[float] | None
+
+    def spread(self, limit: int | None) -> "GlueSplit":
+        """At most `limit` rows, evenly spread, since files are often sorted by source."""
+        count = len(self.texts)
+        if limit is None or count <= limit:
+            return self
+        rows = [number * count // limit for number in range(limit)]
+        labels = None if self.labels is None else [self.labels[row] for row in rows]
+        return GlueSplit([self.texts[row] for row in rows], labels)
+
+
+def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = True) -> GlueSplit:
+    """One split of a task.
+
+    Raises:
+        MissingInputError: The task or the split is not there.
+        DataError: A file has other columns or labels than the task.
+    """
+    folder = find_task(data_dir, task)
+    parquet = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
+    files = sorted(path for path in folder.iterdir() if parquet.fullmatch(path.name))
+    if (folder / "dataset_dict.json").is_file():
+        columns, place = _read_saved(folder, task, split), folder
+    elif files:
+        columns, place = _read_parquet(files, task, labelled=labelled), folder
+    else:
+        columns, place = _read_tsv_files(folder, task, split)
+    texts = list(zip(*(columns[name] for name in task.texts), strict=True))
+    if not labelled:
+        return GlueSplit(texts, None)
+    if "label" not in columns:
+        raise DataError(f"{place}: {split} has no column of labels; only test sets may lack it.")
+    return GlueSplit(texts, [_to_label(value, task, place) for value in columns["label"]])
+
+
+def find_task(data_dir: Path, task: GlueTask) -> Path:
+    """The task's folder, under the benchmark's name or the Hub's.
+
+    Raises:
+        MissingInputError: There is none.
+    """
+    names = [task.title, task.name, *(["diagnostic"] if task is DIAGNOSTIC else [])]
+    for name in names:
+        if (data_dir / name).is_dir():
+            return data_dir / name
+    raise MissingInputError(
+        f"--data-dir {data_dir} has no folder {' or '.join(names)}; on a machine with network: {FETCH}"
+    )
+
+
+def check_rows(task: GlueTask, split: str, found: int) -> None:
+    """Warns where a split has another number of rows than the benchmark's."""
+    if found != task.rows[split]:
+        warnings.warn(
+            f"{task.title} {split} has {found:,} rows, the benchmark {task.rows[split]:,}; the scores cannot be "
+            "compared with published ones.",
+            stacklevel=2,
+        )
+
+
+def _read_saved(folder: Path, task: GlueTask, split: str) -> Columns:
+    import datasets
+
+    saved = datasets.load_from_disk(str(folder))
+    if split not in saved:
+        raise MissingInputError(f"{folder} has the splits {', '.join(saved)}, but no {split}; {FETCH}")
+    return _pick(saved[split].to_dict(), task, folder)
+
+
+def _read_parquet(files: list[Path], task: GlueTask, *, labelled: bool) -> Columns:
+    import pyarrow.parquet
+
+    wanted = [*task.texts, *(["label"] if labelled else [])]
+    columns: Columns = {name: [] for name in wanted}
+    for path in files:
+        table = pyarrow.parquet.read_table(path)
+        for name in wanted:
+            if name not in table.column_names:
+                raise DataError(f"{path} has the columns {', '.join(table.column_names)}, but no {name}.")
+            columns[name] += table.column(name).to_pylist()
+    return columns
+
+
+def _pick(columns: Columns, task: GlueTask, place: Path) -> Columns:
+    missing = [name for name in task.texts if name not in columns]
+    if missing:
+        raise DataError(f"{place} has the columns {', '.join(columns)}, but no {', '.join(missing)}.")
+    return {name: columns[name] for name in (*task.texts, "label") if name in columns}
+
+
+def _read_tsv_files(folder: Path, task: GlueTask, split: str) -> tuple[Columns, Path]:
+    files = [folder / name for name in _tsv_names(folder, task, split)]
+    found = [path for path in files if path.is_file()]
+    if not found:
+        raise MissingInputError(
+            f"{folder} has no {split}.parquet and no {files[0].name}; on a machine with network: {FETCH}"
+        )
+    parts = [_read_tsv(path, task) for path in found]
+    shared = set.intersection(*(set(part) for part in parts))
+    return {name: [value for part in parts for value in part[name]] for name in shared}, found[0]
+
+
+def _tsv_names(folder: Path, task: GlueTask, split: str) -> tuple[str, ...]:
+    """The files that make up the benchmark's split; of those for test sets, the one that is there."""
+    if task.name == "sst2" and _is_labelled(folder / "test.tsv", task):  # the set cut anew
+        return {"train": ("train.tsv", "dev.tsv"), "validation": ("test.tsv",)}.get(split, ("no test set",))
+    if split == "train" and (folder / "val.tsv").is_file():
+        return "train.tsv", "val.tsv"
+    names = _TSV_SPLITS[split]
+    return tuple(name for name in names if (folder / name).is_file())[:1] or names[:1]
+
+
+def _is_labelled(path: Path, task: GlueTask) -> bool:
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8-sig", newline="\n") as stream:
+        return task.tsv_names.get("label", "label") in stream.readline().rstrip("\r\n").split("\t")
+
+
+def _read_tsv(path: Path, task: GlueTask) -> Columns:
+    """The columns that are needed; rows that are too short for them are left out, as the Hub's data set does."""
+    with path.open(encoding="utf-8-sig", newline="\n") as stream:  # other line ends occur within texts
+        rows = [line.rstrip("\r\n").split("\t") for line in stream if line.strip()]
+    wanted = {name: task.tsv_names.get(name, name) for name in (*task.texts, "label")}
+    named = bool(rows) and wanted[task.texts[0]] in rows[0]
+    header = rows.pop(0) if named else list(task.columns)
+    if (
+        not rows
+        or any(wanted[name] not in header for name in task.texts)
+        or (not named and len(rows[0]) != len(header))
+    ):
+        raise DataError(
+            f"{path}: its first line has {len(rows[0]) if rows else 0} fields; a {task.title} file has the columns "
+            f"{', '.join(task.columns)}, with or without a line that names them."
+        )
+    places = {name: header.index(column) for name, column in wanted.items() if column in header}
+    complete = [row for row in rows if len(row) > max(places.values())]
+    if len(complete) < len(rows):
+        warnings.warn(f"{path}: {len(rows) - len(complete):,} rows are cut short and left out.", stacklevel=2)
+    return {name: [row[place] for row in complete] for name, place in places.items()}
+
+
+def _to_label(value: Any, task: GlueTask, place: Path) -> int | float:
+    """Its number, from a number or a word.
+
+    Raises:
+        DataError: The task has no such label.
+    """
+    if task.is_regression:
+        try:
+            return float(value)
+        except ValueError:
+            raise DataError(f"{place}: {value!r} is no {task.title} score; they go from 0 to 5.") from None
+    if isinstance(value, str):
+        if value in task.labels:
+            return task.labels.index(value)
+    elif value in range(len(task.labels)):
+        return int(value)
+    raise DataError(f"{place}: {value!r} is no {task.title} label; they are {', '.join(task.labels)}.")

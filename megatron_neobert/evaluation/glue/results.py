@@ -1,0 +1,183 @@
+"""GLUE results of one model: the best point of every task, and the paper's table beside them.
+
+A task's number is the mean over seeds of its metrics' average at the point where that is highest; the spread is the
+standard deviation over seeds, n - 1. Chosen on the same rows that it is measured on, as everywhere in the literature.
+"""
+
+import csv
+import dataclasses
+import io
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
+from megatron_neobert.evaluation.glue.training import Outcome, Point
+from megatron_neobert.evaluation.records import write_record
+from megatron_neobert.evaluation.reported_numbers import GLUE
+from megatron_neobert.files import replace_file
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of one number over seeds, as fractions of 1; no deviation of a single one."""
+
+    mean: float
+    sd: float | None
+
+    def percent(self) -> str:
+        return f"{100 * self.mean:.1f}" + ("" if self.sd is None else f" ± {100 * self.sd:.1f}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """Of one task at its best point."""
+
+    task: str
+    score: Spread
+    metrics: dict[str, Spread]
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+    seeds: tuple[int, ...]
+    points: int  # of the grid, seeds apart
+    from_mnli: bool
+    seconds: float  # of all runs together
+    settings: dict[str, Any]  # the protocol
+
+
+def summarise(task: str, outcomes: Mapping[Point, Outcome], *, from_mnli: bool, settings: dict[str, Any]) -> TaskResult:
+    """The best point of a grid whose runs are all done."""
+    by_point: dict[tuple[int, float, float], list[Point]] = {}
+    for point in outcomes:
+        by_point.setdefault((point.batch_size, point.learning_rate, point.weight_decay), []).append(point)
+    (batch_size, learning_rate, weight_decay), best = max(
+        by_point.items(), key=lambda item: statistics.fmean(outcomes[point].average for point in item[1])
+    )
+    return TaskResult(
+        task=task,
+        score=_spread([outcomes[point].average for point in best]),
+        metrics={name: _spread([outcomes[point].scores[name] for point in best]) for name in TASKS[task].metrics},
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        seeds=tuple(point.seed for point in best),
+        points=len(by_point),
+        from_mnli=from_mnli,
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        settings=settings,
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def save_result(path: Path, result: TaskResult, *, model: str) -> None:
+    """One task's result; `model` is the fingerprint of the one that was evaluated."""
+    replace_file(path, json.dumps({"model": model, "result": dataclasses.asdict(result)}, indent=2) + "\n")
+
+
+def load_results(folder: Path, *, model: str) -> list[TaskResult]:
+    """Of every task of this model that lies in TASK/result.json below the folder."""
+    contents = {name: folder / name / RESULT for name in TASKS if (folder / name / RESULT).is_file()}
+    results = []
+    for path in contents.values():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["model"] == model:
+            values = content["result"]
+            values["score"] = Spread(**values["score"])
+            values["metrics"] = {name: Spread(**value) for name, value in values["metrics"].items()}
+            results.append(TaskResult(**{**values, "seeds": tuple(values["seeds"])}))
+    return results
+
+
+def write_results(folder: Path, model: Path, results: Sequence[TaskResult]) -> None:
+    """glue.json, glue.csv and glue.md."""
+    found: dict[str, Any] = {
+        "tasks": {result.task: _to_record(result) for result in results},
+        "average": paper_average(results),
+        "missing": [task for task in PAPER_TASKS if task not in {result.task for result in results}],
+    }
+    settings = {result.task: result.settings for result in results}
+    write_record(folder / "glue.json", "glue", folder=model, settings=settings, results=found)
+    replace_file(folder / "glue.csv", to_csv(results))
+    replace_file(folder / "glue.md", to_markdown(folder.name, results))
+
+
+def _to_record(result: TaskResult) -> dict[str, Any]:
+    fields = dataclasses.asdict(result)
+    del fields["task"], fields["settings"]
+    return {
+        **fields,
+        "best_point": {name: fields.pop(name) for name in ("batch_size", "learning_rate", "weight_decay")},
+    }
+
+
+def paper_average(results: Sequence[TaskResult]) -> float | None:
+    """The mean over the paper's eight tasks, which leave WNLI out.
+
+    None if one of them is missing, or they were not run by the same protocol.
+    """
+    by_task = {result.task: result for result in results}
+    if any(task not in by_task for task in PAPER_TASKS):
+        return None
+    eight = [by_task[task] for task in PAPER_TASKS]
+    if any(result.settings["protocol"] != eight[0].settings["protocol"] for result in eight):
+        return None
+    return statistics.fmean(result.score.mean for result in eight)
+
+
+def to_csv(results: Sequence[TaskResult]) -> str:
+    """One line per task and metric, in percent."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(
+        ["task", "metric", "mean", "sd", "seeds", "batch_size", "learning_rate", "weight_decay", "from_mnli"]
+    )
+    for result in results:
+        for name, value in {"average": result.score, **result.metrics}.items():
+            deviation = "" if value.sd is None else f"{100 * value.sd:.3f}"
+            point = [result.batch_size, result.learning_rate, result.weight_decay, int(result.from_mnli)]
+            writer.writerow([result.task, name, f"{100 * value.mean:.3f}", deviation, len(result.seeds), *point])
+    return stream.getvalue()
+
+
+def to_markdown(name: str, results: Sequence[TaskResult]) -> str:
+    """The paper's table with this model above its rows, and each task's point below."""
+    tasks = [TASKS[task] for task in PAPER_TASKS]
+    average = paper_average(results)
+    by_task = {result.task: result for result in results}
+    own = [by_task[task.name].score.percent() if task.name in by_task else "not run" for task in tasks]
+    rows = [
+        ["GLUE dev, %", *(task.title for task in tasks), "average"],
+        ["---"] * (len(tasks) + 2),
+        [f"**{name}** (measured)", *own, "none" if average is None else f"{100 * average:.1f}"],
+    ]
+    rows += [[f"{model} (reported)", *(f"{value:.1f}" for value in values)] for model, values in GLUE.rows.items()]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", "| task | metrics | batch | learning rate | weight decay | seeds | starts from | points | hours |"]
+    lines += ["|" + " --- |" * 9, *(_describe(result) for result in results)]
+    limits = {result.settings["protocol"]["limit"] for result in results} - {None}
+    if limits:
+        lines += ["", f"A quick look: of some splits at most {max(limits):,} rows were used."]
+    if average is None:
+        lines += ["", "No average: it is over the eight tasks, all of them by one protocol."]
+    lines += ["", f"Reported rows: {GLUE.title}; {GLUE.note}."]
+    return "\n".join(lines) + "\n"
+
+
+def _describe(result: TaskResult) -> str:
+    metrics = ", ".join(f"{name} {value.percent()}" for name, value in result.metrics.items())
+    cells = [TASKS[result.task].title, metrics, result.batch_size, f"{result.learning_rate:g}"]
+    cells += [
+        f"{result.weight_decay:g}",
+        " ".join(map(str, result.seeds)),
+        "MNLI" if result.from_mnli else "the model",
+    ]
+    return "| " + " | ".join(map(str, [*cells, result.points, f"{result.seconds / 3600:.2f}"])) + " |"

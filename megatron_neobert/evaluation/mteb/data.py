@@ -1,0 +1,162 @@
+"""The data of mteb's tasks in a folder of our own, filled where there is a network and read where there is none.
+
+A task is stored as mteb holds it after loading: what it downloads, cuts and draws at random happens once, on the
+connected machine, and any machine with the same folder evaluates the same texts. Each task's folder appears whole or
+not at all and names the revision of its data; another one than the installed mteb asks for is refused.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_from_disk
+from mteb.abstasks import AbsTaskRetrieval
+from mteb.abstasks.abstask import AbsTask
+
+from megatron_neobert.errors import DataError
+from megatron_neobert.files import own_name, sync_to_disk
+
+_ABOUT = "task.json"
+_NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subsets"}
+_DOCUMENTS_PER_QUERY = 10  # that --limit leaves beside the relevant ones
+
+
+def task_folder(data_dir: Path, task: AbsTask) -> Path:
+    """Where a task's data is, or will be."""
+    return data_dir / "tasks" / task.metadata.name
+
+
+def is_stored(data_dir: Path, task: AbsTask) -> bool:
+    """Whether its data is there, of whichever revision."""
+    return (task_folder(data_dir, task) / _ABOUT).is_file()
+
+
+def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
+    """Of the data that is there, or None."""
+    if not is_stored(data_dir, task):
+        return None
+    about = json.loads((task_folder(data_dir, task) / _ABOUT).read_text(encoding="utf-8"))
+    return str(about["revision"])
+
+
+def check_revision(data_dir: Path, task: AbsTask) -> None:
+    """Raises DataError if the data that is there is of another revision than the installed mteb's task."""
+    if (stored := stored_revision(data_dir, task)) != task.metadata.revision:
+        raise DataError(
+            f"{task_folder(data_dir, task)}: holds revision {stored}, and the installed mteb evaluates "
+            f"{task.metadata.revision}; run tools/fetch_mteb.py --refresh with this mteb on a connected machine."
+        )
+
+
+def store_task(data_dir: Path, task: AbsTask) -> None:
+    """Loads a task by mteb's own means, which may download, and writes what it then holds."""
+    before = _settings(task)
+    task.load_data()
+    if isinstance(task, AbsTaskRetrieval):
+        task.convert_v1_dataset_format_to_v2(num_proc=None)  # some tasks still load the old form
+    target = task_folder(data_dir, task)
+    temporary = own_name(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    subsets = []
+    for number, (subset, split, content) in enumerate(_splits(task)):
+        _write_split(temporary / str(number), content)
+        subsets.append({"subset": subset, "split": split})
+    changed = {name: value for name, value in _settings(task).items() if before.get(name, task) != value}
+    about = {"name": task.metadata.name, "revision": task.metadata.revision, "parts": subsets, "settings": changed}
+    (temporary / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+    sync_to_disk(target.parent)
+    task.unload_data()
+
+
+def load_task(data_dir: Path, task: AbsTask) -> None:
+    """Gives a task the data that `store_task` wrote.
+
+    Raises:
+        DataError: It is of another revision than the installed mteb's task.
+    """
+    check_revision(data_dir, task)
+    folder = task_folder(data_dir, task)
+    about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    dataset: dict[Any, Any] = {}
+    for number, part in enumerate(about["parts"]):
+        splits = dataset if part["subset"] is None else dataset.setdefault(part["subset"], {})
+        splits[part["split"]] = _read_split(folder / str(number))
+    plain = all(part["subset"] is None for part in about["parts"])
+    task.dataset = DatasetDict(dataset) if plain else dataset
+    if not plain and not isinstance(task, AbsTaskRetrieval):
+        task.dataset = {subset: DatasetDict(splits) for subset, splits in dataset.items()}
+    for name, value in about["settings"].items():
+        setattr(task, name, value)
+    task.data_loaded = True
+
+
+def limit_task(task: AbsTask, limit: int) -> None:
+    """Leaves the first `limit` examples of what is scored, for a quick look; nothing about training examples."""
+    assert task.dataset is not None, task.metadata.name
+    trained_on = getattr(task, "train_split", None)
+    for subset, split, content in list(_splits(task)):
+        if split == trained_on and split not in task.eval_splits:
+            continue
+        splits: Any = task.dataset if subset is None else task.dataset[subset]
+        splits[split] = _limit_rows(content, limit) if isinstance(content, Dataset) else _limit_queries(content, limit)
+
+
+def _splits(task: AbsTask) -> Iterator[tuple[str | None, str, Any]]:
+    """(subset or None, split, content) of the splits that an evaluation reads."""
+    assert task.dataset is not None, task.metadata.name
+    wanted = {*task.eval_splits, getattr(task, "train_split", None)}
+    for key, content in task.dataset.items():
+        if isinstance(content, Dataset):
+            if key in wanted:
+                yield None, key, content
+            continue
+        for split, part in content.items():
+            if split in wanted and key in task.hf_subsets:
+                yield key, split, part
+
+
+def _settings(task: AbsTask) -> dict[str, Any]:
+    """What loading may change besides the data: some tasks set how many documents they cluster."""
+    plain = (bool, int, float, str, type(None))
+    return {key: value for key, value in vars(task).items() if key not in _NOT_DATA and isinstance(value, plain)}
+
+
+def _write_split(folder: Path, content: Any) -> None:
+    if isinstance(content, Dataset):
+        content.save_to_disk(folder)
+        return
+    for name in ("corpus", "queries"):
+        content[name].save_to_disk(folder / name)
+    judged = {name: content[name] for name in ("relevant_docs", "top_ranked")}
+    (folder / "judged.json").write_text(json.dumps(judged), encoding="utf-8")
+
+
+def _read_split(folder: Path) -> Any:
+    if not (folder / "judged.json").exists():
+        return load_from_disk(folder)
+    content = json.loads((folder / "judged.json").read_text(encoding="utf-8"))
+    return {**content, **{name: load_from_disk(folder / name) for name in ("corpus", "queries")}}
+
+
+def _limit_rows(rows: Dataset, limit: int) -> Dataset:
+    """Of rows that hold a whole list of examples each, the first of these."""
+    rows = rows.select(range(min(limit, len(rows))))
+    if not any(isinstance(value, list) for value in rows[0].values()):
+        return rows
+    return rows.map(lambda row: {key: value[:limit] for key, value in row.items() if isinstance(value, list)})
+
+
+def _limit_queries(content: dict[str, Any], limit: int) -> dict[str, Any]:
+    queries = content["queries"].select(range(min(limit, len(content["queries"]))))
+    judged = {query: content["relevant_docs"].get(query, {}) for query in queries["id"]}
+    ranked = content["top_ranked"] and {query: content["top_ranked"][query] for query in queries["id"]}
+    kept = {document for documents in [*judged.values(), *(ranked or {}).values()] for document in documents}
+    others = [i for i, document in enumerate(content["corpus"]["id"]) if document not in kept]
+    kept_rows = [i for i, document in enumerate(content["corpus"]["id"]) if document in kept]
+    corpus = content["corpus"].select(sorted(kept_rows + others[: limit * _DOCUMENTS_PER_QUERY]))
+    return {"corpus": corpus, "queries": queries, "relevant_docs": judged, "top_ranked": ranked}

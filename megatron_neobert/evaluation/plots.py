@@ -1,0 +1,109 @@
+"""Figures of evaluations: curves of several models in one PNG, some 1,200 pixels wide, drawn without a display.
+
+Colours are Okabe and Ito's, which colour-blind readers tell apart; markers and dashes differ as well, so that a black
+and white print can be read. The same curves give the same bytes, and a figure is replaced as a whole.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from megatron_neobert.files import own_name
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":", "-.")  # the next one after each round of colours
+_INCHES, _DOTS_PER_INCH = (8.0, 5.0), 150
+_FEW_TICKS = 10
+_LEGEND_INSIDE = 4  # more names stand beside the axes
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line, with a band around it where `low` and `high` are given; one value per x in each."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+def plot_curves(
+    path: Path,
+    curves: Sequence[Curve],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> None:
+    """Draws the curves into a PNG; the folder must exist.
+
+    A logarithmic x is marked where the points lie, if those are few. Values that are not finite leave a gap.
+    """
+    assert curves and all(len(curve.x) for curve in curves), f"nothing to draw in {path}: {[c.name for c in curves]}"
+    # Not pyplot: it keeps every figure until closed, and may want a display.
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    axes = figure.add_subplot()
+    for number, curve in enumerate(curves):
+        _draw(axes, curve, number)
+    for text, label in ((axes.set_title, title), (axes.set_xlabel, x_label), (axes.set_ylabel, y_label)):
+        text(label, parse_math=False)
+    axes.grid(visible=True, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if log_x:
+        _make_logarithmic(axes, "x", [value for curve in curves for value in curve.x], at_points=True)
+    if log_y:
+        _make_logarithmic(axes, "y", [value for curve in curves for value in curve.y], at_points=False)
+    for axis in (axes.xaxis, axes.yaxis):  # after the scales, which bring formats of their own
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    _add_legend(axes, [curve.name for curve in curves])
+    _save(figure, path)
+
+
+def _draw(axes: Any, curve: Curve, number: int) -> None:
+    assert len(curve.x) == len(curve.y), f"{curve.name}: {len(curve.x)=} {len(curve.y)=}"
+    colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+    dash = _DASHES[number // len(COLOURS) % len(_DASHES)]
+    axes.plot(curve.x, curve.y, color=colour, marker=marker, linestyle=dash, markersize=5, linewidth=1.8)
+    if curve.low is not None and curve.high is not None:
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _make_logarithmic(axes: Any, name: str, values: Sequence[float], *, at_points: bool) -> None:
+    getattr(axes, f"set_{name}scale")("log")
+    axis = getattr(axes, f"{name}axis")
+    known = sorted({value for value in values if math.isfinite(value) and value > 0})
+    span = known[-1] / known[0] if known else 1.0
+    if at_points and len(known) <= _FEW_TICKS:
+        axis.set_major_locator(FixedLocator(known))
+    elif span < 10:  # powers of ten alone would leave such an axis without a number
+        axis.set_major_locator(MaxNLocator(nbins=6))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 1000 else (1.0,)))
+    axis.set_minor_locator(NullLocator())
+
+
+def _add_legend(axes: Any, names: Sequence[str]) -> None:
+    # Labels given to matplotlib itself vanish if they begin with "_" and are read as TeX between two "$".
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(names) > _LEGEND_INSIDE else {}
+    legend = axes.legend(axes.lines, [str(number) for number in range(len(names))], frameon=False, **beside)
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    temporary = own_name(path)
+    try:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

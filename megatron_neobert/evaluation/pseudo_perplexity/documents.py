@@ -1,0 +1,151 @@
+"""What pseudo-perplexity is measured on: documents out of files, as rows of a model's tokens with positions to mask.
+
+A document is known by a hash of its text: by the same name in every file, order and run, and beside every tokenizer.
+One that occurs twice counts once. A row is cut at the longest input; what lies beyond it is neither read nor scored.
+"""
+
+import hashlib
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.shards.find import find_shards
+from megatron_neobert.data.shards.parts import read_part, split_into_parts
+from megatron_neobert.data.shards.records import ReadSettings
+from megatron_neobert.errors import DataError
+
+_ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which documents are measured, and where they are masked."""
+
+    max_length: int | None = None  # tokens of a row, those that the tokenizer adds included; None: the model's longest
+    min_length: int = 1
+    limit: int | None = None  # documents: the first ones that are long enough
+    documents_per_bin: int | None = None  # likewise, of each length
+    length_bins: tuple[int, ...] = ()  # upper ends, increasing
+    positions_per_document: int | None = None  # None: all
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Document:
+    """One row: its tokens, and the positions that will be masked one at a time."""
+
+    id: str
+    ids_s: NDArray[np.int32]
+    positions: tuple[int, ...]  # increasing
+    scorable: int  # tokens that could be masked: all but those that the tokenizer adds
+    truncated: bool  # as long as the longest input: cut there, or by chance exactly as long
+
+
+@dataclass
+class Selection:
+    """The documents, and how many records are not among them, by reason."""
+
+    documents: list[Document] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def select_documents(inputs: Sequence[str], tokenizer: Any, read: ReadSettings, choice: Choice) -> Selection:
+    """Reads, tokenises and chooses, in the order of the files; `choice` has a longest row.
+
+    Raises:
+        MissingInputError: An input does not exist.
+        DataError: A file is damaged or has no such text, or no document is long enough.
+    """
+    assert choice.max_length is not None, choice
+    selection, seen, per_bin = Selection(), set[str](), Counter[int]()
+    for texts in _read(inputs, read, selection.left_out):
+        for id, encoding in zip(map(document_id, texts), _encode(tokenizer, texts, choice.max_length), strict=True):
+            reason = _reason_against(id, encoding, seen, per_bin, choice)
+            seen.add(id)
+            if reason is not None:
+                selection.left_out[reason] += 1
+                continue
+            per_bin[bin_of(len(encoding.ids_s), choice.length_bins)] += 1
+            selection.documents.append(_to_document(id, encoding, choice))
+            if len(selection.documents) == choice.limit:
+                return selection
+    if not selection.documents:
+        reasons = ", ".join(f"{count:,} x {reason}" for reason, count in selection.left_out.items()) or "no record"
+        raise DataError(
+            f"--data {' '.join(inputs)} has no document to measure ({reasons}); check --text-key {read.text_key} and "
+            f"--min-length {choice.min_length}."
+        )
+    return selection
+
+
+def document_id(text: str) -> str:
+    """The same for the same text, wherever it is."""
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
+
+
+def draw_positions(id: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:
+    """`count` of the positions without replacement, increasing; they depend on document and seed, on no order."""
+    if count is None or count >= len(scorable):
+        return tuple(scorable)
+    return tuple(sorted(random.Random(f"{seed} {id}").sample(scorable, count)))
+
+
+def bin_of(length: int, length_bins: Sequence[int]) -> int:
+    """Number of the bin: the first whose upper end is not below the length; past the last one, their number."""
+    return bisect_left(length_bins, length)
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    ids_s: NDArray[np.int32]
+    scorable: list[int]
+
+
+def _read(inputs: Sequence[str], read: ReadSettings, left_out: Counter[str]) -> Iterator[list[str]]:
+    for path in find_shards(inputs):
+        for part in split_into_parts(path, read):
+            for batch in read_part(part, read):
+                left_out.update(rejected.reason for rejected in batch.rejected)
+                left_out.update(batch.dropped)
+                if batch.texts:
+                    yield batch.texts
+
+
+def _encode(tokenizer: Any, texts: list[str], max_length: int) -> Iterator[_Encoding]:
+    encoded = tokenizer(
+        texts,
+        truncation=True,
+        max_length=max_length,
+        return_special_tokens_mask=True,
+        return_attention_mask=False,
+        split_special_tokens=True,  # "[SEP]" written in a text is five characters
+    )
+    for ids, added in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+        yield _Encoding(np.array(ids, dtype=np.int32), [place for place, special in enumerate(added) if not special])
+
+
+def _reason_against(id: str, encoding: _Encoding, seen: set[str], per_bin: Counter[int], choice: Choice) -> str | None:
+    if id in seen:
+        return "met before"
+    length = len(encoding.ids_s)
+    if length < choice.min_length or not encoding.scorable:
+        return "shorter than --min-length"
+    if choice.documents_per_bin is not None and per_bin[bin_of(length, choice.length_bins)] >= choice.documents_per_bin:
+        return "beyond --documents-per-bin"
+    return None
+
+
+def _to_document(id: str, encoding: _Encoding, choice: Choice) -> Document:
+    return Document(
+        id=id,
+        ids_s=encoding.ids_s,
+        positions=draw_positions(id, encoding.scorable, choice.positions_per_document, seed=choice.seed),
+        scorable=len(encoding.scorable),
+        truncated=len(encoding.ids_s) == choice.max_length,
+    )

@@ -1,0 +1,116 @@
+"""Measured speeds as CSV, as a Markdown table and as curves: per length, the batch size that was fastest.
+
+A row is what `throughput.summarise` gives. Names of contenders say no more than what tells them apart.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_neobert.evaluation.plots import Curve
+
+COLUMNS = (
+    "model", "dtype", "attention", "kernels", "layout", "passes", "length", "batch_size", "tokens", "slots", "outcome",
+    "steps", "tokens_per_second", "lower_quartile", "upper_quartile", "peak_bytes", "best",
+)  # fmt: skip
+_TELLING = ("dtype", "attention", "layout")  # beside the model's name, where they differ
+_MIB, _GIB = 1 << 20, 1 << 30
+
+Row = Mapping[str, Any]
+
+
+def best_rows(rows: Sequence[Row]) -> list[Row]:
+    """Of each contender and length, the row of the fastest batch size; contenders in their order, lengths growing."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = (*_contender(row), row["length"])
+        best.setdefault(key, row)  # holds the contender's place even where nothing was measured
+        if _speed(row) > _speed(best[key]):
+            best[key] = row
+    order = list(dict.fromkeys(_contender(row) for row in rows))
+    return sorted(best.values(), key=lambda row: (order.index(_contender(row)), row["length"]))
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """All rows, those of the best batch sizes marked."""
+    best = best_rows(rows)
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        is_best = row["tokens_per_second"] is not None and any(row is other for other in best)
+        writer.writerow({**row, "kernels": " ".join(row["kernels"]), "best": "yes" if is_best else "no"})
+    return stream.getvalue()
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """A table for each kind of passes: contenders by lengths."""
+    tables = []
+    for passes in dict.fromkeys(row["passes"] for row in rows):
+        group = [row for row in rows if row["passes"] == passes]
+        tables.append(f"{passes}, tokens/s: median (quartiles), batch size, peak memory\n\n{_table(group)}")
+    return "\n\n".join(tables)
+
+
+def to_curves(rows: Sequence[Row]) -> list[Curve]:
+    """Median of the fastest batch size against the length, with the quartiles as a band; rows of one kind of passes."""
+    curves = []
+    for name, group in _by_name(best_rows(rows)).items():
+        measured = [row for row in group if row["tokens_per_second"] is not None]
+        if measured:
+            columns = ("length", "tokens_per_second", "lower_quartile", "upper_quartile")
+            curves.append(Curve(name, *([row[column] for row in measured] for column in columns)))
+    return curves
+
+
+def to_memory(number: int) -> str:
+    """In GiB, or below a tenth of one in MiB."""
+    return f"{number / _GIB:.2f} GiB" if number >= _GIB / 10 else f"{number / _MIB:.1f} MiB"
+
+
+def to_cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The header, then a line per contender that begins with its model; rows of one kind of passes."""
+    lengths = sorted({row["length"] for row in rows})
+    lines = [["model", "dtype", "attention", "layout", *(f"{length:,}" for length in lengths)]]
+    for group in _by_contender(best_rows(rows)).values():
+        kernels = sorted({kernel for row in group for kernel in row["kernels"]})
+        attention = group[0]["attention"] + (f" ({', '.join(kernels)})" if kernels else "")
+        cells = {row["length"]: _cell(row) for row in group}
+        first = [group[0]["model"], group[0]["dtype"], attention, group[0]["layout"]]
+        lines.append(first + [cells.get(length, "-") for length in lengths])
+    return lines
+
+
+def _table(rows: Sequence[Row]) -> str:
+    header, *lines = to_cells(rows)
+    alignment = ["---"] * 4 + ["---:"] * (len(header) - 4)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, alignment, *lines))
+
+
+def _cell(row: Row) -> str:
+    if row["tokens_per_second"] is None:
+        return f"{row['outcome']} (batch {row['batch_size']})"
+    middle, lower, upper = (f"{row[name]:,.0f}" for name in ("tokens_per_second", "lower_quartile", "upper_quartile"))
+    return f"{middle} ({lower} to {upper}), batch {row['batch_size']}, {to_memory(row['peak_bytes'])}"
+
+
+def _contender(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", *_TELLING, "passes"))
+
+
+def _speed(row: Row) -> float:
+    return -1.0 if row["tokens_per_second"] is None else float(row["tokens_per_second"])
+
+
+def _by_contender(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_contender(row), []).append(row)
+    return groups
+
+
+def _by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    telling = [name for name in _TELLING if len({row[name] for row in rows}) > 1]
+    groups = _by_contender(rows).values()
+    return {", ".join([group[0]["model"], *(group[0][name] for name in telling)]): group for group in groups}

@@ -1,0 +1,86 @@
+"""A folder with small GLUE tasks, a model for them, and runs on them.
+
+Every text is five words; its label follows from how many of them are "cat", so that a small model learns it.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from unit.evaluation.pseudo_perplexity_models import write_model
+
+from megatron_neobert.evaluation.glue.grid import Grid
+from megatron_neobert.evaluation.glue.run import Evaluation
+from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation.glue.training import Point, Protocol, Run
+
+HEADERS = {
+    "RTE": "index\tsentence1\tsentence2\tlabel",
+    "MNLI": "index\tsentence1\tsentence2\tgold_label",
+    "STS-B": "index\tsentence1\tsentence2\tscore",
+    "SST-2": "sentence\tlabel",
+}
+SPLITS = {"train": 48, "dev": 24, "test": 12}
+POINT = Point(batch_size=8, learning_rate=3e-3, weight_decay=1e-5, seed=0)
+
+
+def write_glue(folder: Path) -> Path:
+    """RTE, MNLI, STS-B and SST-2 as the benchmark's TSV files."""
+    rng = random.Random(0)
+    for title, header in HEADERS.items():
+        (folder / title).mkdir(parents=True)
+        for split, count in SPLITS.items():
+            ends = ("_matched", "_mismatched") if title == "MNLI" and split != "train" else ("",)
+            for end in ends:
+                lines = [_line(rng, title, number, labelled=split != "test") for number in range(count)]
+                named = header if split != "test" else "\t".join(header.split("\t")[:-1])
+                (folder / title / f"{split}{end}.tsv").write_text("\n".join([named, *lines]) + "\n")
+    return folder
+
+
+def _line(rng: random.Random, title: str, number: int, *, labelled: bool) -> str:
+    cats = rng.randrange(6 if title == "STS-B" else 3 if title == "MNLI" else 2)
+    words = ["cat"] * cats + rng.choices(["sat", "on", "a", "mat"], k=5 - cats)
+    rng.shuffle(words)
+    text = " ".join(words)
+    label = {
+        "RTE": ("entailment", "not_entailment"),
+        "MNLI": ("entailment", "neutral", "contradiction"),
+        "STS-B": tuple("012345"),
+        "SST-2": ("0", "1"),
+    }[title][cats]
+    cells = [text] if title == "SST-2" else [str(number), text, "the mat"]
+    return "\t".join([*cells, label] if labelled else cells)
+
+
+def make_place(folder: Path) -> Path:
+    """The folder with `glue` and a BERT in `model`."""
+    write_glue(folder / "glue")
+    write_model(folder / "model", "Bert")
+    return folder
+
+
+def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | None = None, **protocol: Any) -> Run:
+    return Run(
+        task=task,
+        point=point,
+        start=start or place / "model",
+        data_dir=place / "glue",
+        folder=place / "runs" / f"{task}-{point.name}",
+        protocol=Protocol(**{"epochs": 2, **protocol}),
+    )
+
+
+def build_evaluation(place: Path, *tasks: str, output: str = "output", **changes: Any) -> Evaluation:
+    grid = Grid(batch_sizes=(8,), learning_rates=(3e-3,), weight_decays=(1e-5,))
+    values = {
+        "model": place / "model",
+        "data_dir": place / "glue",
+        "output": place / output,
+        "grids": dict.fromkeys(tasks, grid),
+        "seeds": (0,),
+        "protocol": Protocol(epochs=1),
+        "transfer_from": None,
+    }
+    assert set(tasks) <= set(TASKS)
+    return Evaluation(**{**values, **changes})

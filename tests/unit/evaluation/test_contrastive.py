@@ -1,0 +1,207 @@
+"""Contrastive fine-tuning of a tiny encoder: its loss, its instructions, and runs that stop and go on."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from unit.evaluation.contrastive_place import INSTRUCTIONS, make_pairs, write_datasets, write_encoder, write_yaml
+
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
+from megatron_neobert.evaluation.contrastive.checkpoints import newest_checkpoint, prepare_folder
+from megatron_neobert.evaluation.contrastive.config import TrainingSettings, read_config
+from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
+from megatron_neobert.evaluation.contrastive.run import (
+    PairCollator,
+    Places,
+    RunOptions,
+    _build_loss,
+    build_prompts,
+    finetune,
+    load_encoder,
+)
+
+ROWS = make_pairs(6, negatives=3, seed=9)
+KEYS = list(INSTRUCTIONS)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an encoder, its data and a YAML file."""
+    folder = tmp_path_factory.mktemp("contrastive")
+    write_encoder(folder / "bert")
+    write_datasets(folder / "data")
+    write_yaml(folder / "run.yaml")
+    return folder
+
+
+def train(place: Path, output: Path, *, resume: bool = False, seed: int = 0, **changes: object) -> tuple[Places, dict]:
+    config = read_config(place / "run.yaml")
+    training = replace(config.training, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
+        paths = find_local(place / "data", KEYS, skip_missing=False)
+        pairs = {key: load_pairs(key, config.datasets[key], path) for key, path in paths.items()}
+    places, options = Places.of(output, "bert"), RunOptions(seed=seed, device="cpu", resume=resume)
+    prepare_folder(places.checkpoints, {"seed": seed}, resume=resume)
+    results = finetune(place / "bert", pairs, config.datasets, training, places, options)
+    assert results is not None
+    return places, results
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Places, dict]:
+    """100 steps without a stop."""
+    return train(place, tmp_path_factory.mktemp("trained"))
+
+
+def weights_of(places: Places) -> bytes:
+    return (places.final / "model.safetensors").read_bytes()
+
+
+def expected_loss(model: SentenceTransformer, temperature: float) -> float:
+    """InfoNCE as the paper writes it, text by text."""
+    negatives = [text for row in ROWS for text in row["negatives"]]
+    assert len({len(row["negatives"]) for row in ROWS}) > 1, "rows of different numbers of negatives"
+    queries, positives, others = (
+        model.encode(texts, convert_to_tensor=True, normalize_embeddings=True)
+        for texts in ([row["query"] for row in ROWS], [row["positive"] for row in ROWS], negatives)
+    )
+    similarities = queries @ torch.cat([positives, others]).T / temperature
+    own = torch.arange(len(ROWS))
+    return float((torch.logsumexp(similarities, 1) - similarities[own, own]).mean())
+
+
+@pytest.mark.parametrize("gradient_cache", [None, 2])
+def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(place, gradient_cache):
+    model = load_encoder(place / "bert", max_length=32).eval()
+    batch = PairCollator(preprocess_fn=model.preprocess)(ROWS)
+    features = [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
+        for name in ("query", "document")
+    ]
+    for temperature in (0.07, 0.5):
+        settings = TrainingSettings(temperature=temperature)
+        loss = _build_loss(model, settings, RunOptions(gradient_cache=gradient_cache))
+        measured = loss(features, torch.zeros(len(ROWS)))
+        torch.testing.assert_close(measured.item(), expected_loss(model, temperature), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("where", "queries", "documents"), [("query", True, False), ("both", True, True), ("none", False, False)]
+)
+def test_instruction_stands_before_the_texts_it_is_meant_for(place, where, queries, documents):
+    config = read_config(place / "run.yaml")
+    prompts = build_prompts(config.datasets, TrainingSettings(instructions=where))
+    columns = ("query", "document") if where == "both" else ("query",)
+    model = load_encoder(place / "bert", max_length=32)
+    collator = PairCollator(
+        preprocess_fn=model.preprocess, prompts={key: dict.fromkeys(columns, text) for key, text in prompts.items()}
+    )
+    batch = collator([{**row, "dataset_name": "SMALL"} for row in ROWS])
+    for name, wanted in (("query", queries), ("document", documents)):
+        texts = model.tokenizer.batch_decode(batch[f"{name}_input_ids"], skip_special_tokens=True)
+        assert [text.startswith("similar :") for text in texts] == [wanted] * len(texts)
+
+
+def test_training_brings_positives_nearer_than_they_were(place, trained):
+    places, results = trained
+    rows = make_pairs(100, negatives=0, seed=77)  # not among those it was trained on
+
+    def share_of_hits(folder: Path) -> float:
+        model = load_encoder(folder, max_length=32)
+        queries, documents = (model.encode([row[name] for row in rows]) for name in ("query", "positive"))
+        return float((model.similarity(queries, documents).argmax(1) == torch.arange(100)).float().mean())
+
+    assert results["last_loss_nats"] < 0.5 * results["first_loss_nats"]
+    before, after = share_of_hits(place / "bert"), share_of_hits(places.final)
+    assert after > before + 0.1, f"{before=} {after=}"
+
+
+def test_results_say_what_every_dataset_contributed(trained):
+    shares = trained[1]["datasets"]
+    roots = {"LARGE": 20, "SMALL": 10, "HARD": 5}  # of 400, 100 and 25 rows
+    assert {key: share["probability"] for key, share in shares.items()} == pytest.approx(
+        {key: root / 35 for key, root in roots.items()}, abs=1e-6
+    )
+    assert {key: share["pairs_per_batch"] for key, share in shares.items()} == {"LARGE": 16, "SMALL": 16, "HARD": 8}
+    assert sum(share["batches"] for share in shares.values()) == 100
+
+
+def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
+    model = SentenceTransformer(str(trained[0].final), device="cpu")
+    assert {key: model.prompts[key] for key in KEYS} == {key: f"{text} " for key, text in INSTRUCTIONS.items()}
+    assert model.default_prompt_name is None
+    plain, prompted = model.encode("ba ce di"), model.encode("ba ce di", prompt_name="SMALL")
+    assert abs(plain - prompted).max() > 1e-3
+    assert (model.encode("similar : ba ce di") == prompted).all()
+
+
+def test_loss_is_logged_once_per_interval(trained):
+    places, results = trained
+    header, *lines = places.loss_csv.read_text(encoding="utf-8").splitlines()
+    assert header == "step,loss,learning_rate,grad_norm"
+    assert [line.split(",")[0] for line in lines] == ["25", "50", "75", "100"]
+    assert float(lines[-1].split(",")[1]) == results["last_loss_nats"]
+    assert places.loss_png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, trained, tmp_path, capsys):
+    whole, _ = trained
+    shutil.copytree(whole.checkpoints, tmp_path / "bert" / "checkpoints")
+    # As if the process had been killed while it wrote the last checkpoint.
+    (tmp_path / "bert" / "checkpoints" / "checkpoint-100" / "trainer_state.json").write_text('{"epoch": ')
+    resumed, results = train(place, tmp_path, resume=True)
+    said = capsys.readouterr().out
+    assert "going on from" in said
+    assert "step 75/100" in said and "step 50/100" not in said, "it began at the checkpoint"
+    assert results["started_from"] == "checkpoint-50"
+    assert weights_of(resumed) == weights_of(whole)
+    assert resumed.loss_csv.read_text() == whole.loss_csv.read_text()
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"instructions": "none"}, {"instructions": "both"}], ids=str)
+def test_another_seed_or_place_of_the_instructions_gives_other_losses(place, tmp_path, change):
+    common = {"steps": 2, "log_interval": 1}
+    losses = [
+        train(place, tmp_path / name, **common, **changes)[0].loss_csv.read_text(encoding="utf-8")
+        for name, changes in (("as it is", {}), ("changed", change))
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_checkpoints_are_not_gone_on_from_unasked_or_with_other_settings(trained, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(trained[0].checkpoints, folder)
+    with pytest.raises(OutputError, match="holds checkpoints; go on with --resume"):
+        prepare_folder(folder, {"seed": 0}, resume=False)
+    with pytest.raises(ConfigError, match="seed was 0 and is 1"):
+        prepare_folder(folder, {"seed": 1}, resume=True)
+    (folder / "checkpoint-100" / "trainer_state.json").unlink()
+    prepare_folder(folder, {"seed": 0}, resume=True)
+    assert newest_checkpoint(folder) == folder / "checkpoint-50"
+    assert not (folder / "checkpoint-100").exists()
+
+
+def test_pooling_of_a_folder_is_kept_and_mean_added_where_there_is_none(place, tmp_path):
+    assert load_encoder(place / "bert", max_length=16)[1].pooling_mode == "mean"
+    transformer = Transformer(str(place / "bert"))
+    modules = [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode="cls")]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
+    model = load_encoder(tmp_path, max_length=16)
+    assert model[1].pooling_mode == "cls"
+    assert model.max_seq_length == 16
+    assert load_encoder(tmp_path, max_length=1024).max_seq_length == 32
+
+
+def test_folder_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(MissingInputError, match="no such folder"):
+        load_encoder(tmp_path / "none", max_length=16)
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    (tmp_path / "vocab.txt").write_text("[PAD]")
+    with pytest.raises(ConversionError, match="cannot load"):
+        load_encoder(tmp_path, max_length=16)

@@ -1,0 +1,161 @@
+"""One fine-tuning: schedule, evaluations, early stop, heads, and the start from MNLI."""
+
+import dataclasses
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from unit.evaluation.glue_place import POINT, build_run, make_place
+from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
+
+from megatron_neobert.errors import ConversionError
+from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer
+from megatron_neobert.evaluation.glue.models import load_classifier, longest_input
+from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation.glue.training import (
+    MODEL,
+    build_trainer,
+    evaluation_interval,
+    fine_tune,
+    rate_factor,
+    tokenize_split,
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("glue"))
+
+
+@pytest.fixture(scope="module")
+def mnli(place):
+    """A finished run on MNLI: its folder and outcome."""
+    run = build_run(place, "mnli")
+    return run.folder / MODEL, fine_tune(run)
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"),
+    [(0, 0.0), (3, 0.5), (6, 1.0), (48, 0.1 + 0.9 * (90 - 48) / (90 - 6)), (90, 0.1), (99, 0.1)],
+)
+def test_rate_warms_up_for_6_percent_and_falls_to_a_tenth_at_90(step, factor):
+    assert rate_factor(step, total=100) == pytest.approx(factor)
+
+
+def test_rate_has_no_jump():
+    rates = [rate_factor(step, total=1000) for step in range(1000)]
+    assert max(abs(b - a) for a, b in pairwise(rates[60:])) == pytest.approx(0.9 / 840)
+
+
+@pytest.mark.parametrize(("batches", "steps"), [(24_544, 500), (311, 31), (10, 1), (3, 1)])
+def test_evaluations_are_a_tenth_of_an_epoch_apart_and_at_most_500_steps(batches, steps):
+    assert evaluation_interval(batches) == steps
+
+
+def test_optimizer_and_evaluations_are_the_papers(place):
+    arguments = build_trainer(build_run(place, "rte")).args
+    assert (arguments.adam_beta1, arguments.adam_beta2, arguments.adam_epsilon) == (0.9, 0.95, 1e-8)
+    assert (arguments.max_grad_norm, arguments.eval_steps, arguments.metric_for_best_model) == (0.0, 1, "accuracy")
+
+
+def test_scores_are_those_of_the_weights_that_are_kept(place, mnli):
+    folder, outcome = mnli
+    run = build_run(place, "mnli")
+    model, tokenizer = load_classifier(folder, TASKS["mnli"], LoadOptions()), load_tokenizer(folder)
+    for split, metric in (("validation_matched", "accuracy"), ("validation_mismatched", "accuracy_mismatched")):
+        rows = tokenize_split(run, split, tokenizer, 40)
+        with torch.no_grad():
+            logits = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0].tolist() for row in rows]
+        right = sum(logit.index(max(logit)) == row["labels"] for logit, row in zip(logits, rows, strict=True))
+        assert outcome.scores[metric] == right / len(rows)
+    assert outcome.average == pytest.approx(sum(outcome.scores.values()) / 2)
+    assert not list(folder.parent.glob("checkpoint-*"))
+    assert not (folder / "training_args.bin").exists()
+
+
+def test_run_learns_what_can_be_learned_and_gives_the_same_again(place):
+    run = build_run(place, "rte", epochs=6)
+    outcome = fine_tune(run)
+    assert outcome.average == 1.0
+    assert dataclasses.replace(fine_tune(run), seconds=0.0) == dataclasses.replace(outcome, seconds=0.0)
+
+
+def test_run_ends_when_evaluations_bring_nothing_better(place):
+    run = build_run(place, "rte", epochs=50, patience=2, point=dataclasses.replace(POINT, learning_rate=1e-12))
+    outcome = fine_tune(run)
+    assert outcome.steps == outcome.best_step + 2  # one step from one evaluation to the next
+
+
+def test_stsb_is_a_regression_also_from_the_mnli_model(place, mnli):
+    outcome = fine_tune(build_run(place, "stsb", start=mnli[0], epochs=8))
+    assert outcome.scores["pearson"] > 0.5
+    config = json.loads((place / "runs" / f"stsb-{POINT.name}" / MODEL / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+
+
+@pytest.mark.parametrize("task", ["rte", "stsb"])
+def test_start_from_mnli_keeps_all_but_the_last_layer(mnli, task):
+    torch.manual_seed(1)
+    found = load_classifier(mnli[0], TASKS[task], LoadOptions()).state_dict()
+    source = load_file(mnli[0] / "model.safetensors")
+    same = {name for name in source if torch.equal(found.get(name, torch.empty(0)), source[name])}
+    assert set(source) - same == {"classifier.weight", "classifier.bias"}
+    assert "bert.pooler.dense.weight" in same
+    assert found["classifier.weight"].shape[0] == TASKS[task].num_outputs
+    assert not found["classifier.weight"].isnan().any()
+
+
+@pytest.mark.parametrize("kind", ["EuroBert", "neobert"])
+def test_our_exports_keep_the_dense_layer_of_their_head_from_mnli(tmp_path, kind):
+    write_model(tmp_path / "pretrained", kind)
+    torch.manual_seed(0)
+    source = load_classifier(tmp_path / "pretrained", TASKS["mnli"], LoadOptions())
+    source.save_pretrained(tmp_path / "mnli")
+    found = load_classifier(tmp_path / "mnli", TASKS["rte"], LoadOptions()).state_dict()
+    different = {name for name, value in source.state_dict().items() if not torch.equal(found[name], value)}
+    assert different == {"classifier.weight"} | ({"classifier.bias"} & different)
+    assert torch.equal(found["dense.weight"], source.state_dict()["dense.weight"])
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_encoder_gets_a_head_and_learns(place, tmp_path, kind):
+    start = write_model(tmp_path / kind, kind)
+    run = build_run(place, "rte", start=start, limit=24, epochs=1)
+    outcome = fine_tune(dataclasses.replace(run, folder=tmp_path / "run"))
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / kind, tmp_path / "run" / MODEL))
+    shared = {name for name in before if name in after}
+    assert shared and any(not torch.equal(before[name], after[name]) for name in shared)
+    assert 0 <= outcome.average <= 1
+
+
+def test_head_that_reads_the_last_token_is_refused(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=15, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
+    transformers.LlamaModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ConversionError, match="LlamaForSequenceClassification classifies by the last token"):
+        load_classifier(tmp_path, TASKS["rte"], LoadOptions())
+
+
+def test_longest_input_is_what_model_and_tokenizer_allow(tmp_path):
+    for kind in ("Bert", "Roberta"):
+        write_model(tmp_path / kind, kind)
+        model, tokenizer = (
+            load_classifier(tmp_path / kind, TASKS["rte"], LoadOptions()),
+            load_tokenizer(tmp_path / kind),
+        )
+        tokenizer.model_max_length = 10**30
+        length = longest_input(model, tokenizer, 1024)
+        model(input_ids=torch.full((1, length), 5))  # one more would be out of the table
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, length + 1), 5))
+        assert longest_input(model, tokenizer, 7) == 7
+
+
+def test_run_that_diverges_scores_0(place):
+    run = build_run(place, "rte", point=dataclasses.replace(POINT, learning_rate=1e30), epochs=1)
+    with pytest.warns(UserWarning, match="not finite"):
+        assert fine_tune(run).scores == {"accuracy": 0.0}

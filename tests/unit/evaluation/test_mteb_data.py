@@ -1,0 +1,244 @@
+"""Tasks from files, from the folder that fetching fills, and their results that outlive a run."""
+
+import csv
+import json
+
+import pytest
+
+mteb = pytest.importorskip("mteb")
+
+import numpy as np  # noqa: E402
+from mteb.mocks import ALL_MOCK_TASK_TEST_GRID  # noqa: E402
+from scipy.stats import spearmanr  # noqa: E402
+from transformers import AutoModel, AutoTokenizer  # noqa: E402
+from unit.evaluation.mteb_places import (  # noqa: E402
+    WORDS,
+    make_encoder,
+    write_beir,
+    write_labelled,
+    write_lines,
+    write_pairs,
+)
+
+from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
+from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
+from megatron_neobert.evaluation.mteb.data import limit_task, load_task, store_task, stored_revision  # noqa: E402
+from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder  # noqa: E402
+from megatron_neobert.evaluation.mteb.instructions import Instructions  # noqa: E402
+from megatron_neobert.evaluation.mteb.local import local_task  # noqa: E402
+from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, refuse_missing, run_tasks  # noqa: E402
+
+KINDS = ("Classification", "Clustering", "PairClassification", "Reranking", "Retrieval", "STS", "Summarization")
+MOCKS = [  # all in one language, and one that has subsets
+    task
+    for task in ALL_MOCK_TASK_TEST_GRID
+    if task.metadata.modalities == ["text"]
+    and task.metadata.type in KINDS
+    and (not task.metadata.is_multilingual or task.metadata.type in ("STS", "Retrieval"))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_encoder(tmp_path_factory.mktemp("encoder") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return build_encoder(folder, EncoderOptions(load=LoadOptions()), Instructions())
+
+
+def evaluate(encoder, task):
+    (result,) = mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False).task_results
+    return result
+
+
+def run(encoder, tasks, data_dir, output, *, settings=None, limit=None):
+    """The scores and the lines that were reported."""
+    lines = []
+    files = ResultFiles(output, name="tiny", fingerprint="abc", settings=settings or {})
+    options = {"data_dir": data_dir, "batch_size": 8, "limit": limit, "report": lines.append}
+    return run_tasks(tasks, lambda: encoder, files, **options), lines
+
+
+@pytest.mark.parametrize("mock", MOCKS, ids=lambda task: task.metadata.name)
+def test_stored_task_gives_the_scores_of_the_one_that_was_loaded(mock, encoder, tmp_path):
+    kind = type(mock)
+    store_task(tmp_path, kind())
+    again = kind()
+    load_task(tmp_path, again)
+    assert again.data_loaded
+    first, second = evaluate(encoder, kind()), evaluate(encoder, again)
+    assert json.dumps(second.scores) == json.dumps(first.scores)  # as text: some are nan
+
+
+def test_what_loading_sets_on_a_task_is_stored_too(tmp_path):
+    kind = type(next(task for task in MOCKS if task.metadata.type == "STS"))
+
+    class Setting(kind):
+        max_fraction_of_documents_to_embed = 0.5
+
+        def load_data(self, **kwargs):
+            super().load_data(**kwargs)
+            self.max_fraction_of_documents_to_embed = None
+
+    store_task(tmp_path, Setting())
+    task = Setting()
+    load_task(tmp_path, task)
+    assert task.max_fraction_of_documents_to_embed is None
+
+
+def test_data_of_another_revision_is_refused_before_anything_runs(tmp_path):
+    task = type(MOCKS[0])()
+    store_task(tmp_path, task)
+    about = tmp_path / "tasks" / task.metadata.name / "task.json"
+    about.write_text(about.read_text().replace(task.metadata.revision, "older"))
+    assert stored_revision(tmp_path, task) == "older"
+    files = ResultFiles(tmp_path / "out", name="tiny", fingerprint="abc", settings={})
+    with pytest.raises(DataError, match="holds revision older"):
+        find_missing([task], files, tmp_path)
+
+
+def test_tasks_without_data_are_named_all_at_once_and_have_no_score(encoder, tmp_path):
+    tasks = [mteb.get_task("CQADupstackRetrieval"), mteb.get_task("STS12"), type(MOCKS[0])()]
+    store_task(tmp_path, type(MOCKS[0])())
+    files = ResultFiles(tmp_path / "out", name="tiny", fingerprint="abc", settings={})
+    missing = find_missing(tasks, files, tmp_path)
+    assert len(missing) == 13
+    with pytest.raises(MissingInputError, match=r"no data of 13 tasks \(CQADupstackAndroidRetrieval,.*STS12\)"):
+        refuse_missing(missing, tmp_path)
+    scores, _ = run(encoder, tasks, tmp_path, tmp_path / "out")
+    assert [score.score is None for score in scores] == [True, True, False]
+    assert scores[1].missing == "no data"
+    assert scores[0].missing.count("Retrieval") == 12
+
+
+def test_result_is_kept_until_data_or_settings_change(encoder, tmp_path):
+    write_pairs(tmp_path / "sts")
+    first, lines = run(encoder, [local_task("sts", tmp_path)], tmp_path, tmp_path / "out")
+    assert "kept" not in lines[0]
+    second, lines = run(None, [local_task("sts", tmp_path)], tmp_path, tmp_path / "out")  # no encoder: nothing to do
+    assert (second, "(kept)" in lines[0]) == (first, True)
+    _, lines = run(encoder, [local_task("sts", tmp_path)], tmp_path, tmp_path / "out", settings={"pooling": "cls"})
+    assert "kept" not in lines[0]
+    with (tmp_path / "sts" / "test.tsv").open("a") as stream:
+        stream.write("wing\tcard\t5\n")
+    third, lines = run(encoder, [local_task("sts", tmp_path)], tmp_path, tmp_path / "out")
+    assert "kept" not in lines[0]
+    assert third != first
+
+
+def test_score_that_is_not_a_number_is_missing(encoder, tmp_path):
+    (tmp_path / "sts").mkdir()
+    (tmp_path / "sts" / "test.tsv").write_text("sentence1\tsentence2\tscore\n" + "wing\twing\t1\n" * 4)
+    (score,), _ = run(encoder, [local_task("sts", tmp_path)], tmp_path, tmp_path / "out")
+    assert (score.score, score.missing) == (None, "not a number: the score of local:sts")
+
+
+def test_similarity_task_scores_the_rank_correlation_of_cosines(encoder, folder, tmp_path):
+    path = write_pairs(tmp_path / "sts") / "test.tsv"
+    with path.open(newline="") as stream:
+        rows = list(csv.DictReader(stream, delimiter="\t", quoting=csv.QUOTE_NONE))
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+    def embed(text):
+        return model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0).detach().numpy()
+
+    pairs = [(embed(row["sentence1"]), embed(row["sentence2"])) for row in rows]
+    cosines = [left @ right / np.linalg.norm(left) / np.linalg.norm(right) for left, right in pairs]
+    correlation = spearmanr(cosines, [float(row["score"]) for row in rows]).statistic
+    assert evaluate(encoder, local_task("sts", tmp_path)).get_score() == pytest.approx(correlation, abs=0.005)
+
+
+def test_classes_that_have_no_word_in_common_are_told_apart(encoder, tmp_path):
+    for name, column in (("one", "label"), ("other", "category")):
+        write_labelled(tmp_path / name, column=column)
+        assert evaluate(encoder, local_task(name, tmp_path)).get_score() == 1.0
+
+
+def test_document_that_repeats_its_query_is_found_first(encoder, tmp_path):
+    write_beir(tmp_path / "beir")
+    task = local_task("beir", tmp_path)
+    assert evaluate(encoder, task).get_score() == 1.0  # nDCG@10
+    task.load_data()
+    task.dataset["default"]["test"]["relevant_docs"] = {f"q{i}": {f"d{i + 5}": 1} for i in range(4)}
+    task.data_loaded = True
+    assert evaluate(encoder, task).get_score() < 1.0
+
+
+def test_limit_leaves_the_first_queries_their_documents_and_some_others(tmp_path):
+    documents = [{"_id": f"d{i}", "text": WORDS[i % 12]} for i in range(100)]
+    write_lines(tmp_path / "beir" / "corpus.jsonl", documents)
+    write_lines(tmp_path / "beir" / "queries.jsonl", [{"_id": f"q{i}", "text": "wing"} for i in range(9)])
+    qrels = ["query-id\tcorpus-id\tscore", *(f"q{i}\td{99 - i}\t1" for i in range(9))]
+    (tmp_path / "beir" / "qrels.tsv").write_text("\n".join(qrels) + "\n")
+    task = local_task("beir", tmp_path)
+    task.load_data()
+    limit_task(task, 2)
+    content = task.dataset["default"]["test"]
+    assert content["queries"]["id"] == ["q0", "q1"]
+    assert content["corpus"]["id"] == [*(f"d{i}" for i in range(20)), "d98", "d99"]  # 2 queries x 10 others
+    assert content["relevant_docs"] == {"q0": {"d99": 1}, "q1": {"d98": 1}}
+
+
+def test_limit_leaves_training_examples_alone(tmp_path):
+    write_labelled(tmp_path / "labelled")
+    task = local_task("labelled", tmp_path)
+    task.load_data()
+    limit_task(task, 3)
+    assert {split: len(rows) for split, rows in task.dataset.items()} == {"train": 16, "test": 3}
+
+
+@pytest.mark.parametrize("mock", MOCKS, ids=lambda task: task.metadata.name)
+def test_every_kind_of_task_can_be_limited(mock):
+    task = type(mock)()
+    task.load_data()
+    limit_task(task, 1)
+    for content in task.dataset.values():
+        for rows in content.values() if isinstance(content, dict) else [content]:
+            assert len(rows["queries"] if isinstance(rows, dict) else rows) <= 1 or task.metadata.type in KINDS[:1]
+
+
+def test_cranfield_is_read_as_it_is_distributed(shared_data, tmp_path):
+    (tmp_path / "cranfield").symlink_to(shared_data / "retrieval" / "cran")
+    task = local_task("cranfield", tmp_path)
+    task.load_data()
+    content = task.dataset["default"]["test"]
+    assert (len(content["corpus"]), len(content["queries"])) == (1400, 225)
+    assert sum(map(len, content["relevant_docs"].values())) == 1836  # the lines of the judgements but repeated ones
+    first = content["corpus"][0]
+    assert first["title"] == "experimental investigation of the aerodynamics of a wing in a slipstream ."
+    assert first["text"].startswith("an experimental study of a wing in a propeller slipstream")
+    assert content["queries"][0]["text"].startswith("what similarity laws must be obeyed")
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "said"),
+    [
+        ({}, MissingInputError, "holds nothing; expected"),
+        ({"test.tsv": "a\tb\n1\t2\n"}, DataError, "line 2 lacks sentence1, sentence2, score"),
+        ({"test.tsv": "sentence1\tsentence2\tscore\n"}, DataError, "no lines below the header"),
+        ({"test.tsv": "sentence1\tsentence2\tscore\na\tb\thigh\n"}, DataError, "'high' is no number"),
+        ({"train.csv": "text,label\na,b\n", "test.csv": "text,label\na,c\n"}, DataError, "train.csv lacks: c"),
+        ({"train.csv": "text,topic\na,b\n", "test.csv": "text,topic\na,b\n"}, DataError, "label or category"),
+        ({"corpus.jsonl": "{}\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "line 1 lacks one of _id, text"),
+        ({"corpus.jsonl": "x\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "line 1 is not JSON"),
+    ],
+)
+def test_files_of_no_known_form_are_refused(files, error, said, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name, content in files.items():
+        (tmp_path / "mine" / name).write_text(content)
+    with pytest.raises(error, match=said):
+        local_task("mine", tmp_path).load_data()
+
+
+def test_results_are_where_mteb_looks_for_them(encoder, tmp_path):
+    write_pairs(tmp_path / "sts")
+    task = local_task("sts", tmp_path)
+    (score,), _ = run(encoder, [task], tmp_path, tmp_path / "out")
+    (meta,) = (tmp_path / "out").rglob("model_meta.json")
+    revision = json.loads(meta.read_text())["revision"]
+    cache = mteb.ResultCache(tmp_path / "out")
+    result = cache.load_task_result("local:sts", "local/tiny", revision)
+    assert 100 * result.get_score() == score.score

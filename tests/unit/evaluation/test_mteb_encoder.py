@@ -1,0 +1,105 @@
+"""The encoder that mteb gets: pooling, prompts, lengths, and every kind of task that mteb has."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+mteb = pytest.importorskip("mteb")
+
+from transformers import AutoModel, AutoTokenizer  # noqa: E402
+from unit.evaluation.mteb_places import make_encoder  # noqa: E402
+
+from megatron_neobert.errors import ConversionError, MissingInputError  # noqa: E402
+from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
+from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder, longest_input  # noqa: E402
+from megatron_neobert.evaluation.mteb.instructions import Instructions  # noqa: E402
+
+TEXTS = ["wing flow", "the card of money of the bank", "gene", "heat food health cell gene wing flow the of"]
+STS = SimpleNamespace(name="any", type="STS")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_encoder(tmp_path_factory.mktemp("encoder") / "tiny")
+
+
+def encode(folder, texts=TEXTS, *, instructions=None, side=None, **options):
+    encoder = build_encoder(folder, EncoderOptions(load=LoadOptions(), **options), instructions or Instructions())
+    side = side and SimpleNamespace(value=side)
+    batches = [{"text": texts[:1]}, {"text": texts[1:]}]
+    return encoder.encode(batches, task_metadata=STS, hf_split="", hf_subset="", prompt_type=side, batch_size=3)
+
+
+def expected(folder, texts, pooling):
+    """One text at a time, so nothing is padded."""
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0] for text in texts]
+    return np.stack([(state.mean(0) if pooling == "mean" else state[0]).numpy() for state in states])
+
+
+@pytest.mark.parametrize(("pooling", "other"), [("mean", "cls"), ("cls", "mean")])
+def test_embedding_is_the_pooled_state_of_plain_transformers_in_the_order_of_the_texts(folder, pooling, other):
+    # measured 4e-7: batches are padded; the other pooling differs by more than 0.1
+    np.testing.assert_allclose(encode(folder, pooling=pooling), expected(folder, TEXTS, pooling), atol=2e-6)
+    assert np.abs(encode(folder, pooling=pooling) - expected(folder, TEXTS, other)).max() > 0.1
+
+
+def test_instruction_stands_before_queries_and_not_before_documents(folder):
+    instructions = Instructions(types={"STS": "find money"})
+    plain, prefixed = expected(folder, TEXTS, "mean"), expected(folder, [f"find money {t}" for t in TEXTS], "mean")
+    np.testing.assert_allclose(encode(folder, instructions=instructions, side="query"), prefixed, atol=2e-6)
+    np.testing.assert_allclose(encode(folder, instructions=instructions, side="document"), plain, atol=2e-6)
+    assert np.abs(plain - prefixed).max() > 0.1
+
+
+def test_style_paper_gives_the_models_own_special_tokens(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("food[SEP] [CLS]wing").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["[CLS]", "food", "[SEP]", "[CLS]", "wing", "[SEP]"]
+
+
+def test_text_is_cut_at_the_given_length_and_at_the_last_position(folder, capsys):
+    long = " ".join(["wing"] * 200)
+    np.testing.assert_allclose(
+        encode(folder, [long, long], max_length=10), expected(folder, [" ".join(["wing"] * 8)] * 2, "mean"), atol=2e-6
+    )
+    assert capsys.readouterr().out == ""
+    np.testing.assert_allclose(
+        encode(folder, [long, long]), expected(folder, [" ".join(["wing"] * 62)] * 2, "mean"), atol=2e-6
+    )
+    assert "cut after 64 tokens, not 1024" in capsys.readouterr().out
+
+
+def test_positions_of_roberta_start_behind_the_padding_id():
+    config = SimpleNamespace(model_type="roberta", max_position_embeddings=514, pad_token_id=1)
+    assert longest_input(config, SimpleNamespace(model_max_length=10**30)) == 512
+
+
+def test_every_kind_of_text_task_that_mteb_has_runs(folder):
+    encoder = build_encoder(folder, EncoderOptions(load=LoadOptions()), Instructions())
+    statuses = dict(mteb.mock_run(encoder).items())
+    failed = {name: status.exception for name, status in statuses.items() if status and not hasattr(status, "scores")}
+    assert failed == {}
+    assert sum(status is not None for status in statuses.values()) >= 28  # with mteb 2.26
+
+
+def test_folder_whose_modules_would_be_left_out_is_refused(folder, tmp_path):
+    copy = tmp_path / "dense"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).symlink_to(path)
+    modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Dense")]
+    (copy / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConversionError, match="lists Dense"):
+        encode(copy)
+    (copy / "modules.json").write_text(json.dumps(modules[:2]))
+    assert encode(copy).shape == (4, 32)
+
+
+def test_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(MissingInputError, match="no such folder"):
+        encode(tmp_path / "nowhere")

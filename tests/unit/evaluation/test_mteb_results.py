@@ -1,0 +1,55 @@
+"""Means by category: complete or not given."""
+
+import csv
+import io
+
+from megatron_neobert.evaluation.mteb.results import TaskScore, means_by_category, to_csv, to_markdown, to_results
+
+
+def score(name, type_, value, missing=None):
+    return TaskScore(name=name, type=type_, metric="accuracy", score=value, missing=missing)
+
+
+COMPLETE = [score("b", "STS", 30.0), score("a", "Classification", 50.0), score("c", "Classification", 70.0)]
+GAPS = [*COMPLETE, score("d", "STS", None, "no data")]
+
+
+def test_average_is_over_tasks_and_not_over_categories():
+    results = to_results(COMPLETE)
+    assert results["average"] == {"value": (30.0 + 50.0 + 70.0) / 3, "there": 3, "expected": 3}
+    assert results["categories"]["Classification"]["value"] == (50.0 + 70.0) / 2
+
+
+def test_category_with_a_missing_task_has_no_mean_and_names_the_task():
+    results = to_results(GAPS)
+    assert results["categories"]["STS"] == {"value": None, "there": 1, "expected": 2}
+    assert results["average"] == {"value": None, "there": 3, "expected": 4}
+    assert results["categories"]["Classification"]["value"] == 60.0
+    assert results["missing"] == ["d"]
+    table = to_markdown("model", GAPS, {})
+    assert "| model | 60.0 | – (1 of 2) | – (3 of 4) |" in table
+    assert "- d: no data" in table
+
+
+def test_categories_come_in_the_order_of_the_papers_table():
+    kinds = ["Summarization", "STS", "Retrieval", "Reranking", "PairClassification", "Clustering", "Classification"]
+    scores = [score(kind, kind, 1.0) for kind in ["BitextMining", *kinds]]
+    assert list(means_by_category(scores)) == [*reversed(kinds), "BitextMining"]
+
+
+def test_csv_has_a_line_per_task_per_category_and_for_all():
+    rows = list(csv.DictReader(io.StringIO(to_csv(GAPS))))
+    assert [(row["task"], row["type"], row["score"], row["missing"]) for row in rows] == [
+        ("b", "STS", "30.0000", ""),
+        ("a", "Classification", "50.0000", ""),
+        ("c", "Classification", "70.0000", ""),
+        ("d", "STS", "", "no data"),
+        ("mean", "Classification", "60.0000", ""),
+        ("mean", "STS", "", ""),
+        ("mean", "all", "", ""),
+    ]
+
+
+def test_reported_rows_stand_below_and_are_marked():
+    lines = to_markdown("model", COMPLETE, {"NeoBERT-4096": (61.6, 74.8, 51.3)}).splitlines()
+    assert lines[2:4] == ["| model | 60.0 | 30.0 | 50.0 |", "| NeoBERT-4096, as reported | 61.6 | 74.8 | 51.3 |"]

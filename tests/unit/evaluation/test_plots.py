@@ -1,0 +1,64 @@
+"""Figures: their size, that what is drawn is there, and that names are not read as markup."""
+
+import struct
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from megatron_neobert.evaluation.plots import COLOURS, Curve, plot_curves
+
+X = [512, 1024, 2048]
+
+
+def draw(path, *curves, **options):
+    plot_curves(path, curves, **{"x_label": "tokens", "y_label": "tokens/s", "title": "t", **options})
+    return path.read_bytes()
+
+
+def share_of(path, colour):
+    pixels = matplotlib.image.imread(path)[..., :3]
+    return float((np.abs(pixels - np.array(to_rgb(colour))).max(-1) < 0.01).mean())
+
+
+def test_a_figure_is_a_png_of_1200_pixels_and_nothing_else_is_left(tmp_path):
+    content = draw(tmp_path / "a.png", Curve("a", X, [3, 2, 1]))
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", content[16:24]) == (1200, 750)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_the_same_curves_give_the_same_bytes_and_others_do_not(tmp_path):
+    first, second, other = (
+        draw(tmp_path / "a.png", Curve("a", X, [3, 2, last]), log_x=True, log_y=True) for last in (1, 1, 1.5)
+    )
+    assert first == second != other
+
+
+def test_every_model_has_a_colour_of_its_own(tmp_path):
+    draw(tmp_path / "a.png", Curve("a", X, [3, 2, 1]), Curve("b", X, [2, 2, 2]))
+    assert min(share_of(tmp_path / "a.png", colour) for colour in COLOURS[:2]) > 0
+    assert share_of(tmp_path / "a.png", COLOURS[2]) == 0
+
+
+def test_a_band_is_drawn_where_it_is_given_even_with_values_missing(tmp_path):
+    nan = float("nan")
+    bare = draw(tmp_path / "a.png", Curve("a", X, [3, 2, 1]), log_y=True)
+    assert draw(tmp_path / "a.png", Curve("a", X, [3, 2, 1], [2, 1, nan], [4, 3, nan]), log_y=True) != bare
+    assert draw(tmp_path / "a.png", Curve("a", X, [3, 2, 1], [nan] * 3, [nan] * 3), log_y=True) == bare
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """matplotlib hides labels that begin with an underscore, and reads what stands between dollars as TeX."""
+    shown = {draw(tmp_path / "a.png", Curve(name, X, [3, 2, 1])) for name in ("_a", "_b", r"$\frac$", r"$\no$")}
+    assert len(shown) == 4
+    draw(tmp_path / "a.png", Curve("a", X, [3, 2, 1]), title=r"$\frac$", x_label=r"$\no$")
+
+
+def test_a_curve_whose_values_do_not_fit_is_our_own_bug(tmp_path):
+    with pytest.raises(AssertionError, match=r"len\(curve.x\)=3"):
+        draw(tmp_path / "a.png", Curve("a", X, [1, 2]))
+    with pytest.raises(AssertionError, match="nothing to draw"):
+        draw(tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,115 @@
+"""Which documents are measured, under which names, and where they are masked."""
+
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.evaluation.pseudo_perplexity_models import make_texts, write_tokenizer
+
+from megatron_neobert.data.shards.records import ReadSettings
+from megatron_neobert.errors import DataError
+from megatron_neobert.evaluation.encoders import load_tokenizer
+from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, draw_positions, select_documents
+
+TEXTS = ["the cat sat", "a mat", "the cat sat on the mat . a cat", "cat"]  # of 3, 2, 9 and 1 tokens
+ADDED = 2  # [CLS] and [SEP]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    return load_tokenizer(folder)
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def select(path, tokenizer, **choice):
+    return select_documents([str(path)], tokenizer, ReadSettings(), Choice(**{"max_length": 40, **choice}))
+
+
+def lengths(selection):
+    return [len(document.ids_s) for document in selection.documents]
+
+
+def test_tokens_that_the_tokenizer_adds_are_never_masked_but_written_ones_are(tokenizer, tmp_path):
+    [document] = select(write_lines(tmp_path / "a.jsonl", ["cat [SEP] sat"]), tokenizer).documents
+    assert tokenizer.convert_ids_to_tokens(document.ids_s) == ["[CLS]", "cat", "[", "sep", "]", "sat", "[SEP]"]
+    assert document.positions == (1, 2, 3, 4, 5)
+    assert document.scorable == 5
+
+
+def test_documents_are_the_same_in_any_format_order_and_number_of_files(tokenizer, tmp_path):
+    def described(folder):
+        found = select(folder, tokenizer, positions_per_document=2).documents
+        return {(document.id, tuple(document.ids_s.tolist()), document.positions) for document in found}
+
+    texts = make_texts(20, longest=12)
+    for name in ("lines", "table", "texts"):
+        (tmp_path / name).mkdir()
+    write_lines(tmp_path / "lines" / "all.jsonl", texts)
+    pq.write_table(pa.table({"content": texts[7:]}), tmp_path / "table" / "a.parquet")
+    pq.write_table(pa.table({"content": texts[:7]}), tmp_path / "table" / "b.parquet")
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    expected = described(tmp_path / "lines")
+    assert len(expected) == len(texts)
+    assert described(tmp_path / "table") == expected
+    assert described(tmp_path / "texts") == expected
+
+
+def test_truncated_document_counts_as_its_truncated_length(tokenizer, tmp_path):
+    cut, whole = select(write_lines(tmp_path / "a.jsonl", TEXTS[2:]), tokenizer, max_length=6).documents
+    assert (len(cut.ids_s), cut.scorable, cut.positions, cut.truncated) == (6, 4, (1, 2, 3, 4), True)
+    assert (len(whole.ids_s), whole.truncated) == (1 + ADDED, False)
+
+
+def test_document_met_twice_is_measured_once(tokenizer, tmp_path):
+    selection = select(write_lines(tmp_path / "a.jsonl", [*TEXTS, TEXTS[0]]), tokenizer)
+    assert lengths(selection) == [3 + ADDED, 2 + ADDED, 9 + ADDED, 1 + ADDED]
+    assert selection.left_out == {"met before": 1}
+
+
+def test_short_and_surplus_documents_are_left_out_and_counted(tokenizer, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", TEXTS)
+    selection = select(path, tokenizer, min_length=4, length_bins=(5, 10), documents_per_bin=1)
+    assert lengths(selection) == [5, 11]  # the one of 4 shares a bin with the one of 5
+    assert selection.left_out == {"shorter than --min-length": 1, "beyond --documents-per-bin": 1}
+    assert lengths(select(path, tokenizer, limit=2)) == [5, 4]
+
+
+def test_files_without_a_document_to_measure_are_refused_with_the_reasons(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"content": "cat"}\n{"text": "the cat sat"}\n')
+    with pytest.raises(DataError, match=r"no document to measure .*1 x missing key, 1 x shorter than --min-length"):
+        select(path, tokenizer, min_length=10)
+
+
+def test_drawn_positions_depend_on_document_and_seed_alone():
+    drawn = draw_positions("a document", range(1, 101), 10, seed=0)
+    assert draw_positions("a document", range(1, 101), 10, seed=0) == drawn
+    assert draw_positions("another", range(1, 101), 10, seed=0) != drawn
+    assert draw_positions("a document", range(1, 101), 10, seed=1) != drawn
+    assert list(drawn) == sorted(set(drawn))
+    assert set(drawn) <= set(range(1, 101))
+
+
+def test_as_many_positions_as_there_are_means_all():
+    assert draw_positions("a document", [1, 2, 3], 3, seed=0) == (1, 2, 3)
+    assert draw_positions("a document", [1, 2, 3], 9, seed=0) == (1, 2, 3)
+
+
+def test_every_position_is_drawn_equally_often():
+    documents, scorable, drawn = 4000, 5, 2
+    counts = Counter(
+        place for i in range(documents) for place in draw_positions(str(i), range(scorable), drawn, seed=0)
+    )
+    expected = documents * drawn / scorable
+    deviation = (expected * (1 - drawn / scorable)) ** 0.5
+    assert all(abs(counts[place] - expected) < 4 * deviation for place in range(scorable))

@@ -1,0 +1,102 @@
+"""Standard errors, averages with their bands, and the file of documents."""
+
+import math
+from dataclasses import replace
+from itertools import combinations
+from statistics import fmean, pvariance, variance
+
+import pytest
+from scipy import stats
+
+from megatron_neobert.errors import DataError
+from megatron_neobert.evaluation.pseudo_perplexity.results import (
+    DocumentResult,
+    ResultFile,
+    average_by_length,
+    average_over_tokens,
+)
+
+
+def result_of(losses, *, tokens=None, length=10, id="a"):
+    return DocumentResult(
+        id=id,
+        length=length,
+        truncated=False,
+        tokens=tokens or len(losses),
+        positions=len(losses),
+        nll_sum=sum(losses),
+        nll_variance=variance(losses) if len(losses) > 1 else None,
+    )
+
+
+@pytest.mark.parametrize("drawn", [2, 3, 5])
+def test_squared_standard_error_is_on_average_the_variance_of_the_mean_over_all_draws(drawn):
+    losses = [0.1, 0.4, 2.0, 3.5, 9.0, 0.7]
+    results = [result_of(list(chosen), tokens=len(losses)) for chosen in combinations(losses, drawn)]
+    assert fmean(r.standard_error**2 for r in results) == pytest.approx(pvariance(r.mean_nll for r in results))
+    assert fmean(r.mean_nll for r in results) == pytest.approx(fmean(losses))
+
+
+def test_document_with_every_token_masked_has_no_error_and_one_with_a_single_position_no_known_one():
+    assert result_of([1.0, 2.0, 5.0]).standard_error == 0
+    assert result_of([1.0], tokens=3).standard_error is None
+
+
+def test_each_document_counts_with_its_tokens_however_many_were_drawn():
+    short, long = result_of([1.0, 3.0]), result_of([4.0, 6.0], tokens=100)
+    overall = average_over_tokens([short, long])
+    mean = (2 * 2.0 + 100 * 5.0) / 102
+    assert overall.nats_per_token == pytest.approx(mean)
+    assert overall.pseudo_perplexity == pytest.approx(math.exp(mean))
+    # The short one is known; of the long one, 2 losses with variance 2 out of 100.
+    assert overall.standard_error == pytest.approx(math.exp(mean) * 100 * math.sqrt(2 / 2 * (1 - 2 / 100)) / 102)
+    assert average_over_tokens([short, result_of([4.0], tokens=100)]).standard_error is None
+
+
+def test_bin_holds_documents_up_to_its_end_and_a_last_one_what_is_longer():
+    results = [result_of([1.0], length=length) for length in (1, 8, 9, 16, 17, 99)]
+    bins = average_by_length(results, [8, 16, 32, 64])
+    assert [(b.above, b.up_to, b.documents) for b in bins] == [(0, 8, 2), (8, 16, 2), (16, 32, 1), (64, None, 1)]
+    assert [b.mean_length for b in bins] == [4.5, 12.5, 17, 99]
+
+
+def test_band_is_students_interval_of_the_average_over_documents():
+    means = [1.0, 2.5, 1.5, 3.0, 2.2, 0.9]
+    [point] = average_by_length([result_of([mean - 0.5, mean + 0.5]) for mean in means], [32])
+    low, high = stats.t.interval(0.95, len(means) - 1, loc=fmean(means), scale=stats.sem(means))
+    assert (point.low, point.high) == pytest.approx((math.exp(low), math.exp(high)))
+    assert point.pseudo_perplexity == pytest.approx(math.exp(fmean(means)))
+    assert point.arithmetic_mean == pytest.approx(fmean(map(math.exp, means)))
+
+
+def test_few_documents_have_an_average_without_a_band():
+    [point] = average_by_length([result_of([1.0]), result_of([2.0])], [32])
+    assert (point.documents, point.low, point.high) == (2, None, None)
+
+
+def test_results_are_read_back_as_written(tmp_path):
+    results = [result_of([0.1, 0.2, 0.7], id="a"), result_of([1 / 3], tokens=5, id="b")]
+    file = ResultFile(tmp_path / "results.jsonl")
+    for result in results:
+        file.add(result)
+    assert list(ResultFile(file.path).results.values()) == results
+
+
+def test_line_that_a_kill_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path):
+    path = tmp_path / "results.jsonl"
+    ResultFile(path).add(result_of([0.5], id="a"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:-7])
+    file = ResultFile(path)
+    assert set(file.results) == {"a"}
+    file.add(replace(file.results["a"], id="b"))
+    assert set(ResultFile(path).results) == {"a", "b"}
+
+
+def test_whole_line_that_is_no_result_is_refused_with_its_number(tmp_path):
+    path = tmp_path / "results.jsonl"
+    ResultFile(path).add(result_of([0.5]))
+    with path.open("a") as stream:
+        stream.write('{"id": "b"}\n')
+    with pytest.raises(DataError, match=r"results.jsonl, line 2: not a result"):
+        ResultFile(path)

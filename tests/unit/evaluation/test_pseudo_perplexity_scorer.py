@@ -1,0 +1,142 @@
+"""Losses of single masked tokens, against one plain forward for each; and the models that are refused."""
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, LONGEST, WORDS, plain_losses, write_model
+
+from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
+from megatron_neobert.evaluation.pseudo_perplexity.scorer import Row, Scorer
+
+TEXTS = ["the cat sat on a mat .", "cat", "a mat sat on the cat on the mat . the cat ."]
+NEAR = 1e-4  # nats; measured: up to 4e-6
+
+
+def rows_of(scorer, text):
+    ids_s = np.array(scorer.tokenizer(text)["input_ids"], dtype=np.int32)
+    return [Row(ids_s, position) for position in range(1, len(ids_s) - 1)]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_losses_equal_a_plain_forward_per_token_though_the_head_sees_one_position(kind, tmp_path):
+    folder = write_model(tmp_path / kind, kind)
+    scorer = Scorer(folder)
+    seen = []
+    head = next(module for module in scorer.model.modules() if getattr(module, "out_features", None) == len(WORDS))
+    head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
+    rows = [row for text in TEXTS for row in rows_of(scorer, text)]
+    losses = scorer.score(rows)
+    assert losses == pytest.approx([loss for text in TEXTS for loss in plain_losses(folder, text)], abs=NEAR)
+    assert seen == [len(rows)]
+
+
+def test_losses_without_the_mask_or_with_the_special_tokens_are_others(tmp_path):
+    """The comparison above would see either mistake."""
+    folder = write_model(tmp_path / "model", "Bert")
+    right = plain_losses(folder, TEXTS[0])
+    unmasked = plain_losses(folder, TEXTS[0], with_mask=False)
+    assert np.abs(np.subtract(right, unmasked)).min() > 100 * NEAR
+    specials = plain_losses(folder, TEXTS[0], with_specials=True)
+    assert abs(np.mean(specials) - np.mean(right)) > 100 * NEAR
+
+
+def test_head_behind_an_encoder_of_another_shape_gets_all_positions_and_says_so(tmp_path):
+    folder = write_model(tmp_path / "model", "Perceiver")
+    with pytest.warns(
+        UserWarning, match=r"PerceiverForMaskedLM .*PerceiverModel gives \[2, 40, 32\] for 2 x 24 tokens"
+    ):
+        scorer = Scorer(folder)
+    assert not scorer.is_sparse
+    # Unlike plain_losses: a Perceiver's decoder puts out one vector per position of its longest input.
+    assert scorer.score(rows_of(scorer, TEXTS[0])) == pytest.approx(plain_losses(folder, TEXTS[0]), abs=NEAR)
+
+
+class MixingConfig(transformers.BertConfig):
+    model_type = "bert_with_a_mixing_head"
+
+
+class MixingForMaskedLM(transformers.BertForMaskedLM):
+    """Its head looks at all positions of a row."""
+
+    config_class = MixingConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.cls.register_forward_pre_hook(lambda module, inputs: (inputs[0] - inputs[0].mean(dim=1, keepdim=True),))
+
+
+def test_head_that_mixes_positions_gets_all_of_them_and_says_so(tmp_path):
+    transformers.AutoConfig.register(MixingConfig.model_type, MixingConfig, exist_ok=True)
+    transformers.AutoModelForMaskedLM.register(MixingConfig, MixingForMaskedLM, exist_ok=True)
+    folder = write_model(tmp_path / "model", "Bert")
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"model_type": MixingConfig.model_type, "architectures": ["MixingForMaskedLM"]}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match=r"MixingForMaskedLM .*its logits differ by \d"):
+        scorer = Scorer(folder)
+    assert scorer.score(rows_of(scorer, TEXTS[2])) == pytest.approx(plain_losses(folder, TEXTS[2]), abs=NEAR)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_rows_beyond_the_learned_positions_are_refused_and_the_longest_one_is_scored(kind, tmp_path):
+    scorer = Scorer(write_model(tmp_path / "model", kind))
+    assert scorer.max_length == LONGEST
+    with pytest.raises(ConfigError, match=f"--max-length {LONGEST + 1}: .* has {LONGEST} learned positions"):
+        scorer.check_length(LONGEST + 1)
+    longest = np.full(LONGEST, 5, dtype=np.int32)
+    assert math.isfinite(scorer.score([Row(longest, LONGEST - 1)])[0])
+
+
+@pytest.mark.parametrize("kind", ["neobert", "EuroBert"])
+def test_rotary_models_read_rows_longer_than_they_were_made_for(kind, tmp_path):
+    scorer = Scorer(write_model(tmp_path / "model", kind))
+    scorer.check_length(2 * LONGEST)
+    assert math.isfinite(scorer.score([Row(np.full(2 * LONGEST, 5, dtype=np.int32), 3)])[0])
+
+
+def test_tokenizer_without_a_mask_token_is_refused(tmp_path):
+    folder = write_model(tmp_path / "model", "EuroBert")  # a BERT's tokenizer has one by default
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        content = json.loads((folder / name).read_text())
+        del content["mask_token"]
+        (folder / name).write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match="its tokenizer has no mask token"):
+        Scorer(folder)
+
+
+def test_model_without_a_masked_language_model_head_is_refused(tmp_path):
+    folder = write_model(tmp_path / "model", "Bert")
+    transformers.AutoModel.from_pretrained(folder, trust_remote_code=False).save_pretrained(folder)
+    with pytest.raises(ConversionError, match="BertModel, which has no masked-language-model head"):
+        Scorer(folder)
+
+
+def test_loss_that_is_no_number_is_refused(tmp_path):
+    scorer = Scorer(write_model(tmp_path / "model", "Bert"))
+    with torch.no_grad():
+        scorer.model.get_output_embeddings().bias.fill_(float("nan"))
+    with pytest.raises(DivergenceError, match="gives nan instead of a loss in float32"):
+        scorer.score(rows_of(scorer, "cat"))
+
+
+def test_batch_that_does_not_fit_into_memory_names_its_size_and_the_flag(tmp_path):
+    scorer = Scorer(write_model(tmp_path / "model", "Bert"))
+
+    def run_out(module, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    scorer.model.register_forward_pre_hook(run_out)
+    with pytest.raises(ConfigError, match=r"7 rows of up to 9 tokens .* --batch-tokens below 63\."):
+        scorer.score(rows_of(scorer, TEXTS[0]))
+
+
+def test_usual_model_is_loaded_without_a_warning(tmp_path):
+    folder = write_model(tmp_path / "model", "Bert")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Scorer(folder)

@@ -1,0 +1,207 @@
+"""The report: every number names its run, the paper's are marked, what is missing is named, and text stays text."""
+
+import base64
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS
+from megatron_neobert.evaluation.records import write_record
+from megatron_neobert.evaluation.report.run import missing, write_report
+
+HOSTILE = "<script>alert(1)</script> | `x` [a](b)"
+NOTHING = {"value": None, "there": 0, "expected": 1}
+
+
+def score(mean):
+    return {"mean": mean, "sd": 0.01}
+
+
+def glue_of(tasks):
+    point = {"batch_size": 16, "learning_rate": 1e-5, "weight_decay": 0.01}
+    one = {"score": score(0.612), "metrics": {"accuracy": score(0.612)}, "best_point": point}
+    return {
+        "tasks": {task: {**one, "seeds": [0, 1], "from_mnli": task == "rte"} for task in tasks},
+        "average": 0.612 if len(tasks) == len(PAPER_TASKS) else None,
+    }
+
+
+RESULTS = {
+    "pseudo_perplexity": {
+        "pseudo_perplexity": 23.456,
+        "standard_error": None,
+        "documents": 7,
+        "positions": 4321,
+        "truncated": 0,
+        "curve": [
+            {"mean_length": 100.0, "pseudo_perplexity": 30.0, "low": 20.0, "high": 40.0},
+            {"mean_length": 400.0, "pseudo_perplexity": 25.0, "low": None, "high": None},
+        ],
+        "band": "95 % of the average over documents",
+    },
+    "glue": glue_of(PAPER_TASKS),
+    "mteb": {
+        "average": {"value": None, "there": 1, "expected": 2},
+        "categories": {"Classification": {"value": 71.23, "there": 1, "expected": 1}, "STS": NOTHING},
+        "tasks": {
+            "Banking": {"type": "Classification", "metric": "accuracy", "score": 71.23},
+            "STS17": {"type": "STS", "metric": "cosine_spearman", "score": None},
+        },
+        "missing": ["STS17"],
+    },
+    "contrastive": {"first_loss_nats": 2.345, "last_loss_nats": 0.456, "datasets": {"ALLNLI": {}}},
+}
+
+
+def put(results_folder, kind, results, *, name="mine", seed=17):
+    """A record of a model that consists of a config, which is all that a fingerprint needs."""
+    model = results_folder / "models" / "m"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text("{}")
+    path = results_folder / name.replace("/", "-") / f"{kind}.json"
+    settings = {"cola": {"seeds": [seed]}, "rte": {"seeds": [seed, 18]}} if kind == "glue" else {"seed": seed}
+    write_record(path, kind, folder=model, settings=settings, results=results, name=name)
+    return path
+
+
+@pytest.fixture
+def results(tmp_path):
+    folder = tmp_path / "results"
+    for kind, content in RESULTS.items():
+        put(folder, kind, content)
+    return folder
+
+
+def report_of(results, tmp_path):
+    output = tmp_path / "report"
+    runs = write_report([results], output)
+    return (output / "report.md").read_text(), (output / "report.html").read_text(), runs
+
+
+def line_of(text, beginning):
+    return next(line for line in text.splitlines() if line.startswith(beginning))
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and cells of tables."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.tags, self.lines, self._in_cell = [], [], False
+        self.feed(content)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "tr":
+            self.lines.append([])
+        if tag == "td":
+            self.lines[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag):
+        self._in_cell = self._in_cell and tag != "td"
+
+    def handle_data(self, data):
+        if self._in_cell:
+            self.lines[-1][-1] += data.replace("\xa0", " ")
+
+
+def test_measured_numbers_name_their_run_and_reported_ones_say_so(results, tmp_path):
+    text, page, runs = report_of(results, tmp_path)
+    numbers = {run.kind: run.number for run in runs}
+    scores = ["61.2 ± 1.0"] * 8
+    assert line_of(text, "| mine | 61.2") == f"| {' | '.join(['mine', *scores, '61.2'])} | \\[{numbers['glue']}\\] |"
+    assert line_of(text, "| NeoBERT-4096 | 89.0").endswith("| 89.0 | reported |")
+    lines = [line for line in Page(page).lines if line]
+    assert ["mine", *scores, "61.2", f"[{numbers['glue']}]"] in lines
+    for line in lines:
+        assert line[-1] == "reported" or line[-1] in {f"[{number}]" for number in numbers.values()}
+        assert (line[-1] == "reported") == (line[0] != "mine")
+
+
+def test_every_run_is_described_by_its_command_seed_machine_and_versions(results, tmp_path):
+    text, page, runs = report_of(results, tmp_path)
+    assert len(runs) == 4
+    for run in runs:
+        section = text.split(f"\\[{run.number}\\] mine: {run.kind}")[1].split("### ")[0]
+        record = json.loads(run.path.read_text())
+        assert f"seed {'17, 18' if run.kind == 'glue' else 17};" in section and record["command"] in section
+        assert record["machine"] in section and f"torch {record['versions']['torch']}" in section
+        assert f'id="run{run.number}"' in page and f'href="#run{run.number}"' in page
+
+
+def test_a_mean_over_some_tasks_only_is_not_given_and_they_are_named(results, tmp_path):
+    put(results, "glue", glue_of([task for task in PAPER_TASKS if task != "qqp"]))
+    text, _, _ = report_of(results, tmp_path)
+    cells = line_of(text, "| mine | 61.2").split(" | ")
+    assert cells[3] == "missing" and cells[9] == "– (7 of 8)"
+    assert line_of(text, "| mine | 71.2 (1)").split(" | ")[-3:-1] == ["missing", "– (1 of 2)"]
+    assert "mine, without a score: STS17." in text
+
+
+def test_settings_that_differ_between_models_are_named(results, tmp_path):
+    text, _, _ = report_of(results, tmp_path)
+    assert "compare with care" not in text
+    put(results, "mteb", RESULTS["mteb"], name="other", seed=18)
+    text, _, _ = report_of(results, tmp_path)
+    assert text.count("Not the same in all of these runs, so compare with care: seed.") == 1
+
+
+def test_kinds_without_a_record_are_named_for_each_model_and_altogether(results, tmp_path):
+    put(results, "glue", RESULTS["glue"], name="other")
+    text, _, runs = report_of(results, tmp_path)
+    assert missing(runs) == {
+        "mine": ["throughput"],
+        "other": ["pseudo_perplexity", "throughput", "mteb", "contrastive"],
+    }
+    assert "Missing: no record; tools/benchmark_throughput.py writes it." in text
+
+
+def test_the_page_needs_nothing_beside_it_and_holds_the_figures(results, tmp_path):
+    _, page, _ = report_of(results, tmp_path)
+    tags = Page(page).tags
+    sources = [attributes["src"] for _, attributes in tags if "src" in attributes]
+    figure = (tmp_path / "report" / "report_pseudo_perplexity.png").read_bytes()
+    assert sources == ["data:image/png;base64," + base64.b64encode(figure).decode()]
+    assert all(attributes["href"].startswith("#") for _, attributes in tags if "href" in attributes)
+    assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "iframe"})
+
+
+def test_what_records_say_is_text_and_never_markup(results, tmp_path):
+    put(results, "contrastive", RESULTS["contrastive"], name=HOSTILE)
+    text, page, _ = report_of(results, tmp_path)
+    assert "script" not in {tag for tag, _ in Page(page).tags}
+    assert HOSTILE in [line[0] for line in Page(page).lines if line]
+    line = line_of(text, r"| \<script\>")
+    assert r"\</script\> \| \`x\` \[a\](b) | 2.345" in line
+
+
+def test_two_models_of_one_name_are_told_apart_by_their_folders(results, tmp_path):
+    again = put(tmp_path / "results" / "second", "contrastive", RESULTS["contrastive"])
+    _, _, runs = report_of(results, tmp_path)
+    names = [run.model for run in runs if run.kind == "contrastive"]
+    assert names == [f"mine ({path})" for path in sorted([again.parent, results / "mine"])]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"kind": "glue"}', b"\xff"])
+def test_a_file_that_is_no_record_is_named(results, tmp_path, content):
+    path = results / "mine" / "glue.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=r"mine/glue\.json"):
+        report_of(results, tmp_path)
+
+
+def test_results_of_another_form_are_refused_with_the_missing_name(results, tmp_path):
+    put(results, "glue", {"tasks": {}})
+    with pytest.raises(DataError, match=r"glue\.json.*KeyError: 'average'"):
+        report_of(results, tmp_path)
+
+
+def test_folders_without_records_are_refused(tmp_path):
+    with pytest.raises(MissingInputError, match=r"none of pseudo_perplexity\.json, throughput\.json"):
+        write_report([tmp_path], tmp_path / "report")
+    with pytest.raises(MissingInputError, match="no such folder"):
+        write_report([tmp_path / "nowhere"], tmp_path / "report")
+    assert not (tmp_path / "report").exists()

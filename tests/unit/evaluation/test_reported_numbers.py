@@ -1,0 +1,63 @@
+"""The paper's tables: averages that are printed follow from their rows, and two transcriptions agree."""
+
+import json
+
+import pytest
+
+from megatron_neobert.evaluation.reported_numbers import (
+    GLUE,
+    GLUE_BEST_POINTS,
+    MTEB,
+    MTEB_CDE,
+    MTEB_TASKS,
+    THROUGHPUT,
+    THROUGHPUT_LENGTHS,
+)
+
+NAMES = {"NeoBERT1024": "NeoBERT-1024", "NeoBERT4096": "NeoBERT-4096"}
+# Printed 84.0, 48.1 and 65.68, where 84.1, 48.2 and 65.58 follow from the rows.
+MISPRINTS = {("GLUE", "NomicBERT-2048 base"), ("MTEB", "BERT base"), ("CDE", "ModernBERT base")}
+
+
+def slack(table: str, name: str) -> float:
+    """Half of the last digit, for the average and for what it is computed from."""
+    return 0.15 if (table, name) in MISPRINTS else 0.1
+
+
+def test_glues_averages_are_those_of_their_rows():
+    for name, (mnli, *others, average) in GLUE.rows.items():
+        # BERT's authors count the two halves of MNLI as two tasks.
+        scores = [mnli, mnli, *others] if name in ("BERT base", "BERT large") else [mnli, *others]
+        assert average == pytest.approx(sum(scores) / len(scores), abs=slack("GLUE", name)), name
+
+
+@pytest.mark.parametrize(("table", "rows"), [("MTEB", MTEB.rows), ("CDE", MTEB_CDE.rows)])
+def test_mtebs_averages_are_those_of_56_tasks(table, rows):
+    for name, (*scores, average) in rows.items():
+        mean = sum(score * tasks for score, tasks in zip(scores, MTEB_TASKS, strict=True)) / sum(MTEB_TASKS)
+        assert average == pytest.approx(mean, abs=slack(table, name)), name
+    assert sum(MTEB_TASKS) == 56
+
+
+def test_tables_have_as_many_numbers_as_columns_and_speed_falls_with_length():
+    for table in (GLUE, MTEB, MTEB_CDE):
+        assert {len(row) for row in table.rows.values()} == {len(table.columns)}
+    for row in THROUGHPUT.rows.values():
+        assert len(row) <= len(THROUGHPUT_LENGTHS)
+        assert list(row) == sorted(row, reverse=True)
+
+
+def test_a_second_transcription_has_the_same_numbers(shared_data):
+    other = json.loads((shared_data / "fixtures" / "reported_numbers.json").read_text())
+    for ours, theirs in ((GLUE, "glue_dev"), (MTEB, "mteb_eng_v1_after_2000_steps_contrastive")):
+        rows = [tuple(row) for size in other[theirs]["rows"].values() for row in size.values()]
+        assert sorted(rows) == sorted(ours.rows.values())
+    assert sorted(map(tuple, other["mteb_eng_v1_cde"]["rows"].values())) == sorted(MTEB_CDE.rows.values())
+    speeds = dict(other["throughput_ktok_per_s_A100"]["rows"])
+    assert tuple(speeds.pop("lengths")) == THROUGHPUT_LENGTHS
+    assert {name.replace("-base", " base").replace("-large", " large"): tuple(row) for name, row in speeds.items()} == (
+        THROUGHPUT.rows
+    )
+    points = other["glue_best_hparams"]["rows"]
+    found = {NAMES[model]: {task: tuple(point) for task, point in rows.items()} for model, rows in points.items()}
+    assert found == GLUE_BEST_POINTS

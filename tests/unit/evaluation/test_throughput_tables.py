@@ -1,0 +1,79 @@
+"""Tables and curves of speeds: the fastest batch size stands for a length."""
+
+import csv
+import io
+
+from megatron_neobert.evaluation.throughput.tables import best_rows, to_csv, to_curves, to_markdown, to_memory
+
+
+def row(model="a", length=512, batch_size=1, speed=100.0, **changes):
+    measured = speed is not None
+    values = {
+        "model": model,
+        "dtype": "float32",
+        "attention": "sdpa",
+        "kernels": ["math"],
+        "layout": "padded",
+        "passes": "forward",
+        "length": length,
+        "batch_size": batch_size,
+        "tokens": length * batch_size,
+        "slots": length * batch_size,
+        "outcome": "measured" if measured else "out of memory",
+        "steps": 3 if measured else 0,
+        "tokens_per_second": speed,
+        "lower_quartile": speed and speed - 10,
+        "upper_quartile": speed and speed + 10,
+        "peak_bytes": 1 << 29 if measured else None,
+    }
+    return {**values, **changes}
+
+
+ROWS = [
+    row(batch_size=1, speed=100.0),
+    row(batch_size=2, speed=150.0),
+    row(batch_size=4, speed=120.0),
+    row(batch_size=8, speed=None),
+    row(length=1024, speed=None),
+    row(model="b", length=1024, speed=90.0),
+]
+
+
+def test_the_fastest_batch_size_stands_for_a_length():
+    found = {(best["model"], best["length"]): best["tokens_per_second"] for best in best_rows(ROWS)}
+    assert found == {("a", 512): 150.0, ("a", 1024): None, ("b", 1024): 90.0}
+
+
+def test_a_csv_holds_every_row_and_marks_the_best():
+    lines = list(csv.DictReader(io.StringIO(to_csv(ROWS))))
+    assert [line["best"] for line in lines] == ["no", "yes", "no", "no", "no", "yes"]
+    assert lines[3]["outcome"] == "out of memory" and lines[3]["tokens_per_second"] == ""
+
+
+def test_a_table_says_where_memory_ended_and_where_nothing_was_measured():
+    table = to_markdown(ROWS).splitlines()
+    assert table[2] == "| model | dtype | attention | layout | 512 | 1,024 |"
+    assert table[4] == (
+        "| a | float32 | sdpa (math) | padded | 150 (140 to 160), batch 2, 0.50 GiB | out of memory (batch 1) |"
+    )
+    assert table[5].startswith("| b ") and table[5].endswith("| - | 90 (80 to 100), batch 1, 0.50 GiB |")
+
+
+def test_curves_hold_what_was_measured_with_the_quartiles_as_band():
+    first, second = to_curves(ROWS)
+    assert (first.name, list(first.x), list(first.y)) == ("a", [512], [150.0])
+    assert (list(first.low), list(first.high)) == ([140.0], [160.0])
+    assert (second.name, list(second.x)) == ("b", [1024])
+
+
+def test_curves_are_named_by_what_tells_them_apart():
+    others = [row(layout="packed"), row(dtype="bfloat16")]
+    assert [curve.name for curve in to_curves([row(), *others])] == [
+        "a, float32, padded",
+        "a, float32, packed",
+        "a, bfloat16, padded",
+    ]
+
+
+def test_memory_is_told_in_a_unit_that_shows_it():
+    assert (to_memory(3 << 29), to_memory(5 << 20)) == ("1.50 GiB", "5.0 MiB")

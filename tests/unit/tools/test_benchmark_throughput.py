@@ -1,0 +1,118 @@
+"""The commands for speed and for the report, as users call them. Nothing is timed."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+from commands import ENVIRONMENT, REPOSITORY, import_tool
+from unit.evaluation.throughput_subjects import POSITIONS, save_folders
+
+from megatron_neobert.errors import ConfigError, ConversionError
+from megatron_neobert.evaluation.encoders import fingerprint
+from megatron_neobert.huggingface.modeling_neobert import NeoBERT
+
+SIZES = ("--lengths", POSITIONS, 40, "--steps", 2, "--warmup", 1)
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Runs a command in this process, where torch is loaded already."""
+
+    def run(tool, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"{tool}.py", *map(str, arguments)])
+        import_tool(tool).main()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return save_folders(tmp_path_factory.mktemp("encoders"))
+
+
+@pytest.mark.parametrize("tool", ["benchmark_throughput", "report"])
+def test_help_answers_without_torch(tool):
+    file = str(REPOSITORY / "tools" / f"{tool}.py")
+    program = (
+        "import runpy, sys; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_path({file!r}, run_name='__main__')\n"
+        "finally: print({'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "set()\n")
+    assert "--output DIR" in ended.stdout
+
+
+def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them(call, folders, tmp_path, capsys):
+    output = tmp_path / "results"
+    asked = ("--model", *folders, "--output", output, *SIZES, "--layout", "both", "--backward")
+    call("benchmark_throughput", *asked, "--batch-sizes", 1, 2)
+    said = capsys.readouterr().out
+    assert f"bert, 40: has learned positions for {POSITIONS} tokens only" in said
+    assert "bert, float32, sdpa, packed: its forward takes no cu_seqlens" in said
+
+    with (output / "throughput.csv").open() as stream:
+        lines = list(csv.DictReader(stream))
+    passes = {"forward", "forward+backward"}
+    assert {(line["model"], line["layout"], line["passes"], line["length"]) for line in lines} == {
+        *(("bert", "padded", kind, str(POSITIONS)) for kind in passes),
+        *(
+            ("neobert", layout, kind, str(n))
+            for layout in ("padded", "packed")
+            for kind in passes
+            for n in (POSITIONS, 40)
+        ),
+    }
+    assert len(lines) == 2 * (2 + 2 * 2 * 2)  # batch sizes x (bert, and neobert: layouts x passes x lengths)
+    assert {line["outcome"] for line in lines} == {"measured"} and {line["steps"] for line in lines} == {"2"}
+    assert all(int(line["tokens"]) == int(line["length"]) * int(line["batch_size"]) for line in lines)
+    assert sum(line["best"] == "yes" for line in lines) == 10
+
+    record = json.loads((output / "neobert" / "throughput.json").read_text())
+    assert record["model"]["fingerprint"] == fingerprint(folders[1])
+    assert record["results"]["parameters"] > 0 and len(record["results"]["rows"]) == 16
+    assert record["settings"]["seed"] == 0 and record["settings"]["steps"] == 2
+    for kind in ("forward", "forward_backward"):
+        assert (output / f"throughput_{kind}.png").read_bytes()[:4] == b"\x89PNG"
+
+    steps = (output / "throughput.jsonl").read_text()
+    call("benchmark_throughput", *asked, "--batch-sizes", 1, 2, 3)  # one more: the others stay as they are
+    added = (output / "throughput.jsonl").read_text().removeprefix(steps)
+    assert [json.loads(line)["batch_size"] for line in added.splitlines()] == [3, 3]
+
+    call("report", "--results", output, "--output", tmp_path / "report")
+    assert "neobert: no record of pseudo_perplexity, glue, mteb, contrastive" in capsys.readouterr().out
+    page = (tmp_path / "report" / "report.html").read_text()
+    with (output / "throughput.csv").open() as stream:
+        best = [line for line in csv.DictReader(stream) if line["best"] == "yes"]
+    assert len(best) == 10
+    assert all(f">{float(line['tokens_per_second']):,.0f} (" in page for line in best)
+
+
+def test_a_model_without_a_head_is_measured_forward_and_refused_backward(call, tmp_path):
+    folder = tmp_path / "headless"
+    save_folders(tmp_path)
+    NeoBERT.from_pretrained(tmp_path / "neobert").save_pretrained(folder)
+    asked = ("--model", folder, "--output", tmp_path / "results", *SIZES, "--batch-sizes", 1)
+    with pytest.raises(ConversionError, match="no masked-language-model head"):
+        call("benchmark_throughput", *asked, "--backward")
+    assert not (tmp_path / "results").exists()
+    call("benchmark_throughput", *asked)
+    assert (tmp_path / "results" / "headless" / "throughput.json").exists()
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(call, folders, tmp_path):
+    bert, neobert = folders
+    asked = ("--output", tmp_path / "results", "--batch-sizes", 1)
+    with pytest.raises(ConfigError, match="two folders are called bert"):
+        call("benchmark_throughput", "--model", bert, bert, *asked)
+    with pytest.raises(ConfigError, match="--lengths 8192 is over --max-tokens 100"):
+        call("benchmark_throughput", "--model", neobert, *asked, "--max-tokens", 100)
+    with pytest.raises(ConfigError, match=r"nothing can be measured \(bert, float32, sdpa, packed"):
+        call("benchmark_throughput", "--model", bert, *asked, "--lengths", 8, "--layout", "packed")
+    with pytest.raises(ConfigError, match="learned positions for 16 tokens only"):
+        call("benchmark_throughput", "--model", bert, *asked, "--lengths", 17)
+    assert not (tmp_path / "results").exists()

@@ -1,0 +1,110 @@
+"""tools/evaluate_glue.py and tools/fetch_glue.py as commands: killed, in several processes, and without a network."""
+
+import json
+import os
+import signal
+import subprocess
+
+import datasets
+import psutil
+import pytest
+from unit.evaluation.glue_place import make_place
+from unit.tools.commands import ENVIRONMENT, command_line, import_tool, run
+
+from megatron_neobert.errors import ConfigError
+from megatron_neobert.evaluation.glue.data import read_split
+from megatron_neobert.evaluation.glue.tasks import TASKS
+
+SETTINGS = ("--tasks", "rte", "--no-transfer", "--epochs", "1", "--batch-size", "8", "--learning-rate", "3e-3")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("glue"))
+
+
+def arguments_of(place, output, *more):
+    return ("--model", place / "model", "--data-dir", place / "glue", "--output", place / output, *SETTINGS, *more)
+
+
+def results_of(place, output):
+    tasks = json.loads((place / output / "model" / "glue.json").read_text())["results"]["tasks"]
+    return {name: {key: value for key, value in task.items() if key != "seconds"} for name, task in tasks.items()}
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["evaluate_glue.py", *map(str, arguments)])
+    import_tool("evaluate_glue").main()
+
+
+def test_command_killed_in_two_processes_goes_on_in_one_with_the_same_results(place, monkeypatch, capsys):
+    seeds = ("--seeds", "0", "1", "2")
+    command = command_line("evaluate_glue", *arguments_of(place, "killed", *seeds, "--jobs", "2"))
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+        first = next(line for line in process.stderr if line.startswith("rte "))
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        assert psutil.wait_procs(workers, timeout=60)[1] == []  # they do not outlive it
+    assert first.startswith("rte 1/3 | ")
+    call(monkeypatch, *arguments_of(place, "killed", *seeds, "--predict"))
+    captured = capsys.readouterr()
+    assert "rte 3/3 | " in captured.err and first.split(" | ")[1] not in captured.err
+    assert "| **model** (measured) |" in captured.out
+    assert (place / "killed" / "model" / "glue" / "submission" / "RTE.tsv").is_file()
+    call(monkeypatch, *arguments_of(place, "whole", *seeds))
+    assert results_of(place, "killed") == results_of(place, "whole")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--seeds", "-1", "--jobs", "0"), "--jobs 0 is too small; give at least 1."),
+        (("--tasks", "snli"), "--tasks snli: GLUE's tasks are mnli"),
+        (("--device", "cpu", "--dtype", "float16"), "--dtype float16 needs a GPU"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(place, monkeypatch, arguments, reason):
+    with pytest.raises(ConfigError, match=reason):
+        call(monkeypatch, *arguments_of(place, "refused", *arguments))
+    assert not (place / "refused").exists()
+
+
+@pytest.mark.parametrize("tool", ["evaluate_glue", "fetch_glue"])
+def test_help_answers_without_torch(tool, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])}
+    code, text, errors = run(tool, "--help", env=environment)
+    assert (code, errors) == (0, "")
+    assert "--output DIR" in text
+
+
+def test_fetching_without_a_network_says_so(tmp_path):
+    environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    code, _, errors = run("fetch_glue", "--output", tmp_path / "glue", "--tasks", "rte", env=environment)
+    assert code == 66
+    assert "nyu-mll/glue rte cannot be fetched" in errors and "with network" in errors.replace("\n", " ")
+    code, _, errors = run("fetch_glue", "--output", tmp_path / "glue", "--tasks", "snli", env=environment)
+    assert code == 2 and "snli" in errors
+
+
+def test_fetched_splits_are_what_the_evaluation_reads(tmp_path):
+    features = datasets.Features(
+        {
+            "sentence1": datasets.Value("string"),
+            "sentence2": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["entailment", "not_entailment"]),
+            "idx": datasets.Value("int32"),
+        }
+    )
+    rows = {"sentence1": ['a "cat', "b"], "sentence2": ["c", "d"], "label": [1, 0], "idx": [0, 1]}
+    hidden = {**rows, "label": [-1, -1]}
+    splits = {"train": rows, "validation": rows, "test": hidden}
+    source = datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict(content, features) for name, content in splits.items()}
+    )
+    counted = import_tool("fetch_glue").write_splits(source, tmp_path / "rte")
+    assert counted == {"train": 2, "validation": 2, "test": 2}
+    assert sorted(path.name for path in (tmp_path / "rte").iterdir()) == [f"{name}.parquet" for name in sorted(splits)]
+    found = read_split(tmp_path, TASKS["rte"], "train")
+    assert (found.texts, found.labels) == ([('a "cat', "c"), ("b", "d")], [1, 0])
+    assert read_split(tmp_path, TASKS["rte"], "test", labelled=False).labels is None

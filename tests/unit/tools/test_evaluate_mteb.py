@@ -1,0 +1,143 @@
+"""The two commands as a user starts them: fetching with a folder in place of the Hub, evaluating without a network.
+
+Importing mteb takes seconds, so most runs of evaluate_mteb share this process.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from commands import ENVIRONMENT, command_line, import_tool, run
+
+pytest.importorskip("mteb")
+
+from unit.evaluation.mteb_places import make_encoder, write_hub, write_pairs
+
+from megatron_neobert.errors import NeoBERTError
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """model/, a hub/ with BIOSSES and NFCorpus, and data/ with files of a local task."""
+    folder = tmp_path_factory.mktemp("mteb")
+    make_encoder(folder / "model")
+    write_pairs(folder / "data" / "sts")
+    write_hub(folder / "hub")
+    return folder
+
+
+@pytest.fixture
+def evaluate(place, monkeypatch, capsys):
+    """Runs the command in this process and gives its output."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "1")  # as the command does itself; here it is taken back
+    monkeypatch.chdir(place)
+
+    def start(*arguments):
+        flags = ["--model", "model", "--output", "out", "--data-dir", "data", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", ["evaluate_mteb.py", *flags])
+        import_tool("evaluate_mteb").main()
+        return capsys.readouterr().out
+
+    return start
+
+
+def fetch(place, *tasks):
+    environment = {**ENVIRONMENT, "HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
+    return run("fetch_mteb", "--output", place / "data", "--tasks", *tasks, cwd=place / "hub", env=environment)
+
+
+def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate):
+    code, output, errors = fetch(place, "SICK-R", "BIOSSES", "NFCorpus")
+    assert code == 66
+    assert output.splitlines()[1:] == ["2/3 BIOSSES: fetched", "3/3 NFCorpus: fetched"]
+    assert output.startswith("1/3 SICK-R: failed (")
+    assert "1 tasks could not be fetched (SICK-R)" in errors
+    code, output, errors = fetch(place, "BIOSSES", "NFCorpus")
+    assert (code, output.count("there already")) == (0, 2), errors
+    assert "2 tasks can be read without a network" in output
+
+    tasks = ("--tasks", "NFCorpus", "BIOSSES", "local:sts")
+    output = evaluate(*tasks)
+    folder = place / "out" / "model" / "mteb_tasks"
+    record = json.loads((folder / "mteb.json").read_text())
+    assert list(record["results"]["tasks"]) == list(tasks[1:])
+    assert record["results"]["missing"] == []
+    assert record["results"]["categories"]["STS"]["expected"] == 2
+    assert (folder / "mteb.md").read_text() in output
+    table = (folder / "mteb.md").read_text()
+    again = evaluate(*tasks)
+    assert again.count("(kept)") == 3
+    assert (folder / "mteb.md").read_text() == table
+
+
+def test_run_that_is_killed_goes_on_where_it_was(place, tmp_path, evaluate):
+    names = "abc"
+    for name in names:
+        write_pairs(tmp_path / "data" / name)
+    flags = ("--model", "model", "--output", tmp_path / "out", "--data-dir", tmp_path / "data")
+    tasks = ("--tasks", *(f"local:{name}" for name in names))
+    command = command_line("evaluate_mteb", *flags, *tasks)
+    with subprocess.Popen(
+        command, cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        for line in process.stdout:
+            if line.startswith(b"1/3"):
+                process.kill()
+                break
+    assert process.returncode == -9
+    output = evaluate(*flags, *tasks)
+    assert "1/3 local:a: " in output
+    assert "(kept)" in output.splitlines()[0]
+    assert output.count("| local:") == 3
+
+
+def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(evaluate):
+    with pytest.raises(NeoBERTError, match=r"no data of 1 tasks \(SICK-R\); run python tools/fetch_mteb.py"):
+        evaluate("--tasks", "local:sts", "SICK-R")
+    output = evaluate("--tasks", "local:sts", "SICK-R", "--skip-missing")
+    assert "| model | – (1 of 2) | – (1 of 2) |" in output
+    assert "- SICK-R: no data" in output
+
+
+def test_paper_rows_stand_below_the_papers_benchmark_alone(place, evaluate):
+    output = evaluate("--skip-missing")
+    assert "| model | – (0 of 12) |" in output
+    assert "| NeoBERT-4096, as reported | 61.6 | 40.8 | 76.2 | 51.2 | 31.6 | 74.8 | 30.7 | 51.3 |" in output
+    assert (place / "out" / "model" / "mteb.json").exists()
+    assert "as reported" not in evaluate("--skip-missing", "--benchmark", "MTEB(eng, v2)")
+    assert (place / "out" / "model" / "mteb_v2" / "mteb.json").exists()
+
+
+def test_instructions_change_the_scores_and_each_style_is_measured_anew(evaluate, tmp_path):
+    (tmp_path / "file.yaml").write_text("types: {STS: wing flow heat}")
+    choices = [(), *(("--instructions", tmp_path / "file.yaml", "--prompt-style", s) for s in ("prefix", "paper"))]
+    plain, prefix, paper = (evaluate("--tasks", "local:sts", *choice) for choice in choices)
+    assert plain.rpartition("| local:sts |")[2] != prefix.rpartition("| local:sts |")[2]
+    assert "(kept)" not in prefix + paper
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--model", "nowhere"), 66, "--model nowhere: no such folder"),
+        (("--tasks", "STS99"), 2, "no such task; did you mean"),
+        (("--tasks", "local:nothing"), 66, "data/nothing is no folder"),
+        (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
+        (("--batch-size", "0"), 2, "--batch-size 0 must be at least 1"),
+    ],
+)
+def test_command_that_cannot_work_says_why(arguments, code, said, evaluate):
+    with pytest.raises(NeoBERTError, match=said) as caught:
+        evaluate(*arguments)
+    assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize("tool", ["evaluate_mteb", "fetch_mteb"])
+def test_help_answers_without_torch(tool, tmp_path):
+    (tmp_path / "torch.py").write_text("raise AssertionError('imported')")
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
+    code, output, errors = run(tool, "--help", env=environment)
+    assert (code, errors) == (0, "")
+    assert "--benchmark" in output

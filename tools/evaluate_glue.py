@@ -1,0 +1,169 @@
+"""Command: GLUE by the paper's protocol, from local files.
+
+    python tools/evaluate_glue.py --model model --data-dir glue --output results --grid small --seeds 0 1 2 --jobs 2
+
+Fine-tunes the model at every point of the grid and with every seed, and writes OUTPUT/MODEL/glue.json, .csv and .md,
+the latter with the paper's rows below. RTE, MRPC, STS-B and QNLI start from the best MNLI model. Started again, it
+goes on with the runs that are not done. tools/fetch_glue.py gets the data on a machine with network.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_neobert.errors import ConfigError, run_command
+
+if TYPE_CHECKING:  # --help answers without importing torch
+    from megatron_neobert.evaluation.glue.run import Evaluation
+    from megatron_neobert.evaluation.glue.training import Outcome, Run
+
+
+def main() -> None:
+    """Reads the arguments, runs what has not been run, and prints the table."""
+    arguments = _parse()
+    _check(arguments)
+    _evaluate(arguments)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="evaluate_glue.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
+    parser.add_argument(
+        "--data-dir", required=True, type=Path, metavar="DIR", help="a folder per task: TSV, parquet or saved data set"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
+    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="such as cola sst2 (default: all but wnli)")
+    parser.add_argument(
+        "--grid",
+        choices=("paper", "small", "best"),
+        default="best",
+        help="paper: 60 points per task; small: the 6 of its ablations; best: the one that it found best for its model "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--batch-size", nargs="+", type=int, metavar="N", help="replaces the grid's")
+    parser.add_argument("--learning-rate", nargs="+", type=float, metavar="X", help="replaces the grid's")
+    parser.add_argument("--weight-decay", nargs="+", type=float, metavar="X", help="replaces the grid's")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="default: 0")
+    parser.add_argument("--epochs", type=int, default=10, help="at most (default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=int, default=1024, metavar="N", help="cut inputs after N tokens (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only N rows of every split, for a quick look")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, on one GPU each (default: 1)")
+    transfer = parser.add_mutually_exclusive_group()
+    transfer.add_argument(
+        "--transfer-from",
+        default="mnli",
+        metavar="mnli|DIR",
+        help="where RTE, MRPC, STS-B and QNLI start: the best MNLI model of this output, or a folder (default: mnli)",
+    )
+    transfer.add_argument("--no-transfer", action="store_true", help="start every task from --model")
+    parser.add_argument(
+        "--predict", action="store_true", help="write OUTPUT/MODEL/glue/submission/*.tsv for the GLUE server as well"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the passes; weights stay float32; the paper's code took float16 (default: %(default)s)",
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--attention", metavar="NAME", help="eager, sdpa, flash_attention_2 (default: transformers')")
+    return parser.parse_args()
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    problems = [
+        f"--{name.replace('_', '-')} {value} is too small; give at least 1."
+        for name in ("epochs", "max_length", "limit", "jobs")
+        if (value := getattr(arguments, name)) is not None and value < 1
+    ]
+    for name, least in (("batch_size", 1), ("learning_rate", 0.0), ("weight_decay", 0.0), ("seeds", 0)):
+        values = getattr(arguments, name) or []
+        problems += [f"--{name.replace('_', '-')} {value}: give at least {least}." for value in values if value < least]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from megatron_neobert.evaluation.glue.predict import write_submission
+    from megatron_neobert.evaluation.glue.run import best_model, evaluate
+
+    evaluation = _build_evaluation(arguments)
+    progress = _Progress()
+    evaluate(evaluation, progress.show)
+    progress.close()
+    print((evaluation.folder / "glue.md").read_text(encoding="utf-8"))
+    print(f"wrote {evaluation.folder / 'glue.json'}, .csv and .md")
+    if arguments.predict:
+        for task in evaluation.tasks:
+            weights = best_model(evaluation, task)
+            place = evaluation.folder / "glue" / "submission"
+            for path in write_submission(task, weights, arguments.data_dir, place, evaluation.protocol):
+                print(f"wrote {path}")
+
+
+def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
+    from megatron_neobert.evaluation.glue.grid import choose_grid
+    from megatron_neobert.evaluation.glue.run import SOURCE, Evaluation, choose_tasks
+    from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS
+    from megatron_neobert.evaluation.glue.training import Protocol
+    from megatron_neobert.evaluation.glue.workers import visible_gpus
+
+    device = arguments.device or ("cuda" if visible_gpus() else "cpu")
+    if arguments.dtype == "float16" and device == "cpu":
+        raise ConfigError("--dtype float16 needs a GPU; on a CPU take float32 or bfloat16.")
+    source = arguments.transfer_from
+    grid = {"batch_sizes": arguments.batch_size, "learning_rates": arguments.learning_rate}
+    return Evaluation(
+        model=arguments.model,
+        data_dir=arguments.data_dir,
+        output=arguments.output,
+        grids={
+            task: choose_grid(arguments.grid, task, **grid, weight_decays=arguments.weight_decay)
+            for task in choose_tasks(arguments.tasks, PAPER_TASKS)
+        },
+        seeds=tuple(dict.fromkeys(arguments.seeds)),
+        protocol=Protocol(
+            epochs=arguments.epochs,
+            max_length=arguments.max_length,
+            limit=arguments.limit,
+            dtype=arguments.dtype,
+            attention=arguments.attention,
+            device=device,
+        ),
+        transfer_from=None if arguments.no_transfer else source if source == SOURCE else Path(source),
+        jobs=arguments.jobs,
+    )
+
+
+class _Progress:
+    """A line for every run that has ended, and on a terminal a bar below them."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    def show(self, task: str, done: int, total: int, run: "Run | None", outcome: "Outcome | None") -> None:
+        """See glue.Progress."""
+        from tqdm import tqdm
+
+        if run is None or outcome is None:
+            self.close()
+            self.bar = tqdm(total=total, initial=done, desc=task, unit=" runs", disable=not sys.stderr.isatty())
+            return
+        self.bar.update()
+        tqdm.write(
+            f"{task} {done}/{total} | {run.point.name} | {100 * outcome.average:.2f} at step {outcome.best_step:,} of "
+            f"{outcome.steps:,} | {outcome.seconds:,.0f} s",
+            file=sys.stderr,
+        )
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,180 @@
+"""Command: MTEB, or tasks from your own files, for an encoder in a Hugging Face folder; without a network.
+
+Data comes from the folder that tools/fetch_mteb.py filled on a connected machine. Every task's result is kept: the same
+command goes on after a kill. Writes mteb.json, mteb.csv and mteb.md under OUTPUT/<model name> (in mteb_v2, mteb_tasks
+or limit<N> there for another choice), with the means by category of the paper's Table 4; a task without data leaves
+its category without a mean.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_neobert.errors import ConfigError, run_command
+
+if TYPE_CHECKING:  # --help answers without importing torch
+    from megatron_neobert.evaluation.encoders import LoadOptions
+    from megatron_neobert.evaluation.mteb.instructions import Instructions
+
+BENCHMARKS = ("MTEB(eng, v1)", "MTEB(eng, v2)")
+
+
+def main() -> None:
+    """Reads the arguments, evaluates and writes the tables."""
+    arguments = _parse()
+    if not arguments.model.is_dir():  # before seconds of imports
+        from megatron_neobert.errors import MissingInputError
+
+        raise MissingInputError(f"--model {arguments.model}: no such folder; name a Hugging Face folder.")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when these libraries are imported
+    os.environ["HF_DATASETS_OFFLINE"] = "1"
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"
+    warnings.filterwarnings("ignore", message="Precision is ill-defined")  # per class and draw; nobody reads it here
+    _evaluate(arguments)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="evaluate_mteb.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--benchmark", choices=BENCHMARKS, default=BENCHMARKS[0], help="all its tasks (default: %(default)s)"
+    )
+    what.add_argument(
+        "--tasks", nargs="+", metavar="NAME", help="these tasks; local:NAME reads the files of DATA_DIR/NAME"
+    )
+    parser.add_argument(
+        "--data-dir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="what fetch_mteb.py wrote, and folders of local tasks",
+    )
+    parser.add_argument(
+        "--skip-missing", action="store_true", help="evaluate the tasks whose data is there; the others are named"
+    )
+    parser.add_argument(
+        "--instructions",
+        default="none",
+        metavar="FILE",
+        help="YAML with a text per task or type, such as examples/mteb_instructions.yaml (default: none)",
+    )
+    parser.add_argument(
+        "--prompt-style",
+        choices=["prefix", "paper"],
+        default="prefix",
+        help="prefix: instruction, space, text; not before documents. paper: instruction [SEP] [CLS] text, before "
+        "documents too (default: %(default)s)",
+    )
+    parser.add_argument("--pooling", choices=["mean", "cls"], default="mean", help="default: %(default)s")
+    parser.add_argument(
+        "--max-length", type=int, default=1024, metavar="N", help="cut texts after N tokens (default: %(default)s)"
+    )
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="texts at once (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="(default: %(default)s)"
+    )
+    parser.add_argument("--device", help="such as cuda:1 (default: cuda if there is one, else cpu)")
+    parser.add_argument("--attention", metavar="NAME", help="transformers' attn_implementation (default: its choice)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only N examples or queries per task: a quick look, not a result"
+    )
+    arguments = parser.parse_args()
+    for name in ("max_length", "batch_size", "limit"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    return arguments
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from megatron_neobert.evaluation.encoders import fingerprint
+    from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder
+    from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, refuse_missing, run_tasks
+    from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name
+
+    if arguments.tasks:
+        tasks = tasks_by_name(arguments.tasks, arguments.data_dir)
+    else:
+        tasks = benchmark_tasks(arguments.benchmark)
+    instructions = _instructions(arguments)
+    instructions.refuse_gaps(flatten(tasks))
+    load = _load_options(arguments)
+    protocol = _protocol(arguments, instructions.digest)
+    name = arguments.model.resolve().name
+    folder = arguments.output / name
+    files = ResultFiles(folder / "mteb", name=name, fingerprint=fingerprint(arguments.model), settings=protocol)
+    missing = find_missing(tasks, files, arguments.data_dir)
+    if not arguments.skip_missing:
+        refuse_missing(missing, arguments.data_dir)
+    options = EncoderOptions(
+        load=load, pooling=arguments.pooling, max_length=arguments.max_length, show_progress=sys.stderr.isatty()
+    )
+    scores = run_tasks(
+        tasks,
+        lambda: build_encoder(arguments.model, options, instructions),
+        files,
+        data_dir=arguments.data_dir,
+        batch_size=arguments.batch_size,
+        limit=arguments.limit,
+        report=lambda line: print(line, flush=True),
+    )
+    _write(arguments, folder, scores, {**protocol, "tasks": arguments.tasks or arguments.benchmark})
+
+
+def _instructions(arguments: argparse.Namespace) -> "Instructions":
+    from megatron_neobert.evaluation.encoders import load_tokenizer
+    from megatron_neobert.evaluation.mteb.instructions import Instructions, read_instructions
+
+    if arguments.instructions == "none":
+        return Instructions()
+    tokenizer = load_tokenizer(arguments.model)
+    return read_instructions(Path(arguments.instructions), arguments.prompt_style, tokenizer)
+
+
+def _load_options(arguments: argparse.Namespace) -> "LoadOptions":
+    import torch
+
+    from megatron_neobert.evaluation.encoders import LoadOptions
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return LoadOptions(dtype=getattr(torch, arguments.dtype), device=device, attention=arguments.attention)
+
+
+def _protocol(arguments: argparse.Namespace, instructions: str) -> dict[str, Any]:
+    """What changes a score. The size of batches does too: in 16 bits, padding rounds differently."""
+    names = ("pooling", "max_length", "batch_size", "dtype", "attention", "limit")
+    style = None if instructions == "none" else arguments.prompt_style
+    return {name: getattr(arguments, name) for name in names} | {"instructions": instructions, "prompt_style": style}
+
+
+def _write(arguments: argparse.Namespace, folder: Path, scores: list[Any], settings: dict[str, Any]) -> None:
+    from megatron_neobert.evaluation.mteb.results import to_csv, to_markdown, to_results
+    from megatron_neobert.evaluation.records import write_record
+    from megatron_neobert.evaluation.reported_numbers import MTEB
+    from megatron_neobert.files import replace_file
+
+    place = folder / _subfolder(arguments)
+    name = folder.name
+    write_record(
+        place / "mteb.json", "mteb", folder=arguments.model, settings=settings, results=to_results(scores), name=name
+    )
+    replace_file(place / "mteb.csv", to_csv(scores))
+    table = to_markdown(name, scores, MTEB.rows if place == folder else {})
+    replace_file(place / "mteb.md", table)
+    print(f"\n{table}\nwrote {place / 'mteb.json'}, mteb.csv and mteb.md")
+
+
+def _subfolder(arguments: argparse.Namespace) -> str:
+    """Empty for the paper's benchmark: neither other tasks nor a quick look may replace its table."""
+    what = "mteb_tasks" if arguments.tasks else {BENCHMARKS[0]: "", BENCHMARKS[1]: "mteb_v2"}[arguments.benchmark]
+    return "_".join(filter(None, [what, arguments.limit and f"limit{arguments.limit}"]))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,164 @@
+"""Command: fine-tune an encoder contrastively for embeddings, as NeoBERT's paper does before MTEB.
+
+    python tools/finetune_contrastive.py --model DIR --config examples/contrastive.yaml --data-dir DIR \\
+        --output DIR
+
+Writes OUTPUT/NAME/NAME-contrastive, which `SentenceTransformer(folder)` loads, the loss as CSV and PNG, and
+contrastive.json; NAME is the model's folder. Works without network; tools/fetch_contrastive.py fetches the datasets
+where there is one. Start it with torchrun for several GPUs: each of them computes batches of its own.
+"""
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_neobert.errors import ConfigError, OutputError, run_command
+
+if TYPE_CHECKING:  # --help answers without importing torch
+    from megatron_neobert.evaluation.contrastive.config import ContrastiveConfig
+    from megatron_neobert.evaluation.contrastive.run import RunOptions
+
+_OVERRIDES = ("steps", "batch_size", "learning_rate", "instructions", "max_length", "save_interval")
+
+
+def main() -> None:
+    """Reads the arguments and trains."""
+    arguments = _parse()
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the libraries are imported
+    from megatron_neobert.evaluation.contrastive.config import read_config
+
+    config = read_config(arguments.config)
+    changes = {name: value for name in _OVERRIDES if (value := getattr(arguments, name)) is not None}
+    config = replace(config, training=replace(config.training, **changes))
+    if problems := config.training.problems():
+        raise ConfigError(problems)
+    _run(arguments, config, _choose(arguments.limit_datasets, config))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="finetune_contrastive.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
+    parser.add_argument(
+        "--config", required=True, type=Path, metavar="FILE", help="settings and datasets, see examples/contrastive.yaml"
+    )
+    parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="a file or folder per dataset")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="of results")
+    overrides = parser.add_argument_group("instead of what the file says")
+    overrides.add_argument("--steps", type=int, metavar="N")
+    overrides.add_argument("--batch-size", type=int, metavar="PAIRS", help="per process, before a dataset's divisor")
+    overrides.add_argument("--learning-rate", type=float, metavar="X")
+    overrides.add_argument("--instructions", choices=["query", "both", "none"], help="texts they are put before")
+    overrides.add_argument("--max-length", type=int, metavar="TOKENS")
+    overrides.add_argument("--save-interval", type=int, metavar="STEPS")
+    parser.add_argument(
+        "--limit-datasets",
+        nargs="+",
+        metavar="KEY",
+        help="use only these (default: all but those with default: false)",
+    )
+    parser.add_argument("--limit", type=_at_least_one, metavar="N", help="first N pairs of each dataset: a quick look")
+    parser.add_argument("--skip-missing", action="store_true", help="train without the datasets that are not there")
+    parser.add_argument(
+        "--gradient-cache",
+        type=_at_least_one,
+        metavar="N",
+        help="compute N texts at a time and cache gradients: large batches in little memory, about half as fast",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="to compute in; the weights stay float32 (default: bfloat16 on GPUs, else float32)",
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: a GPU if there is one)")
+    parser.add_argument("--attention", metavar="NAME", help="implementation in transformers, such as sdpa")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --output, or start if there is none"
+    )
+    return parser.parse_args()
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _choose(wanted: list[str] | None, config: "ContrastiveConfig") -> list[str]:
+    if wanted is None:
+        return [key for key, source in config.datasets.items() if source.default]
+    unknown = [key for key in wanted if key not in config.datasets]
+    if unknown:
+        raise ConfigError(f"--limit-datasets {' '.join(unknown)}: unknown; the file has {', '.join(config.datasets)}.")
+    return [key for key in config.datasets if key in wanted]
+
+
+def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[str]) -> None:
+    from megatron_neobert.evaluation.contrastive.checkpoints import prepare_folder
+    from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
+    from megatron_neobert.evaluation.contrastive.run import Places, finetune, settings_of
+    from megatron_neobert.evaluation.encoders import fingerprint
+    from megatron_neobert.evaluation.records import write_record
+
+    model: Path = arguments.model
+    fingerprint(model)  # refuses what is no model, before minutes of reading
+    places = Places.of(arguments.output, model.resolve().name)
+    if places.final.exists():
+        if arguments.resume:
+            print(f"{places.final} is there already")
+            return
+        raise OutputError(f"{places.final} is there already; name another --output.")
+    paths = find_local(arguments.data_dir, keys, skip_missing=arguments.skip_missing)
+    first = os.environ.get("RANK", "0") == "0"
+    if first and len(paths) < len(keys):
+        print(f"without {', '.join(sorted(set(keys) - set(paths)))}: no data")
+    pairs = {key: load_pairs(key, config.datasets[key], path, limit=arguments.limit) for key, path in paths.items()}
+    options = _options(arguments)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = settings_of(model, pairs, config.training, options, processes=processes)
+    if first:
+        prepare_folder(places.checkpoints, settings, resume=arguments.resume)
+    results = finetune(model, pairs, config.datasets, config.training, places, options)
+    if results is not None:
+        _report(results)
+        record = places.final.parent / "contrastive.json"
+        write_record(record, "contrastive", folder=model, settings=settings, results=results)
+
+
+def _options(arguments: argparse.Namespace) -> "RunOptions":
+    import torch
+
+    from megatron_neobert.evaluation.contrastive.run import RunOptions
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu.")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = arguments.dtype or ("bfloat16" if device == "cuda" else "float32")
+    return RunOptions(
+        seed=arguments.seed,
+        gradient_cache=arguments.gradient_cache,
+        autocast_bfloat16=dtype == "bfloat16",
+        device=device,
+        attention=arguments.attention,
+        resume=arguments.resume,
+    )
+
+
+def _report(results: dict[str, Any]) -> None:
+    for key, share in results["datasets"].items():
+        print(
+            f"{key}: {share['batches']} batches of {share['pairs_per_batch']} pairs from {share['rows']:,}, "
+            f"p = {share['probability']:.3f}"
+        )
+    print(
+        f"loss {results['first_loss_nats']:.3f} -> {results['last_loss_nats']:.3f} nats in "
+        f"{results['seconds_of_this_start']:.0f} s; wrote {results['folder']}"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

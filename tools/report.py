@@ -1,0 +1,32 @@
+"""Command: all results on one page, beside the paper's numbers.
+
+    python tools/report.py --results DIR [DIR...] --output DIR
+
+Reads the records below the folders (the --output of the evaluations) and writes OUTPUT/report.md with its figures, and
+OUTPUT/report.html, which holds them. Reported numbers are marked and enter no average; what is missing is named.
+"""
+
+import argparse
+from pathlib import Path
+
+from megatron_neobert.errors import run_command
+
+
+def main() -> None:
+    """Reads the arguments, writes the report and says what is missing."""
+    parser = argparse.ArgumentParser(prog="report.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--results", required=True, nargs="+", type=Path, metavar="DIR", help="--output of evaluations")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write to; may exist")
+    arguments = parser.parse_args()
+
+    from megatron_neobert.evaluation.report.run import missing, write_report
+
+    runs = write_report(arguments.results, arguments.output)
+    for model, kinds in missing(runs).items():
+        if kinds:
+            print(f"{model}: no record of {', '.join(kinds)}")
+    print(f"wrote {arguments.output / 'report.html'} and report.md from {len(runs)} records")
+
+
+if __name__ == "__main__":
+    run_command(main)
