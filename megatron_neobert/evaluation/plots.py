@@ -83,12 +83,21 @@ def _make_logarithmic(axes: Any, name: str, values: Sequence[float], *, at_point
     known = sorted({value for value in values if math.isfinite(value) and value > 0})
     span = known[-1] / known[0] if known else 1.0
     if at_points and len(known) <= _FEW_TICKS:
-        axis.set_major_locator(FixedLocator(known))
+        axis.set_major_locator(FixedLocator(_apart(known)))
     elif span < 10:  # powers of ten alone would leave such an axis without a number
         axis.set_major_locator(MaxNLocator(nbins=6))
     else:
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 1000 else (1.0,)))
     axis.set_minor_locator(NullLocator())
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Those whose labels do not run into the one before; models with other tokenizers have points side by side."""
+    kept = [values[0]]
+    for value in values[1:]:
+        if value >= 1.15 * kept[-1]:
+            kept.append(value)
+    return kept
 
 
 def _add_legend(axes: Any, names: Sequence[str]) -> None:

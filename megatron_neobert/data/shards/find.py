@@ -47,7 +47,7 @@ def find_shards(patterns: Sequence[str]) -> list[str]:
     for pattern in _with_lists(patterns):
         files = _remote_files(pattern) if is_url(pattern) else _local_files(pattern)
         if not files:
-            raise MissingInputError(f"--input {pattern}: no file matches; check the path, and quote globs in scripts")
+            raise MissingInputError(f"{pattern}: no file matches; check the path, and quote globs in scripts")
         for file in files:
             shards.setdefault(file if is_url(file) else os.path.realpath(file), file)
     return list(shards.values())
@@ -79,7 +79,7 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
             continue
         path = pattern.removeprefix("@")
         if not is_url(path) and not Path(path).is_file():
-            raise MissingInputError(f"--input {pattern}: there is no file {path} with the names of shards")
+            raise MissingInputError(f"{pattern}: there is no file {path} with the names of shards")
         with named_errors(path), open_shard(path) as file:
             yield from filter(None, map(str.strip, os.fsdecode(file.read().removeprefix(BYTE_ORDER_MARK)).splitlines()))
 
@@ -96,7 +96,7 @@ def _files_of(path: Path) -> list[str]:
         files = [path / name for name in names]
     for file in files:
         if not file.is_file():
-            raise MissingInputError(f"--input: {file} is neither a file nor a folder; mend the link, or remove it")
+            raise MissingInputError(f"{file} is neither a file nor a folder; mend the link, or remove it")
     return [str(file) for file in files]
 
 

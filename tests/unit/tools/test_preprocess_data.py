@@ -69,7 +69,7 @@ def test_many_unknown_tokens_are_warned_of(place):
     ("more", "code", "message"),
     [
         (["--text-key", "body"], 65, "2 of 2 records have no usable text (100.00%), more than --max-error-rate 0.001"),
-        (["--input", "nowhere*"], 66, "--input nowhere*: no file matches"),
+        (["--input", "nowhere*"], 66, "nowhere*: no file matches"),
         (["--tokenizer-model", "bert-base-uncased"], 66, "--tokenizer-model bert-base-uncased: no such file or folder"),
         (["--workers", "0"], 2, "0 is not a whole number of 1 or more"),
         (["--min-tokens", "x"], 2, "x is not a whole number of 0 or more"),
