@@ -25,6 +25,8 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "vocab.json",
 )
+_ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+_KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _LONGEST_REASON = 500  # characters of what transformers says
 
 
@@ -108,10 +110,24 @@ def fingerprint(folder: Path) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{folder / 'config.json'}: not JSON ({error}); fetch it again.") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{folder / 'config.json'}: expected an object; fetch it again.")
     return content
 
 
 def _check(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise MissingInputError(f"{folder}: no such folder, or one without config.json; name a Hugging Face folder.")
+    config = _config(folder)
+    for key in _ATTENTION_KEYS:
+        if config.get(key) not in (None, *_KNOWN_ATTENTION):
+            raise ConversionError(
+                f"{folder / 'config.json'}: {key} is {config[key]!r:.80}, which transformers may fetch code for; "
+                f"remove the key, or take one of {', '.join(_KNOWN_ATTENTION)}."
+            )
+    if (folder / "adapter_config.json").exists():
+        raise ConversionError(f"{folder} holds an adapter of a model that lies elsewhere; merge it into a whole model.")

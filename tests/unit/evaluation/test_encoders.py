@@ -1,0 +1,84 @@
+"""Models under evaluation are loaded from local folders, none of whose code runs, and known by their weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from unit.evaluation.pseudo_perplexity_models import write_model
+
+from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.evaluation import encoders
+from megatron_neobert.evaluation.records import read_record, write_record
+from megatron_neobert.huggingface import modeling_neobert
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", "Bert")
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_neobert_folder_is_loaded_with_this_projects_class_whatever_code_lies_in_it(tmp_path: Path):
+    folder = write_model(tmp_path / "model", "neobert")
+    (folder / "modeling_neobert.py").write_text("raise RuntimeError('this file was run')\n")
+    assert type(encoders.load_masked_lm(folder)) is modeling_neobert.NeoBERTLMHead
+
+
+def test_options_decide_precision_and_attention(folder: Path):
+    model = encoders.load_masked_lm(folder, encoders.LoadOptions(dtype=torch.bfloat16, attention="eager"))
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attn_implementation", "somebody/kernels"), ("_attn_implementation", "somebody/kernels")]
+)
+def test_attention_that_would_be_fetched_is_refused(folder: Path, key: str, value: str):
+    change_config(folder, **{key: value})
+    with pytest.raises(ConversionError, match=f"{key} is '{value}', which transformers may fetch code for"):
+        encoders.load_masked_lm(folder)
+
+
+def test_fine_tuned_model_has_no_head_to_ask_for_words(folder: Path):
+    change_config(folder, architectures=["BertForSequenceClassification"])
+    with pytest.raises(
+        ConversionError, match="names BertForSequenceClassification, which has no"
+    ):
+        encoders.load_masked_lm(folder)
+
+
+def test_folder_without_a_tokenizer_is_refused_though_transformers_makes_an_empty_one(folder: Path):
+    for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink()
+    with pytest.raises(MissingInputError, match="model holds no tokenizer"):
+        encoders.load_tokenizer(folder)
+
+
+def test_folder_that_is_none_is_a_missing_input(tmp_path: Path):
+    with pytest.raises(MissingInputError, match=r"nowhere: no such folder, or one without config\.json"):
+        encoders.load_model(tmp_path / "nowhere", "AutoModel")
+
+
+def test_fingerprint_changes_with_the_weights_and_not_with_the_card(folder: Path, tmp_path: Path):
+    first = encoders.fingerprint(folder)
+    (folder / "README.md").write_text("a card")
+    assert encoders.fingerprint(folder) == first
+    other = write_model(tmp_path / "other", "Bert", seed=1)
+    assert encoders.fingerprint(other) != first
+
+
+def test_record_says_what_was_measured_of_which_model_with_which_versions(folder: Path, tmp_path: Path):
+    path = tmp_path / "results" / "model" / "throughput.json"
+    write_record(path, "throughput", folder=folder, settings={"seed": 3}, results={"tokens": 1.5})
+    record = read_record(path)
+    assert record["model"] == {"name": "model", "fingerprint": encoders.fingerprint(folder)}
+    assert (record["kind"], record["settings"], record["results"]) == ("throughput", {"seed": 3}, {"tokens": 1.5})
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["command"]
+    assert "CPU" in record["machine"] or torch.cuda.is_available()
