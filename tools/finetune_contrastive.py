@@ -43,7 +43,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
     parser.add_argument(
-        "--config", required=True, type=Path, metavar="FILE", help="settings and datasets, see examples/contrastive.yaml"
+        "--config", required=True, type=Path, metavar="FILE", help="settings and datasets, as examples/contrastive.yaml"
     )
     parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="a file or folder per dataset")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="of results")

@@ -47,9 +47,7 @@ def test_attention_that_would_be_fetched_is_refused(folder: Path, key: str, valu
 
 def test_fine_tuned_model_has_no_head_to_ask_for_words(folder: Path):
     change_config(folder, architectures=["BertForSequenceClassification"])
-    with pytest.raises(
-        ConversionError, match="names BertForSequenceClassification, which has no"
-    ):
+    with pytest.raises(ConversionError, match="names BertForSequenceClassification, which has no"):
         encoders.load_masked_lm(folder)
 
 

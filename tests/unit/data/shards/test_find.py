@@ -112,9 +112,7 @@ def test_list_gives_the_patterns_in_its_lines(tmp_path):
 
 
 def test_list_that_is_missing_or_names_a_missing_file_is_missing_input(tmp_path):
-    with pytest.raises(
-        MissingInputError, match=r"@.*no\.txt: there is no file .*no\.txt with the names of shards"
-    ):
+    with pytest.raises(MissingInputError, match=r"@.*no\.txt: there is no file .*no\.txt with the names of shards"):
         find_shards([f"@{tmp_path}/no.txt"])
     (tmp_path / "list.txt").write_text(f"{tmp_path}/gone.jsonl\n")
     with pytest.raises(MissingInputError, match=r"gone\.jsonl: no file matches"):
