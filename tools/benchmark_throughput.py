@@ -64,15 +64,16 @@ def _positive(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
-    import torch
+
     from tqdm import tqdm
 
+    from megatron_neobert.evaluation.encoders import choose_device
     from megatron_neobert.evaluation.throughput.line_up import line_up
     from megatron_neobert.evaluation.throughput.log import StepLog
     from megatron_neobert.evaluation.throughput.results import describe, write_results
     from megatron_neobert.evaluation.throughput.run import Sweep, measure, summarise
 
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = choose_device(arguments.device)
     longest = max(arguments.lengths)
     limit = arguments.max_tokens or (None if device.type == "cuda" else max(CPU_MAX_TOKENS, longest))
     if limit is not None and longest > limit:

@@ -68,7 +68,7 @@ def _parse() -> argparse.Namespace:
         default="float32",
         help="of the passes; weights stay float32; the paper's code took float16 (default: %(default)s)",
     )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--attention", metavar="NAME", help="eager, sdpa, flash_attention_2 (default: transformers')")
     return parser.parse_args()
 
@@ -111,7 +111,10 @@ def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
     from megatron_neobert.evaluation.glue.training import Protocol
     from megatron_neobert.evaluation.glue.workers import visible_gpus
 
-    device = arguments.device or ("cuda" if visible_gpus() else "cpu")
+    gpus = visible_gpus()  # choose_device would start CUDA, and one GPU could not be picked any more
+    if arguments.device == "cuda" and not gpus:
+        raise ConfigError("--device cuda: torch sees no GPU here; give cpu, or run where there is one.")
+    device = arguments.device or ("cuda" if gpus else "cpu")
     if arguments.dtype == "float16" and device == "cpu":
         raise ConfigError("--dtype float16 needs a GPU; on a CPU take float32 or bfloat16.")
     source = arguments.transfer_from
@@ -135,6 +138,7 @@ def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
         ),
         transfer_from=None if arguments.no_transfer else source if source == SOURCE else Path(source),
         jobs=arguments.jobs,
+        predict=arguments.predict,
     )
 
 

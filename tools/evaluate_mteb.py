@@ -1,25 +1,41 @@
 """Command: MTEB, or tasks from your own files, for an encoder in a Hugging Face folder; without a network.
 
 Data comes from the folder that tools/fetch_mteb.py filled on a connected machine. Every task's result is kept: the same
-command goes on after a kill. Writes mteb.json, mteb.csv and mteb.md under OUTPUT/<model name> (in mteb_v2, mteb_tasks
-or limit<N> there for another choice), with the means by category of the paper's Table 4; a task without data leaves
-its category without a mean.
+command goes on after a kill. Writes mteb.json, mteb.csv and mteb.md under OUTPUT/<model name>, with the means by
+category of the paper's Table 4; a task without data leaves its category without a mean. Other tasks and other settings
+than the defaults have a folder of their own there, whose name says them, such as mteb_v2_cls_float16: no command
+replaces another's table.
 """
 
 import argparse
+import hashlib
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.errors import ConfigError, run_command
+from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER, SUCCESSOR
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.encoders import LoadOptions
     from megatron_neobert.evaluation.mteb.instructions import Instructions
 
-BENCHMARKS = ("MTEB(eng, v1)", "MTEB(eng, v2)")
+# What changes a score, and what stands before a value of it in the name of a folder.
+_DEFAULTS = {
+    "pooling": "mean",
+    "max_length": 1024,
+    "batch_size": 32,
+    "dtype": "float32",
+    "attention": None,
+    "limit": None,
+    "instructions": "none",
+    "prompt_style": "prefix",
+}
+_NAMES = {"max_length": "length", "batch_size": "batch", "limit": "limit", "instructions": "instructions-"}
+_LONGEST_NAME = 100  # characters of the tasks in a folder's name
 
 
 def main() -> None:
@@ -42,9 +58,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--benchmark", choices=BENCHMARKS, default=BENCHMARKS[0], help="all its tasks (default: %(default)s)"
-    )
+    what.add_argument("--benchmark", choices=BENCHMARKS, default=PAPER, help="all its tasks (default: %(default)s)")
     what.add_argument(
         "--tasks", nargs="+", metavar="NAME", help="these tasks; local:NAME reads the files of DATA_DIR/NAME"
     )
@@ -60,30 +74,25 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--instructions",
-        default="none",
         metavar="FILE",
         help="YAML with a text per task or type, such as examples/mteb_instructions.yaml (default: none)",
     )
     parser.add_argument(
         "--prompt-style",
         choices=["prefix", "paper"],
-        default="prefix",
         help="prefix: instruction, space, text; not before documents. paper: instruction [SEP] [CLS] text, before "
         "documents too (default: %(default)s)",
     )
-    parser.add_argument("--pooling", choices=["mean", "cls"], default="mean", help="default: %(default)s")
-    parser.add_argument(
-        "--max-length", type=int, default=1024, metavar="N", help="cut texts after N tokens (default: %(default)s)"
-    )
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="texts at once (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="(default: %(default)s)"
-    )
+    parser.add_argument("--pooling", choices=["mean", "cls"], help="default: %(default)s")
+    parser.add_argument("--max-length", type=int, metavar="N", help="cut texts after N tokens (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="texts at once (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="(default: %(default)s)")
     parser.add_argument("--device", help="such as cuda:1 (default: cuda if there is one, else cpu)")
     parser.add_argument("--attention", metavar="NAME", help="transformers' attn_implementation (default: its choice)")
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only N examples or queries per task: a quick look, not a result"
     )
+    parser.set_defaults(**_DEFAULTS)
     arguments = parser.parse_args()
     for name in ("max_length", "batch_size", "limit"):
         value = getattr(arguments, name)
@@ -124,7 +133,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         limit=arguments.limit,
         report=lambda line: print(line, flush=True),
     )
-    _write(arguments, folder, scores, {**protocol, "tasks": arguments.tasks or arguments.benchmark})
+    _write(arguments, folder / _place(arguments, protocol), scores, protocol, load)
 
 
 def _instructions(arguments: argparse.Namespace) -> "Instructions":
@@ -140,40 +149,59 @@ def _instructions(arguments: argparse.Namespace) -> "Instructions":
 def _load_options(arguments: argparse.Namespace) -> "LoadOptions":
     import torch
 
-    from megatron_neobert.evaluation.encoders import LoadOptions
+    from megatron_neobert.evaluation.encoders import LoadOptions, choose_device
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(arguments.device)
     return LoadOptions(dtype=getattr(torch, arguments.dtype), device=device, attention=arguments.attention)
 
 
 def _protocol(arguments: argparse.Namespace, instructions: str) -> dict[str, Any]:
     """What changes a score. The size of batches does too: in 16 bits, padding rounds differently."""
-    names = ("pooling", "max_length", "batch_size", "dtype", "attention", "limit")
     style = None if instructions == "none" else arguments.prompt_style
-    return {name: getattr(arguments, name) for name in names} | {"instructions": instructions, "prompt_style": style}
+    given = {name: getattr(arguments, name) for name in _DEFAULTS}
+    return {**given, "instructions": instructions, "prompt_style": style}
 
 
-def _write(arguments: argparse.Namespace, folder: Path, scores: list[Any], settings: dict[str, Any]) -> None:
+def _place(arguments: argparse.Namespace, protocol: dict[str, Any]) -> str:
+    """The folder of one choice of tasks and settings; empty for the paper's benchmark with the defaults."""
+    what = _name_tasks(arguments.tasks) if arguments.tasks else {PAPER: "", SUCCESSOR: "v2"}[arguments.benchmark]
+    changed = {key: value for key, value in protocol.items() if value not in (None, _DEFAULTS[key])}
+    parts = [what, *(f"{_NAMES.get(key, '')}{value}" for key, value in changed.items())]
+    name = "_".join(re.sub(r"[^\w+.-]", "-", part) for part in parts if part)
+    return name and f"mteb_{name}"
+
+
+def _name_tasks(tasks: list[str]) -> str:
+    """In any order the same; where that is too long for a folder, digits in place of the names."""
+    names = "+".join(sorted(tasks))
+    if len(names) <= _LONGEST_NAME:
+        return names
+    return f"{len(tasks)}-tasks-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+
+
+def _write(
+    arguments: argparse.Namespace, place: Path, scores: list[Any], protocol: dict[str, Any], load: "LoadOptions"
+) -> None:
     from megatron_neobert.evaluation.mteb.results import to_csv, to_markdown, to_results
     from megatron_neobert.evaluation.records import write_record
     from megatron_neobert.evaluation.reported_numbers import MTEB
     from megatron_neobert.files import replace_file
 
-    place = folder / _subfolder(arguments)
-    name = folder.name
+    name = arguments.model.resolve().name
     write_record(
-        place / "mteb.json", "mteb", folder=arguments.model, settings=settings, results=to_results(scores), name=name
+        place / "mteb.json",
+        "mteb",
+        folder=arguments.model,
+        settings={**protocol, "tasks": arguments.tasks or arguments.benchmark},
+        results=to_results(scores),
+        name=name,
+        device=load.device,
     )
     replace_file(place / "mteb.csv", to_csv(scores))
-    table = to_markdown(name, scores, MTEB.rows if place == folder else {})
+    is_papers = not arguments.tasks and arguments.benchmark == PAPER and arguments.limit is None
+    table = to_markdown(name, scores, MTEB.rows if is_papers else {})
     replace_file(place / "mteb.md", table)
     print(f"\n{table}\nwrote {place / 'mteb.json'}, mteb.csv and mteb.md")
-
-
-def _subfolder(arguments: argparse.Namespace) -> str:
-    """Empty for the paper's benchmark: neither other tasks nor a quick look may replace its table."""
-    what = "mteb_tasks" if arguments.tasks else {BENCHMARKS[0]: "", BENCHMARKS[1]: "mteb_v2"}[arguments.benchmark]
-    return "_".join(filter(None, [what, arguments.limit and f"limit{arguments.limit}"]))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     import torch
 
     from megatron_neobert.data.shards.records import ReadSettings
-    from megatron_neobert.evaluation.encoders import LoadOptions
+    from megatron_neobert.evaluation.encoders import LoadOptions, choose_device
     from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice
     from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, evaluate, write_curves
 
@@ -128,7 +128,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         ),
         options=LoadOptions(
             dtype=getattr(torch, arguments.dtype),
-            device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=choose_device(arguments.device),
             attention=arguments.attention,
         ),
         batch_tokens=arguments.batch_tokens,

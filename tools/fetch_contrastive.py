@@ -8,8 +8,12 @@ are kept, so that the same command goes on. Copy the folder to where there is no
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import ConfigError, OutputError, run_command
+from megatron_neobert.errors import ConfigError, MissingInputError, NeoBERTError, OutputError, run_command
+
+if TYPE_CHECKING:  # --help answers without importing datasets
+    from megatron_neobert.evaluation.contrastive.config import DatasetSource
 
 
 def main() -> None:
@@ -25,25 +29,39 @@ def main() -> None:
             f"{arguments.config} names no hub for {', '.join(nowhere)}; add one, or write KEY.parquet yourself with "
             "the columns query, positive and negatives."
         )
-    from megatron_neobert.evaluation.contrastive.data import fetch_pairs
-    from megatron_neobert.files import own_name
-
     try:
         arguments.data_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"--data-dir {arguments.data_dir}: cannot be created ({error.strerror}).") from error
-    for key in keys:
-        path = arguments.data_dir / f"{key}.parquet"
-        if path.exists():
-            print(f"kept {path}")
-            continue
-        pairs, temporary = fetch_pairs(key, config.datasets[key]), own_name(path)
+    failed = []
+    for key in keys:  # one that its source has lost must not keep the others from coming
         try:
-            pairs.to_parquet(str(temporary))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        print(f"wrote {path}: {len(pairs):,} pairs from {config.datasets[key].hub}", flush=True)
+            _fetch(key, config.datasets[key], arguments.data_dir / f"{key}.parquet")
+        except NeoBERTError as error:
+            print(f"failed: {error}", flush=True)
+            failed.append(key)
+    if failed:
+        raise MissingInputError(
+            f"--data-dir {arguments.data_dir}: {len(failed)} of {len(keys)} datasets could not be fetched "
+            f"({', '.join(failed)}); look at the reasons above and start the same command again."
+        )
+
+
+def _fetch(key: str, source: "DatasetSource", path: Path) -> None:
+    from megatron_neobert.evaluation.contrastive.data import fetch_pairs
+    from megatron_neobert.files import own_name, sync_to_disk
+
+    if path.exists():
+        print(f"kept {path}")
+        return
+    pairs, temporary = fetch_pairs(key, source), own_name(path)
+    try:
+        pairs.to_parquet(str(temporary))
+        sync_to_disk(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"wrote {path}: {len(pairs):,} pairs from {source.hub}", flush=True)
 
 
 def _parse() -> argparse.Namespace:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConfigError, MissingInputError, run_command
-
-BENCHMARKS = ("MTEB(eng, v1)", "MTEB(eng, v2)")
+from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER
 
 
 def main() -> int:
@@ -43,9 +42,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fetch_mteb.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to fill")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--benchmark", choices=BENCHMARKS, default=BENCHMARKS[0], help="all its tasks (default: %(default)s)"
-    )
+    what.add_argument("--benchmark", choices=BENCHMARKS, default=PAPER, help="all its tasks (default: %(default)s)")
     what.add_argument("--tasks", nargs="+", metavar="NAME", help="these tasks of mteb")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--refresh", action="store_true", help="fetch tasks again whose data is of another revision")

@@ -98,6 +98,7 @@ def _choose(wanted: list[str] | None, config: "ContrastiveConfig") -> list[str]:
 
 
 def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[str]) -> None:
+    options = _options(arguments)
     from megatron_neobert.evaluation.contrastive.checkpoints import prepare_folder
     from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
     from megatron_neobert.evaluation.contrastive.run import Places, finetune, settings_of
@@ -107,36 +108,33 @@ def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[
     model: Path = arguments.model
     fingerprint(model)  # refuses what is no model, before minutes of reading
     places = Places.of(arguments.output, model.resolve().name)
-    if places.final.exists():
-        if arguments.resume:
-            print(f"{places.final} is there already")
-            return
+    if places.final.exists() and not arguments.resume:
         raise OutputError(f"{places.final} is there already; name another --output.")
+    if places.final.exists() and places.record.exists():
+        print(f"{places.final} is there already")
+        return
     paths = find_local(arguments.data_dir, keys, skip_missing=arguments.skip_missing)
     first = os.environ.get("RANK", "0") == "0"
     if first and len(paths) < len(keys):
         print(f"without {', '.join(sorted(set(keys) - set(paths)))}: no data")
     pairs = {key: load_pairs(key, config.datasets[key], path, limit=arguments.limit) for key, path in paths.items()}
-    options = _options(arguments)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    settings = settings_of(model, pairs, config.training, options, processes=processes)
+    settings = settings_of(model, pairs, config.datasets, config.training, options, processes=processes)
     if first:
         prepare_folder(places.checkpoints, settings, resume=arguments.resume)
     results = finetune(model, pairs, config.datasets, config.training, places, options)
     if results is not None:
         _report(results)
-        record = places.final.parent / "contrastive.json"
-        write_record(record, "contrastive", folder=model, settings=settings, results=results)
+        write_record(
+            places.record, "contrastive", folder=model, settings=settings, results=results, device=options.device
+        )
 
 
 def _options(arguments: argparse.Namespace) -> "RunOptions":
-    import torch
-
     from megatron_neobert.evaluation.contrastive.run import RunOptions
+    from megatron_neobert.evaluation.encoders import choose_device
 
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu.")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(arguments.device).type
     dtype = arguments.dtype or ("bfloat16" if device == "cuda" else "float32")
     return RunOptions(
         seed=arguments.seed,

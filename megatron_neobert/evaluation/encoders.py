@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.files import sha256_of
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
@@ -27,6 +28,7 @@ _TOKENIZER_FILES = (
 )
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_ABSURD_LENGTH = 1 << 30  # what a tokenizer says that knows no longest input
 _LONGEST_REASON = 500  # characters of what transformers says
 
 
@@ -48,7 +50,8 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
 
     Raises:
         MissingInputError: There is no such folder.
-        ConversionError: transformers cannot load it as that.
+        ConversionError: transformers cannot load it as that, or would draw weights that the folder does not hold: only
+            a pooler and what a classification adds may be new.
     """
     options = options or LoadOptions()
     _check(folder)
@@ -57,13 +60,68 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
     if options.attention is not None:
         changes["attn_implementation"] = options.attention
     try:
-        model = getattr(transformers, auto_class).from_pretrained(
-            folder, dtype=options.dtype, trust_remote_code=False, local_files_only=True, use_safetensors=True, **changes
+        model, info = getattr(transformers, auto_class).from_pretrained(
+            folder,
+            dtype=options.dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **changes,
         )
     except Exception as error:  # a strange config.json makes transformers raise almost anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
         raise ConversionError(f"{folder}: transformers cannot load it as {auto_class} ({reason}).") from error
+    classifies = auto_class.endswith("Classification")
+    inner = f"{model.base_model_prefix}."
+    drawn = [name for name in sorted(info["missing_keys"]) if "pooler" not in name.split(".")]
+    drawn = [name for name in drawn if name.startswith(inner) or not classifies]
+    if drawn:
+        raise ConversionError(
+            f"{folder} does not hold {drawn[0]}{f' and {len(drawn) - 1} more' * (len(drawn) > 1)}, which {auto_class} "
+            "has; drawn weights would be measured instead. Fetch the folder again, or name one with this head."
+        )
     return model.to(options.device).eval()
+
+
+def choose_device(name: str | None) -> torch.device:
+    """A device by name; without one the GPU, where there is one.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    has_cuda = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda" if has_cuda else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name} is none that torch knows; give cpu, cuda or cuda:1.") from error
+    count = torch.cuda.device_count() if has_cuda else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"--device {name}: torch sees {count} GPUs here; give cpu, or run where there is one.")
+    return device
+
+
+def count_learned_positions(model: nn.Module) -> int | None:
+    """Tokens of the longest row that a table of learned positions allows; None where positions are computed.
+
+    RoBERTa's table is counted from behind its padding id.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
+
+
+def longest_input(model: Any, tokenizer: Any) -> int | None:
+    """Tokens of the longest row for which model and tokenizer were made; None where neither says."""
+    limits = (
+        count_learned_positions(model),
+        getattr(model.config, "max_position_embeddings", None),
+        tokenizer.model_max_length if tokenizer.model_max_length < _ABSURD_LENGTH else None,
+    )
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def load_masked_lm(folder: Path, options: LoadOptions | None = None) -> Any:
@@ -101,10 +159,11 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def fingerprint(folder: Path) -> str:
-    """Twelve digits that change with the weights or the config: what a cached result belongs to."""
+    """Twelve digits that change with weights, config or tokenizer: what a cached result belongs to."""
     _check(folder)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    texts = [folder / name for name in (*_TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")]
+    for path in (*sorted(folder.glob("*.safetensors")), *(text for text in texts if text.is_file())):
         digest.update(f"{path.name} {sha256_of(path)}".encode())
     return digest.hexdigest()[:12]
 

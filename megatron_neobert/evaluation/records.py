@@ -14,14 +14,21 @@ from typing import Any
 import torch
 
 import megatron_neobert
-from megatron_neobert.evaluation.encoders import fingerprint
+from megatron_neobert.evaluation.encoders import choose_device, fingerprint
 from megatron_neobert.files import replace_file
 
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "optuna")
 
 
 def write_record(
-    path: Path, kind: str, *, folder: Path, settings: dict[str, Any], results: dict[str, Any], name: str | None = None
+    path: Path,
+    kind: str,
+    *,
+    folder: Path,
+    settings: dict[str, Any],
+    results: dict[str, Any],
+    name: str | None = None,
+    device: torch.device | str | None = None,
 ) -> None:
     """Writes one record.
 
@@ -31,6 +38,7 @@ def write_record(
         settings: All that another run needs to give the same numbers, the seed included.
         results: Plain numbers, strings, lists and dicts.
         name: Of the model in tables; default: the folder's.
+        device: That computed; default: a GPU where there is one.
     """
     record = {
         "kind": kind,
@@ -38,7 +46,7 @@ def write_record(
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "settings": settings,
         "results": results,
-        "machine": describe_machine(),
+        "machine": describe_machine(device),
         "versions": versions(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +70,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def describe_machine() -> str:
+def describe_machine(device: torch.device | str | None = None) -> str:
     """The GPU's name, or the processor's architecture and number of threads."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    chosen = choose_device(str(device) if device is not None else None)
+    if chosen.type == "cuda":
+        return torch.cuda.get_device_name(chosen)
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"

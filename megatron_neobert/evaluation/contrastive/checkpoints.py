@@ -42,12 +42,7 @@ def prepare_folder(folder: Path, settings: dict[str, Any], *, resume: bool) -> N
         if not resume:
             raise OutputError(f"{folder} holds checkpoints; go on with --resume, or name another --output.")
         before = json.loads(noted.read_text(encoding="utf-8"))
-        changed = [
-            f"{name} was {before.get(name)!r} and is {content.get(name)!r}"
-            for name in sorted(before.keys() | content.keys())
-            if before.get(name) != content.get(name)
-        ]
-        if changed:
+        if changed := _differences(before, content):
             raise ConfigError(
                 f"--resume: {folder} was started with other settings ({'; '.join(changed)}); use those, or name "
                 "another --output."
@@ -57,3 +52,15 @@ def prepare_folder(folder: Path, settings: dict[str, Any], *, resume: bool) -> N
             shutil.rmtree(path)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(noted, json.dumps(content, indent=2) + "\n")
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """What changed, entry by entry also within sections."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            found.append(f"{prefix}{name} was {old!r} and is {new!r}")
+    return found

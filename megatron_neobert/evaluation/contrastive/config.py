@@ -98,7 +98,9 @@ def read_config(path: Path) -> ContrastiveConfig:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path}: not readable as YAML: {reason}; compare it with examples/configs.") from None
+        raise ConfigError(
+            f"{path}: not readable as YAML: {reason}; compare it with examples/contrastive.yaml."
+        ) from None
     if not isinstance(content, dict) or set(content) != {"training", "datasets"}:
         raise ConfigError(f"{path}: expected the sections training and datasets, and nothing else.")
     problems: list[str] = []

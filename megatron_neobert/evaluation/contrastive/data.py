@@ -5,7 +5,9 @@ of the hub's repository. Its columns are those that the YAML file names, or alre
 rows are normalised once into the cache of `datasets` (HF_DATASETS_CACHE), from where they are mapped into memory.
 """
 
+import hashlib
 import itertools
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.compute
 
 from megatron_neobert.errors import DataError, MissingInputError, NeoBERTError
 from megatron_neobert.evaluation.contrastive.config import DatasetSource
@@ -20,6 +23,7 @@ from megatron_neobert.evaluation.contrastive.config import DatasetSource
 PLAIN_COLUMNS = {"query", "positive", "negatives"}
 _FEATURES = {"query": "string", "positive": "string", "negatives": ["string"]}
 _PLAIN = DatasetSource(divisor=1, instruction="", query=("query",), positive=("positive",), negatives=("negatives.*",))
+_DIGEST_ROWS = 1000
 _FILES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
@@ -41,8 +45,8 @@ def find_local(data_dir: Path, keys: Sequence[str], *, skip_missing: bool) -> di
     if missing and not (skip_missing and found):
         raise MissingInputError(
             f"--data-dir {data_dir} has no data for {', '.join(missing)}: expected KEY.parquet, KEY.jsonl or a folder "
-            f"KEY. On a machine with network: python tools/fetch_contrastive.py --data-dir {data_dir} --datasets "
-            f"{' '.join(missing)}. To train on the others, give --skip-missing."
+            f"KEY. On a machine with network: python tools/fetch_contrastive.py --config FILE --data-dir {data_dir} "
+            f"--datasets {' '.join(missing)}. To train on the others, give --skip-missing."
         )
     return found
 
@@ -60,6 +64,22 @@ def load_pairs(key: str, source: DatasetSource, path: Path, *, limit: int | None
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     settings = {"key": key, "source": source, "path": str(path), "limit": limit, "stamps": stamps}
     return _build(key, settings)
+
+
+def digest_of(pairs: datasets.Dataset) -> str:
+    """Twelve digits that change with the texts, wherever they lie and whenever they were read.
+
+    Covers the number of texts and their bytes in every column, and 1,000 rows from first to last: reading tens of
+    gigabytes at every start would cost more than it finds.
+    """
+    columns = {name: pairs.data.column(name) for name in ("query", "positive")}
+    columns["negatives"] = pyarrow.compute.list_flatten(pairs.data.column("negatives"))
+    sizes = [
+        (len(texts), pyarrow.compute.sum(pyarrow.compute.binary_length(texts)).as_py()) for texts in columns.values()
+    ]
+    last, count = len(pairs) - 1, min(len(pairs), _DIGEST_ROWS)
+    chosen = [pairs[number * last // max(1, count - 1)] for number in range(count)]
+    return hashlib.sha256(json.dumps([sizes, chosen], sort_keys=True).encode()).hexdigest()[:12]
 
 
 def fetch_pairs(key: str, source: DatasetSource) -> datasets.Dataset:

@@ -30,9 +30,10 @@ from transformers.utils import logging as transformers_logging
 from megatron_neobert.errors import ConfigError, ConversionError
 from megatron_neobert.evaluation.contrastive.checkpoints import newest_checkpoint
 from megatron_neobert.evaluation.contrastive.config import DatasetSource, TrainingSettings
+from megatron_neobert.evaluation.contrastive.data import digest_of
 from megatron_neobert.evaluation.contrastive.log import LossLog, write_curve
 from megatron_neobert.evaluation.contrastive.sampling import SamplingPlan, TaskBatchSampler
-from megatron_neobert.evaluation.encoders import fingerprint, load_tokenizer
+from megatron_neobert.evaluation.encoders import fingerprint, load_tokenizer, longest_input
 from megatron_neobert.files import own_name
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
@@ -53,10 +54,11 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where a run writes."""
+    """Where a run writes; the record comes last, so that a run that has one is complete."""
 
     checkpoints: Path
     final: Path
+    record: Path
     loss_csv: Path
     loss_png: Path
 
@@ -66,6 +68,7 @@ class Places:
         return cls(
             checkpoints=folder / "checkpoints",
             final=folder / f"{name}-contrastive",
+            record=folder / "contrastive.json",
             loss_csv=folder / "contrastive_loss.csv",
             loss_png=folder / "contrastive_loss.png",
         )
@@ -98,6 +101,8 @@ class _Trainer(SentenceTransformerTrainer):
 def load_encoder(folder: Path, *, max_length: int, attention: str | None = None) -> SentenceTransformer:
     """A folder as sentence-transformers sees it; without modules.json, the mean over the tokens is its embedding.
 
+    Its weights are float32, whatever the folder holds: AdamW's steps are smaller than what bfloat16 tells apart.
+
     Raises:
         MissingInputError: There is no such folder.
         ConversionError: The library cannot load it.
@@ -105,7 +110,7 @@ def load_encoder(folder: Path, *, max_length: int, attention: str | None = None)
     load_tokenizer(folder)  # refuses a folder without model or tokenizer
     register_neobert()
     transformers_logging.disable_progress_bar()
-    changes = {} if attention is None else {"attn_implementation": attention}
+    changes = {"dtype": torch.float32} | ({} if attention is None else {"attn_implementation": attention})
     try:
         model = SentenceTransformer(
             str(folder), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs=changes
@@ -113,7 +118,8 @@ def load_encoder(folder: Path, *, max_length: int, attention: str | None = None)
     except Exception as error:  # a strange config.json makes the libraries raise almost anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
         raise ConversionError(f"{folder}: sentence-transformers cannot load it ({reason}).") from error
-    model.max_seq_length = min(max_length, model.max_seq_length or max_length)
+    limits = (max_length, model.max_seq_length, longest_input(model[0].auto_model, model.tokenizer))
+    model.max_seq_length = min(limit for limit in limits if limit is not None)
     return model
 
 
@@ -182,9 +188,9 @@ def finetune(
     seconds = time.monotonic() - started
     if not trainer.is_world_process_zero():
         return None
-    save_final(trainer.model, model_folder, places.final)
     losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     write_curve(places.loss_png, places.final.name, losses)
+    save_final(trainer.model, model_folder, places.final)
     return {
         "folder": str(places.final),
         "fingerprint": fingerprint(places.final),
@@ -213,6 +219,7 @@ def describe_plan(plan: SamplingPlan) -> dict[str, dict[str, Any]]:
 def settings_of(
     model_folder: Path,
     pairs: Mapping[str, datasets.Dataset],
+    sources: Mapping[str, DatasetSource],
     training: TrainingSettings,
     options: RunOptions,
     *,
@@ -226,19 +233,25 @@ def settings_of(
         **asdict(training),
         **own,
         "processes": processes,
+        "datasets": {key: asdict(sources[key]) for key in pairs},
         "rows": {key: len(rows) for key, rows in pairs.items()},
+        "texts": {key: digest_of(rows) for key, rows in pairs.items()},
     }
 
 
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
-    """Writes the folder whole or not at all."""
+    """Writes the folder whole or not at all, in place of what an earlier start has left there."""
     temporary = own_name(final)
     shutil.rmtree(temporary, ignore_errors=True)
+    if model.tokenizer.is_fast:  # it keeps the padding and cutting of its last call, and would write them down
+        model.tokenizer.backend_tokenizer.no_truncation()
+        model.tokenizer.backend_tokenizer.no_padding()
     model.save_pretrained(str(temporary), create_model_card=False)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for name in {str(path).split("--")[-1].split(".")[0] for path in config.get("auto_map", {}).values()}:
         if (source / f"{name}.py").is_file():  # users without this project need it; nothing here has run it
             shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")
+    shutil.rmtree(final, ignore_errors=True)
     temporary.replace(final)
 
 

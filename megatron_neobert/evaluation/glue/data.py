@@ -50,7 +50,7 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
 
     Raises:
         MissingInputError: The task or the split is not there.
-        DataError: A file has other columns or labels than the task.
+        DataError: A file has other columns or labels than the task, or one without labels has a row cut short.
     """
     folder = find_task(data_dir, task)
     parquet = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
@@ -60,7 +60,7 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
     elif files:
         columns, place = _read_parquet(files, task, labelled=labelled), folder
     else:
-        columns, place = _read_tsv_files(folder, task, split)
+        columns, place = _read_tsv_files(folder, task, split, labelled=labelled)
     texts = list(zip(*(columns[name] for name in task.texts), strict=True))
     if not labelled:
         return GlueSplit(texts, None)
@@ -124,14 +124,19 @@ def _pick(columns: Columns, task: GlueTask, place: Path) -> Columns:
     return {name: columns[name] for name in (*task.texts, "label") if name in columns}
 
 
-def _read_tsv_files(folder: Path, task: GlueTask, split: str) -> tuple[Columns, Path]:
+def _read_tsv_files(folder: Path, task: GlueTask, split: str, *, labelled: bool) -> tuple[Columns, Path]:
     files = [folder / name for name in _tsv_names(folder, task, split)]
+    if not files:
+        raise MissingInputError(
+            f"{folder} has no test set: its test.tsv is the benchmark's labelled dev set; on a machine with network: "
+            f"{FETCH}"
+        )
     found = [path for path in files if path.is_file()]
     if not found:
         raise MissingInputError(
             f"{folder} has no {split}.parquet and no {files[0].name}; on a machine with network: {FETCH}"
         )
-    parts = [_read_tsv(path, task) for path in found]
+    parts = [_read_tsv(path, task, labelled=labelled) for path in found]
     shared = set.intersection(*(set(part) for part in parts))
     return {name: [value for part in parts for value in part[name]] for name in shared}, found[0]
 
@@ -139,7 +144,7 @@ def _read_tsv_files(folder: Path, task: GlueTask, split: str) -> tuple[Columns, 
 def _tsv_names(folder: Path, task: GlueTask, split: str) -> tuple[str, ...]:
     """The files that make up the benchmark's split; of those for test sets, the one that is there."""
     if task.name == "sst2" and _is_labelled(folder / "test.tsv", task):  # the set cut anew
-        return {"train": ("train.tsv", "dev.tsv"), "validation": ("test.tsv",)}.get(split, ("no test set",))
+        return {"train": ("train.tsv", "dev.tsv"), "validation": ("test.tsv",)}.get(split, ())
     if split == "train" and (folder / "val.tsv").is_file():
         return "train.tsv", "val.tsv"
     names = _TSV_SPLITS[split]
@@ -153,8 +158,12 @@ def _is_labelled(path: Path, task: GlueTask) -> bool:
         return task.tsv_names.get("label", "label") in stream.readline().rstrip("\r\n").split("\t")
 
 
-def _read_tsv(path: Path, task: GlueTask) -> Columns:
-    """The columns that are needed; rows that are too short for them are left out, as the Hub's data set does."""
+def _read_tsv(path: Path, task: GlueTask, *, labelled: bool) -> Columns:
+    """The columns that are needed.
+
+    Rows that are too short for them are left out, as the Hub's data set does, unless their numbers count: the answers
+    to a test set are known by them.
+    """
     with path.open(encoding="utf-8-sig", newline="\n") as stream:  # other line ends occur within texts
         rows = [line.rstrip("\r\n").split("\t") for line in stream if line.strip()]
     wanted = {name: task.tsv_names.get(name, name) for name in (*task.texts, "label")}
@@ -171,6 +180,9 @@ def _read_tsv(path: Path, task: GlueTask) -> Columns:
         )
     places = {name: header.index(column) for name, column in wanted.items() if column in header}
     complete = [row for row in rows if len(row) > max(places.values())]
+    if len(complete) < len(rows) and not labelled:
+        first = next(number for number, row in enumerate(rows) if len(row) <= max(places.values()))
+        raise DataError(f"{path}: row {first} (from 0) is cut short, so that answers would have wrong numbers; {FETCH}")
     if len(complete) < len(rows):
         warnings.warn(f"{path}: {len(rows) - len(complete):,} rows are cut short and left out.", stacklevel=2)
     return {name: [row[place] for row in complete] for name, place in places.items()}

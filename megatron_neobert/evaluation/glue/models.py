@@ -7,10 +7,10 @@ then the classes. A folder that was fine-tuned on MNLI keeps all but the last la
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConversionError
+from megatron_neobert.evaluation import encoders
 from megatron_neobert.evaluation.encoders import LoadOptions, load_model
 from megatron_neobert.evaluation.glue.tasks import GlueTask
 
@@ -41,9 +41,5 @@ def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
 
 def longest_input(model: Any, tokenizer: Any, wanted: int) -> int:
     """Tokens of the longest input that model and tokenizer allow, at most `wanted`."""
-    limits = [wanted, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", wanted)]
-    for name, module in model.named_modules():
-        # RoBERTa and its kin count positions from behind the padding's.
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            limits.append(module.num_embeddings - module.padding_idx - 1)
-    return min(limits)
+    limit = encoders.longest_input(model, tokenizer)
+    return wanted if limit is None else min(wanted, limit)

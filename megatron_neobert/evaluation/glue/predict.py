@@ -4,6 +4,7 @@ File names, header and words are those of the server's sample submission. The di
 MNLI model where the data has it.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,36 @@ def write_submission(name: str, weights: Path, data_dir: Path, output: Path, pro
     """The files of one task, and with MNLI those of the diagnostic set.
 
     Raises:
-        MissingInputError: The test set is not there.
+        MissingInputError, DataError: As `read_test_sets`.
     """
     task = TASKS[name]
-    wanted = [(task, split) for split in task.rows if split.startswith("test")]
-    if name == "mnli" and _has(data_dir, DIAGNOSTIC):
-        wanted.append((DIAGNOSTIC, "test"))
     options = LoadOptions(device=protocol.device, attention=protocol.attention)
     model, tokenizer = load_classifier(weights, task, options), load_tokenizer(weights)
     length = longest_input(model, tokenizer, protocol.max_length)
     output.mkdir(parents=True, exist_ok=True)
     written = []
-    for asked, split in wanted:
-        rows = read_split(data_dir, asked, split, labelled=False)
-        check_rows(asked, split, len(rows.texts))
+    for asked, split, rows in read_test_sets(name, data_dir):
         answers = to_answers(asked, predict(model, tokenizer, rows, length))
         written.append(output / _FILE_NAMES.get(split, f"{asked.title}.tsv"))
         lines = ["index\tprediction", *(f"{number}\t{answer}" for number, answer in enumerate(answers))]
         replace_file(written[-1], "\n".join(lines) + "\n")
     return written
+
+
+def read_test_sets(name: str, data_dir: Path) -> Iterator[tuple[GlueTask, str, GlueSplit]]:
+    """What the server asks about a task, with MNLI the diagnostic set too; warns where rows are missing.
+
+    Raises:
+        MissingInputError, DataError: A test set is not there, or cannot be answered row by row.
+    """
+    task = TASKS[name]
+    wanted = [(task, split) for split in task.rows if split.startswith("test")]
+    if name == "mnli" and _has(data_dir, DIAGNOSTIC):
+        wanted.append((DIAGNOSTIC, "test"))
+    for asked, split in wanted:
+        rows = read_split(data_dir, asked, split, labelled=False)
+        check_rows(asked, split, len(rows.texts))
+        yield asked, split, rows
 
 
 @torch.no_grad()

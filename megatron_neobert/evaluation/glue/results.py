@@ -47,11 +47,14 @@ class TaskResult:
     seeds: tuple[int, ...]
     points: int  # of the grid, seeds apart
     from_mnli: bool
+    kept: str | None  # name of the run that has the best weights; None: somebody has removed them
     seconds: float  # of all runs together
     settings: dict[str, Any]  # the protocol
 
 
-def summarise(task: str, outcomes: Mapping[Point, Outcome], *, from_mnli: bool, settings: dict[str, Any]) -> TaskResult:
+def summarise(
+    task: str, outcomes: Mapping[Point, Outcome], *, from_mnli: bool, kept: str | None, settings: dict[str, Any]
+) -> TaskResult:
     """The best point of a grid whose runs are all done."""
     by_point: dict[tuple[int, float, float], list[Point]] = {}
     for point in outcomes:
@@ -69,6 +72,7 @@ def summarise(task: str, outcomes: Mapping[Point, Outcome], *, from_mnli: bool, 
         seeds=tuple(point.seed for point in best),
         points=len(by_point),
         from_mnli=from_mnli,
+        kept=kept,
         seconds=sum(outcome.seconds for outcome in outcomes.values()),
         settings=settings,
     )
@@ -97,15 +101,17 @@ def load_results(folder: Path, *, model: str) -> list[TaskResult]:
     return results
 
 
-def write_results(folder: Path, model: Path, results: Sequence[TaskResult]) -> None:
+def write_results(folder: Path, model: Path, results: Sequence[TaskResult], *, device: str) -> None:
     """glue.json, glue.csv and glue.md."""
+    why_none = why_no_average(results)
     found: dict[str, Any] = {
         "tasks": {result.task: _to_record(result) for result in results},
-        "average": paper_average(results),
+        "average": paper_average(results) if why_none is None else None,
+        "no_average": why_none,
         "missing": [task for task in PAPER_TASKS if task not in {result.task for result in results}],
     }
     settings = {result.task: result.settings for result in results}
-    write_record(folder / "glue.json", "glue", folder=model, settings=settings, results=found)
+    write_record(folder / "glue.json", "glue", folder=model, settings=settings, results=found, device=device)
     replace_file(folder / "glue.csv", to_csv(results))
     replace_file(folder / "glue.md", to_markdown(folder.name, results))
 
@@ -119,18 +125,27 @@ def _to_record(result: TaskResult) -> dict[str, Any]:
     }
 
 
-def paper_average(results: Sequence[TaskResult]) -> float | None:
-    """The mean over the paper's eight tasks, which leave WNLI out.
+def why_no_average(results: Sequence[TaskResult]) -> str | None:
+    """Why a mean over the paper's eight tasks would say nothing; None where it says something.
 
-    None if one of them is missing, or they were not run by the same protocol.
+    Grids may differ: the paper's best points do.
     """
     by_task = {result.task: result for result in results}
-    if any(task not in by_task for task in PAPER_TASKS):
-        return None
-    eight = [by_task[task] for task in PAPER_TASKS]
+    eight = [by_task[task] for task in PAPER_TASKS if task in by_task]
+    if len(eight) < len(PAPER_TASKS):
+        return f"{len(eight)} of {len(PAPER_TASKS)} tasks"
     if any(result.settings["protocol"] != eight[0].settings["protocol"] for result in eight):
-        return None
-    return statistics.fmean(result.score.mean for result in eight)
+        return "protocols differ"
+    if any(set(result.seeds) != set(eight[0].seeds) for result in eight):
+        return "seeds differ"
+    if len({result.from_mnli for result in eight if TASKS[result.task].starts_from_mnli}) > 1:
+        return "only some of the tasks that may start from MNLI do"
+    return None
+
+
+def paper_average(results: Sequence[TaskResult]) -> float:
+    """The mean over the paper's eight tasks, without WNLI; only where `why_no_average` has nothing against it."""
+    return statistics.fmean(result.score.mean for result in results if result.task in PAPER_TASKS)
 
 
 def to_csv(results: Sequence[TaskResult]) -> str:
@@ -151,13 +166,14 @@ def to_csv(results: Sequence[TaskResult]) -> str:
 def to_markdown(name: str, results: Sequence[TaskResult]) -> str:
     """The paper's table with this model above its rows, and each task's point below."""
     tasks = [TASKS[task] for task in PAPER_TASKS]
-    average = paper_average(results)
+    why_none = why_no_average(results)
+    average = "none" if why_none is not None else f"{100 * paper_average(results):.1f}"
     by_task = {result.task: result for result in results}
     own = [by_task[task.name].score.percent() if task.name in by_task else "not run" for task in tasks]
     rows = [
         ["GLUE dev, %", *(task.title for task in tasks), "average"],
         ["---"] * (len(tasks) + 2),
-        [f"**{name}** (measured)", *own, "none" if average is None else f"{100 * average:.1f}"],
+        [f"**{name}** (measured)", *own, average],
     ]
     rows += [[f"{model} (reported)", *(f"{value:.1f}" for value in values)] for model, values in GLUE.rows.items()]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
@@ -166,8 +182,9 @@ def to_markdown(name: str, results: Sequence[TaskResult]) -> str:
     limits = {result.settings["protocol"]["limit"] for result in results} - {None}
     if limits:
         lines += ["", f"A quick look: of some splits at most {max(limits):,} rows were used."]
-    if average is None:
-        lines += ["", "No average: it is over the eight tasks, all of them by one protocol."]
+    if why_none is not None:
+        lines += ["", f"No average ({why_none}): it is over the eight tasks, all of them run alike."]
+    lines += [line for result in results for line in _describe_kept(result)]
     lines += ["", f"Reported rows: {GLUE.title}; {GLUE.note}."]
     return "\n".join(lines) + "\n"
 
@@ -181,3 +198,11 @@ def _describe(result: TaskResult) -> str:
         "MNLI" if result.from_mnli else "the model",
     ]
     return "| " + " | ".join(map(str, [*cells, result.points, f"{result.seconds / 3600:.2f}"])) + " |"
+
+
+def _describe_kept(result: TaskResult) -> list[str]:
+    """A paragraph where the weights that are kept, of the best single run, are of another point than the number."""
+    point = {name: getattr(result, name) for name in ("batch_size", "learning_rate", "weight_decay")}
+    if result.kept is None or result.kept in {Point(**point, seed=seed).name for seed in result.seeds}:
+        return []
+    return ["", f"{TASKS[result.task].title}: the weights kept are of {result.kept}, the best single run so far."]

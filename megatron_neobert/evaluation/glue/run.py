@@ -19,6 +19,7 @@ from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_
 from megatron_neobert.evaluation.glue.data import check_rows, read_split
 from megatron_neobert.evaluation.glue.grid import Grid
 from megatron_neobert.evaluation.glue.models import load_classifier, longest_input
+from megatron_neobert.evaluation.glue.predict import read_test_sets
 from megatron_neobert.evaluation.glue.results import (
     RESULT,
     TaskResult,
@@ -51,6 +52,7 @@ class Evaluation:
     protocol: Protocol
     transfer_from: str | Path | None
     jobs: int = 1
+    predict: bool = False  # the test sets will be asked for
 
     @property
     def folder(self) -> Path:
@@ -88,7 +90,8 @@ def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             save_result(folder / RESULT, _evaluate_task(evaluation, task, head, rows[task], on_progress), model=model)
-        write_results(evaluation.folder, evaluation.model, load_results(evaluation.folder / "glue", model=model))
+        results = load_results(evaluation.folder / "glue", model=model)
+        write_results(evaluation.folder, evaluation.model, results, device=evaluation.protocol.device)
 
 
 def _evaluate_task(
@@ -120,6 +123,7 @@ def _evaluate_task(
         task,
         {point: outcomes[point] for point in points},
         from_mnli=start != evaluation.model,
+        kept=study.kept,
         settings=_settings(evaluation, task, start) | {"rows": rows} | head,
     )
 
@@ -164,6 +168,9 @@ def _count_rows(evaluation: Evaluation) -> dict[str, dict[str, int]]:
             count = len(read_split(evaluation.data_dir, task, split).texts)
             check_rows(task, split, count)
             rows.setdefault(name, {})[split] = count
+        if evaluation.predict:  # not part of the rows that results depend on
+            for _ in read_test_sets(name, evaluation.data_dir):
+                pass
     return rows
 
 

@@ -84,6 +84,12 @@ class TaskStudy:
         )
         self.tidy()
 
+    @property
+    def kept(self) -> str | None:
+        """Name of the run whose weights are kept: the best of all, whichever points a command asks for."""
+        path = self.folder / BEST / RUN
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
     def tidy(self) -> None:
         """Moves the best run's weights to their place and deletes those of all others; may be interrupted anywhere."""
         if outcomes := self.outcomes:

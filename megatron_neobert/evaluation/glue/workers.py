@@ -6,9 +6,10 @@ transformers' Trainer would spread one run over every GPU it sees and multiply i
 import multiprocessing
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent import futures
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from itertools import islice
 from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
@@ -19,11 +20,14 @@ from transformers.utils import logging as transformers_logging
 from megatron_neobert.errors import EXIT_UNAVAILABLE
 from megatron_neobert.evaluation.glue.training import Outcome, Run, fine_tune
 
+_LONGEST_REASON = 500  # characters of an error
+
 
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     """Every run with its outcome, as they finish.
 
-    Where one fails, nothing new is started; what is going on is finished and given before the error is raised.
+    Where one fails, a warning says so and nothing new is started; what is going on is finished and given before the
+    error is raised.
     """
     devices = visible_gpus()
     if jobs == 1:
@@ -38,7 +42,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(shares,))
     try:
-        yield from _share_out(runs, pool, jobs)
+        yield from share_out(runs, pool, jobs)
     except BaseException:  # Ctrl-C: what is going on is not waited for
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
@@ -47,20 +51,30 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
         pool.shutdown(cancel_futures=True)
 
 
-def _share_out(runs: Sequence[Run], pool: ProcessPoolExecutor, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+def share_out(runs: Sequence[Run], pool: Executor, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    """Of runs in a pool of `jobs` workers, as `run_all`."""
     waiting = iter(runs)
     going = {pool.submit(fine_tune, run): run for run in islice(waiting, jobs)}  # no queue: it could not be taken back
     failure: BaseException | None = None
     while going:
         for future in futures.wait(going, return_when=futures.FIRST_COMPLETED).done:
             run = going.pop(future)
-            failure = failure or future.exception()
+            error = future.exception()
+            if error is not None:
+                warnings.warn(_describe_failure(run, error, still_going=len(going)), stacklevel=2)
+            failure = failure or error
             if failure is None:
                 going |= {pool.submit(fine_tune, following): following for following in islice(waiting, 1)}
-            if future.exception() is None:
+            if error is None:
                 yield run, future.result()
     if failure is not None:
         raise failure
+
+
+def _describe_failure(run: Run, error: BaseException, *, still_going: int) -> str:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+    wait_for = f", and the {still_going} going on are waited for" if still_going else ""
+    return f"{run.task} {run.point.name} failed ({reason}); no other run is started{wait_for}."
 
 
 def visible_gpus() -> list[str]:

@@ -19,12 +19,10 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers.utils import logging as transformers_logging
 
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer
+from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
 from megatron_neobert.evaluation.mteb.instructions import Instructions
 
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}  # the last changes no cosine
-# Positions of RoBERTa's family are counted from the padding id + 1.
-_SHIFTED_POSITIONS = {"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ def build_encoder(folder: Path, options: EncoderOptions, instructions: Instructi
     """
     _refuse_more_modules(folder)
     backbone, tokenizer = load_model(folder, "AutoModel", options.load), load_tokenizer(folder)
-    longest = min(options.max_length, longest_input(backbone.config, tokenizer))
+    longest = min(options.max_length, longest_input(backbone, tokenizer) or options.max_length)
     if longest < options.max_length:
         print(f"{folder}: texts are cut after {longest} tokens, not {options.max_length}: it has no more positions")
     model = SentenceTransformer(
@@ -90,14 +88,6 @@ def build_encoder(folder: Path, options: EncoderOptions, instructions: Instructi
     revision = {"name": f"local/{folder.resolve().name}", "revision": fingerprint(folder), "max_tokens": longest}
     meta = ModelMeta.create_empty(overwrites=revision)
     return MtebEncoder(model.eval(), meta, instructions, show_progress=options.show_progress)
-
-
-def longest_input(config: Any, tokenizer: Any) -> int:
-    """Tokens that a model has positions for and its tokenizer lets through."""
-    positions: int = getattr(config, "max_position_embeddings", tokenizer.model_max_length)
-    if config.model_type in _SHIFTED_POSITIONS:
-        positions -= config.pad_token_id + 1
-    return min(positions, tokenizer.model_max_length)
 
 
 def _token_states(folder: Path, backbone: torch.nn.Module, longest: int) -> Transformer:

@@ -36,9 +36,12 @@ class Instructions:
         Args:
             metadata: mteb's, of the task.
             side: query, document, or None for the texts of a symmetric task.
+
+        Returns:
+            None for nothing at all: there is no instruction, or an empty one.
         """
-        instruction = self.tasks.get(metadata.name, self.types.get(metadata.type))
-        if instruction is None or (side == "document" and not self.before_documents):
+        instruction = self._text_for(metadata)
+        if not instruction or (side == "document" and not self.before_documents):
             return None
         return self.prefix.format(instruction=instruction)
 
@@ -46,12 +49,15 @@ class Instructions:
         """Raises ConfigError if there are instructions and a task has none: it would be measured another way."""
         if not self.tasks and not self.types:
             return
-        gaps = sorted({task.metadata.name for task in tasks if self.prompt_for(task.metadata, side="query") is None})
+        gaps = sorted({task.metadata.name for task in tasks if self._text_for(task.metadata) is None})
         if gaps:
             raise ConfigError(
                 f"--instructions has no text for {', '.join(gaps)}, neither under tasks nor for the type under types; "
                 "add one (an empty one is one)."
             )
+
+    def _text_for(self, metadata: Any) -> str | None:
+        return self.tasks.get(metadata.name, self.types.get(metadata.type))
 
 
 def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instructions:

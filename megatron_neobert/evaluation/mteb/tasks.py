@@ -1,5 +1,6 @@
 """Which tasks a command means: a benchmark of mteb, single tasks of it, or local ones."""
 
+import copy
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,14 +10,13 @@ from mteb.abstasks.abstask import AbsTask
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 
 from megatron_neobert.errors import ConfigError
+from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS
 from megatron_neobert.evaluation.mteb.local import PREFIX, local_task
-
-BENCHMARKS = ("MTEB(eng, v1)", "MTEB(eng, v2)")  # the 56 tasks of the paper, and their 41 successors
 
 
 def benchmark_tasks(name: str) -> list[AbsTask]:
-    """The tasks of a benchmark in its own splits and languages."""
-    return list(mteb.get_benchmark(name).tasks)
+    """The tasks of a benchmark in its own splits and languages; copies, because mteb gives everybody the same ones."""
+    return copy.deepcopy(list(mteb.get_benchmark(name).tasks))
 
 
 def tasks_by_name(names: Sequence[str], data_dir: Path) -> list[AbsTask]:
@@ -42,12 +42,12 @@ def tasks_by_name(names: Sequence[str], data_dir: Path) -> list[AbsTask]:
 
 def flatten(tasks: Iterable[AbsTask]) -> list[AbsTask]:
     """Tasks with data: the twelve forums in place of CQADupstackRetrieval, which is their mean."""
-    return [part for task in tasks for part in (task.metadata.tasks if isinstance(task, AbsTaskAggregate) else [task])]
+    return [part for task in tasks for part in (task.tasks if isinstance(task, AbsTaskAggregate) else [task])]
 
 
 def _any_task(name: str) -> AbsTask:
     try:
-        return mteb.get_task(name, languages=["eng"])
+        return copy.deepcopy(mteb.get_task(name, languages=["eng"]))  # the parts of an aggregate belong to its class
     except KeyError:
         names = [task.metadata.name for task in mteb.get_tasks(languages=["eng"])]
         close = difflib.get_close_matches(name, names, n=3)

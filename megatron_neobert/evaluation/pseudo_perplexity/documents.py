@@ -63,7 +63,7 @@ def select_documents(inputs: Sequence[str], tokenizer: Any, read: ReadSettings, 
         DataError: A file is damaged or has no such text, or no document is long enough.
     """
     assert choice.max_length is not None, choice
-    selection, seen, per_bin = Selection(), set[str](), Counter[int]()
+    selection, seen, per_bin, bins = Selection(), set[str](), Counter[int](), _reachable_bins(choice)
     for texts in _read(inputs, read, selection.left_out):
         for id, encoding in zip(map(document_id, texts), _encode(tokenizer, texts, choice.max_length), strict=True):
             reason = _reason_against(id, encoding, seen, per_bin, choice)
@@ -73,7 +73,9 @@ def select_documents(inputs: Sequence[str], tokenizer: Any, read: ReadSettings, 
                 continue
             per_bin[bin_of(len(encoding.ids_s), choice.length_bins)] += 1
             selection.documents.append(_to_document(id, encoding, choice))
-            if len(selection.documents) == choice.limit:
+            enough = choice.documents_per_bin
+            is_full = enough is not None and all(per_bin[reachable] >= enough for reachable in bins)
+            if len(selection.documents) == choice.limit or is_full:
                 return selection
     if not selection.documents:
         reasons = ", ".join(f"{count:,} x {reason}" for reason, count in selection.left_out.items()) or "no record"
@@ -128,6 +130,12 @@ def _encode(tokenizer: Any, texts: list[str], max_length: int) -> Iterator[_Enco
     )
     for ids, added in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
         yield _Encoding(np.array(ids, dtype=np.int32), [place for place, special in enumerate(added) if not special])
+
+
+def _reachable_bins(choice: Choice) -> set[int]:
+    """Of the lengths that a document can have once it is cut."""
+    assert choice.max_length is not None, choice
+    return {bin_of(tokens, choice.length_bins) for tokens in range(choice.min_length, choice.max_length + 1)}
 
 
 def _reason_against(id: str, encoding: _Encoding, seen: set[str], per_bin: Counter[int], choice: Choice) -> str | None:

@@ -79,6 +79,7 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
         place / "pseudo_perplexity.json",
         "pseudo_perplexity",
         folder=folder,
+        device=scorer.model.device,
         settings={
             **protocol,
             **asdict(choice),

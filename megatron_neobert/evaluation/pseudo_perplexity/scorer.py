@@ -21,12 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
-from megatron_neobert.evaluation.encoders import LoadOptions, load_masked_lm, load_tokenizer
+from megatron_neobert.evaluation.encoders import (
+    LoadOptions,
+    count_learned_positions,
+    load_masked_lm,
+    load_tokenizer,
+    longest_input,
+)
 
 # Of the largest logit. Measured on a CPU, 24 architectures of transformers, 2 layers x 32: fp32 up to 4.3e-7, bf16 0.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _PROBE_TOKENS = 24
-_ABSURD_LENGTH = 1 << 30  # what a tokenizer says that knows no longest input
+_ABSURD_LENGTH = 1 << 30  # for a model and a tokenizer that know no longest input
 
 
 class Row(NamedTuple):
@@ -62,16 +68,7 @@ class Scorer:
         self.tokenizer_fingerprint = _fingerprint(self.tokenizer)
         self.model = load_masked_lm(folder, options)
         self._learned_positions = count_learned_positions(self.model)
-        self.max_length = min(
-            known
-            for known in (
-                self._learned_positions,
-                getattr(self.model.config, "max_position_embeddings", None),
-                self.tokenizer.model_max_length,
-                _ABSURD_LENGTH,
-            )
-            if known is not None
-        )
+        self.max_length = longest_input(self.model, self.tokenizer) or _ABSURD_LENGTH
         self.is_sparse = self._head_takes_single_positions()
 
     def check_length(self, max_length: int) -> None:
@@ -193,14 +190,3 @@ def _only_positions(model: Any, places_b: Tensor, *, tokens: int) -> Iterator[No
         yield
     finally:
         hook.remove()
-
-
-def count_learned_positions(model: nn.Module) -> int | None:
-    """Tokens of the longest row that a table of learned positions allows; None where positions are computed.
-
-    RoBERTa's table is counted from behind its padding id.
-    """
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    return None

@@ -17,7 +17,13 @@ from megatron_neobert.evaluation.reported_numbers import Reported
 from megatron_neobert.evaluation.throughput.results import draw
 from megatron_neobert.evaluation.throughput.tables import to_cells
 
-_OWN = {"model", "models", "contenders"}  # settings that say which model it was
+_PAPERS_MTEB = "MTEB(eng, v1)"
+_OWN = {
+    "model",
+    "models",
+    "contenders",
+    "tasks",
+}  # which model it was; and MTEB's tasks, which have tables of their own
 
 
 def pseudo_perplexity(runs: Sequence[Run], output: Path) -> list[Block]:
@@ -71,11 +77,9 @@ def glue(runs: Sequence[Run], output: Path) -> list[Block]:
     for run in runs:
         tasks = run.results["tasks"]
         cells = [_percent(tasks[name]["score"]) if name in tasks else "missing" for name in PAPER_TASKS]
-        there = sum(name in tasks for name in PAPER_TASKS)
         average = run.results["average"]
-        why_none = "protocols differ" if there == len(PAPER_TASKS) else f"{there} of {len(PAPER_TASKS)}"
-        last = f"– ({why_none})" if average is None else f"{100 * average:.1f}"
-        measured.append(Row([run.model, *cells, last], run.number))
+        last = f"– ({run.results['no_average']})" if average is None else f"{100 * average:.1f}"
+        measured.append(Row([_name_glue(run), *cells, last], run.number))
     table = Table(("model", *reported.columns), measured + _reported_rows(reported))
     header = (
         "model",
@@ -89,21 +93,24 @@ def glue(runs: Sequence[Run], output: Path) -> list[Block]:
         "started from",
     )
     points = Table(header, [Row(line, run.number) for run in runs for line in _glue_points(run)])
-    return [table, f"Reported rows: {reported.title}; {reported.note}.", "Best point of each task's grid:", points]
+    return [
+        table,
+        *_warn(_glue_differences(runs)),
+        f"Reported rows: {reported.title}; {reported.note}.",
+        "Best point of each task's grid:",
+        points,
+    ]
 
 
 def mteb(runs: Sequence[Run], output: Path) -> list[Block]:
-    """Averages by category as in the paper's table, what is missing, and every task."""
-    reported = reported_numbers.MTEB
-    measured = []
+    """Averages by category as in the paper's table, for each set of tasks; what is missing; and every task."""
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        means = [run.results["categories"].get(name) for name in CATEGORIES] + [run.results["average"]]
-        measured.append(Row([run.model, *map(_mean, means)], run.number))
-    table = Table(("model", *reported.columns), measured + _reported_rows(reported))
-    blocks: list[Block] = [table, *_differences(runs)]
+        groups.setdefault(_name_mteb(run), []).append(run)
+    blocks: list[Block] = [block for name in sorted(groups) for block in _mteb_table(name, groups[name])]
     blocks.append(
-        "A mean is given only where every task asked for has a score, over the number of tasks in brackets. Reported "
-        f"rows: {reported.title}; {reported.note}."
+        "A mean is given only where every task asked for has a score, over the number of tasks in brackets. Tables of "
+        "different tasks cannot be compared."
     )
     for run in runs:
         if run.results["missing"]:
@@ -114,6 +121,27 @@ def mteb(runs: Sequence[Run], output: Path) -> list[Block]:
         for name, task in run.results["tasks"].items()
     ]
     return [*blocks, Table(("model", "task", "type", "metric", "score"), tasks), *_reported(reported_numbers.MTEB_CDE)]
+
+
+def _mteb_table(name: str, runs: Sequence[Run]) -> list[Block]:
+    """Of runs on the same tasks, beside the paper's rows if these are its tasks."""
+    reported = reported_numbers.MTEB
+    measured = []
+    for run in runs:
+        means = [run.results["categories"].get(category) for category in CATEGORIES] + [run.results["average"]]
+        measured.append(Row([run.model, *map(_mean, means)], run.number))
+    of_paper = name == _PAPERS_MTEB
+    table = Table(("model", *reported.columns), measured + (_reported_rows(reported) if of_paper else []))
+    note = [f"Reported rows: {reported.title}; {reported.note}."] if of_paper else []
+    return [f"{name}:", table, *_differences(runs), *note]
+
+
+def _name_mteb(run: Run) -> str:
+    """What it was run on, as the heading of a table."""
+    settings = run.record["settings"]
+    tasks, limit = settings["tasks"], settings["limit"]
+    what = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
+    return what if limit is None else f"{what}, a quick look with limit {limit:,}"
 
 
 def contrastive(runs: Sequence[Run], output: Path) -> list[Block]:
@@ -146,6 +174,26 @@ def _perplexity_curve(run: Run) -> Curve:
     nan = float("nan")
     bands = ([nan if point[name] is None else point[name] for point in points] for name in ("low", "high"))
     return Curve(run.model, *columns, *bands)
+
+
+def _name_glue(run: Run) -> str:
+    limits = {settings["protocol"]["limit"] for settings in run.record["settings"].values()} - {None}
+    return f"{run.model}, at most {max(limits):,} rows a split" if limits else run.model
+
+
+def _glue_differences(runs: Sequence[Run]) -> list[str]:
+    """Names of the settings in which runs differ on a task that both have; where it was computed is none of them."""
+    differing = set()
+    for task in TASKS:
+        on_task = [_glue_settings(run, task) for run in runs if task in run.results["tasks"]]
+        differing |= {name for each in on_task for name in each if each[name] != on_task[0].get(name)}
+    return sorted(differing)
+
+
+def _glue_settings(run: Run, task: str) -> dict[str, Any]:
+    settings = run.record["settings"][task]
+    own = {name: settings[name] for name in ("grid", "seeds", "rows")}
+    return {**settings["protocol"], **own, "start from MNLI": run.results["tasks"][task]["from_mnli"]}
 
 
 def _glue_points(run: Run) -> list[list[str]]:
@@ -187,7 +235,10 @@ def _differences(runs: Sequence[Run]) -> list[Block]:
     """A warning where runs of one kind were not made under the same settings."""
     settings = [run.record["settings"] for run in runs]
     names = sorted({name for each in settings for name in each} - _OWN)
-    differing = [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
+    return _warn([name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)])
+
+
+def _warn(differing: Sequence[str]) -> list[Block]:
     return [f"Not the same in all of these runs, so compare with care: {', '.join(differing)}."] if differing else []
 
 

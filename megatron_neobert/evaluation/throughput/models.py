@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_neobert.evaluation.encoders import LoadOptions, load_masked_lm, load_model
+from megatron_neobert.evaluation.encoders import LoadOptions, count_learned_positions, load_masked_lm, load_model
 from megatron_neobert.evaluation.throughput.batches import Batch
 
 FORWARD, TRAINING = "forward", "forward+backward"
@@ -54,11 +54,7 @@ class Subject:
     @property
     def longest(self) -> int | None:
         """Tokens that learned positions exist for; None where positions are computed."""
-        for name, module in self.model.named_modules():
-            if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
-                # RoBERTa's positions begin after that of the padding.
-                return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-        return None
+        return count_learned_positions(self.model)
 
     @property
     def takes_packed(self) -> bool:

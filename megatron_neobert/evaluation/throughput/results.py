@@ -34,7 +34,7 @@ def describe(folders: Mapping[str, Path], found: LineUp, sweep: Sweep, device: t
         "seed": sweep.seed,
         "max_tokens": sweep.max_tokens,
         "device": str(device),
-        "machine": describe_machine(),
+        "machine": describe_machine(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "versions": versions(),
     }
@@ -59,7 +59,8 @@ def write_results(
             "rows": own,
             "not_run": [entry for entry in found.not_run if entry["model"] == name],
         }
-        write_record(output / name / f"{KIND}.json", KIND, folder=folder, settings=settings, results=results)
+        path = output / name / f"{KIND}.json"
+        write_record(path, KIND, folder=folder, settings=settings, results=results, device=device)
     replace_file(output / f"{KIND}.csv", to_csv(rows))
     for passes in dict.fromkeys(row["passes"] for row in rows):
         draw(output / f"{KIND}_{passes.replace('+', '_')}.png", rows, passes, machine=common["machine"])

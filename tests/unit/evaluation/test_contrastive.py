@@ -7,8 +7,10 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from transformers import BertForMaskedLM, RobertaConfig, RobertaModel
 from unit.evaluation.contrastive_place import INSTRUCTIONS, make_pairs, write_datasets, write_encoder, write_yaml
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
@@ -23,6 +25,7 @@ from megatron_neobert.evaluation.contrastive.run import (
     build_prompts,
     finetune,
     load_encoder,
+    save_final,
 )
 
 ROWS = make_pairs(6, negatives=3, seed=9)
@@ -196,6 +199,28 @@ def test_pooling_of_a_folder_is_kept_and_mean_added_where_there_is_none(place, t
     assert model[1].pooling_mode == "cls"
     assert model.max_seq_length == 16
     assert load_encoder(tmp_path, max_length=1024).max_seq_length == 32
+
+
+def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
+    shutil.copytree(place / "bert", tmp_path / "bert")
+    BertForMaskedLM.from_pretrained(place / "bert", dtype=torch.bfloat16).save_pretrained(tmp_path / "bert")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "bert" / "model.safetensors").values()} == {torch.bfloat16}
+    model = load_encoder(tmp_path / "bert", max_length=16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    save_final(model, tmp_path / "bert", tmp_path / "final")
+    written = load_file(tmp_path / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+
+
+def test_longest_text_is_that_of_a_table_counted_from_behind_its_padding_id(place, tmp_path):
+    shutil.copytree(place / "bert", tmp_path / "roberta", ignore=shutil.ignore_patterns("model.safetensors"))
+    config = RobertaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=18
+    )
+    RobertaModel(config).save_pretrained(tmp_path / "roberta")
+    model = load_encoder(tmp_path / "roberta", max_length=32)
+    assert model.max_seq_length == 18 - config.pad_token_id - 1
+    model.encode("ba " * 40)  # an index beyond the table would raise
 
 
 def test_folder_that_is_no_model_is_refused(tmp_path):

@@ -52,6 +52,15 @@ def test_all_problems_are_said_at_once(tmp_path):
     assert "datasets.HARD: divisor 0 is not a number of at least 1." in said
 
 
+def test_file_that_is_not_yaml_is_sent_to_the_example_there_is(tmp_path):
+    (tmp_path / "run.yaml").write_text("training: [", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"not readable as YAML: .*compare it with examples/contrastive\.yaml"
+    ) as error:
+        read_config(tmp_path / "run.yaml")
+    assert (SHIPPED.parents[1] / str(error.value).split("compare it with ")[1].removesuffix(".")).is_file()
+
+
 def test_impossible_settings_are_refused(tmp_path):
     path = write_yaml(tmp_path / "run.yaml", temperature=0, alpha=-1, warmup_ratio=1.0, steps=0)
     with pytest.raises(ConfigError) as error:

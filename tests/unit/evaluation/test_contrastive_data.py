@@ -10,7 +10,7 @@ from unit.evaluation.contrastive_place import make_pairs, write_jsonl
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.contrastive.config import DatasetSource
-from megatron_neobert.evaluation.contrastive.data import fetch_pairs, find_local, load_pairs
+from megatron_neobert.evaluation.contrastive.data import digest_of, fetch_pairs, find_local, load_pairs
 
 ROWS = make_pairs(7, negatives=2, seed=5)
 SOURCE = DatasetSource(
@@ -122,6 +122,30 @@ def test_fetched_dataset_is_what_its_source_holds(tmp_path):
     _write("repository", tmp_path)
     source = DatasetSource(**{**vars(SOURCE), "hub": str(tmp_path / "KEY")})
     assert fetch_pairs("KEY", source).to_list() == ROWS
+
+
+def test_digest_changes_with_the_texts_and_not_with_their_place_or_time(tmp_path, monkeypatch):
+    def digest(name: str, rows: list[dict]) -> str:
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / name / "cache")
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "KEY.jsonl", rows)
+        return digest_of(load_pairs("KEY", SOURCE, tmp_path / name / "KEY.jsonl"))
+
+    words = [{**row, "query": row["query"] + " ba"} if number == 3 else row for number, row in enumerate(ROWS)]
+    fewer = [{**row, "negatives": []} for row in ROWS]
+    assert digest("first", ROWS) == digest("again", ROWS)
+    others = [digest("words", words), digest("order", ROWS[::-1]), digest("fewer", fewer)]
+    assert len({digest("as before", ROWS), *others}) == 4
+
+
+def test_another_length_is_noticed_in_rows_that_are_not_read():
+    def digest(changed: int | None) -> str:
+        texts = ["ba ce" if number == changed else "ba" for number in range(2500)]
+        return digest_of(datasets.Dataset.from_dict({"query": texts, "positive": texts, "negatives": [["di"]] * 2500}))
+
+    # Of 2,500 rows, 1,000 are read, so that of four neighbours at least one is not.
+    assert digest(None) == digest(None)
+    assert digest(None) not in {digest(number) for number in (1, 2, 3, 4)}
 
 
 def test_missing_datasets_are_named_unless_they_may_be_skipped(tmp_path):

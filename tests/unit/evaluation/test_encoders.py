@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.evaluation.pseudo_perplexity_models import write_model
+from safetensors.torch import load_file, save_file
+from unit.evaluation.pseudo_perplexity_models import LONGEST, write_model
 
-from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.evaluation import encoders
 from megatron_neobert.evaluation.records import read_record, write_record
 from megatron_neobert.huggingface import modeling_neobert
@@ -80,3 +81,41 @@ def test_record_says_what_was_measured_of_which_model_with_which_versions(folder
     assert record["versions"]["torch"] == torch.__version__
     assert record["command"]
     assert "CPU" in record["machine"] or torch.cuda.is_available()
+
+
+def test_head_that_the_folder_does_not_hold_is_refused_and_not_drawn(tmp_path: Path):
+    folder = write_model(tmp_path / "model", "EuroBert")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, folder / "model.safetensors")
+    with pytest.raises(ConversionError, match=r"does not hold lm_head\.weight.*drawn weights would be measured"):
+        encoders.load_masked_lm(folder)
+    assert encoders.load_model(folder, "AutoModel") is not None
+
+
+def test_a_classification_head_may_be_new_and_the_encoder_may_not(folder: Path):
+    assert encoders.load_model(folder, "AutoModelForSequenceClassification", num_labels=3).num_labels == 3
+    weights = load_file(folder / "model.safetensors")
+    lost = next(name for name in weights if "attention" in name)
+    save_file({name: one for name, one in weights.items() if name != lost}, folder / "model.safetensors")
+    with pytest.raises(ConversionError, match="does not hold bert"):
+        encoders.load_model(folder, "AutoModelForSequenceClassification", num_labels=3)
+
+
+def test_fingerprint_changes_with_the_tokenizer(folder: Path):
+    first = encoders.fingerprint(folder)
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert encoders.fingerprint(folder) != first
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "abacus"])
+def test_device_that_is_not_there_is_refused(name: str):
+    with pytest.raises(ConfigError, match=f"--device {name}"):
+        encoders.choose_device(name)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "neobert"])
+def test_longest_input_is_what_the_model_has_positions_for(tmp_path: Path, kind: str):
+    folder = write_model(tmp_path / kind, kind)
+    model, tokenizer = encoders.load_masked_lm(folder), encoders.load_tokenizer(folder)
+    tokenizer.model_max_length = 1000
+    assert encoders.longest_input(model, tokenizer) == LONGEST

@@ -3,9 +3,11 @@
 import dataclasses
 import fcntl
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from unit.evaluation.glue_place import POINT, build_evaluation, make_place
+from unit.evaluation.glue_place import POINT, build_evaluation, build_run, make_place
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
 from megatron_neobert.evaluation.encoders import fingerprint
@@ -13,9 +15,10 @@ from megatron_neobert.evaluation.glue.grid import Grid
 from megatron_neobert.evaluation.glue.predict import to_answers, write_submission
 from megatron_neobert.evaluation.glue.results import load_results
 from megatron_neobert.evaluation.glue.run import best_model, choose_tasks, evaluate
-from megatron_neobert.evaluation.glue.study import TaskStudy
+from megatron_neobert.evaluation.glue.study import RUN, TaskStudy
 from megatron_neobert.evaluation.glue.tasks import TASKS
 from megatron_neobert.evaluation.glue.training import MODEL, Outcome
+from megatron_neobert.evaluation.glue.workers import share_out
 from megatron_neobert.evaluation.records import read_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
@@ -73,6 +76,8 @@ def test_more_seeds_run_only_what_is_new(place):
     evaluate(evaluation, Recorder())
     more = Recorder()
     evaluate(dataclasses.replace(evaluation, seeds=(0, 5)), more)
+    kept = read_record(evaluation.folder / "glue.json")["results"]["tasks"]["rte"]["kept"]
+    assert kept == (best_model(evaluation, "rte") / RUN).read_text().strip() != ""
     assert [point.seed for _, point in more.runs] == [5]
     assert scores_of(evaluation)[0].seeds == (0, 5)
 
@@ -123,6 +128,11 @@ def test_missing_data_and_unsuitable_models_are_refused_before_anything_is_run(p
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     with pytest.raises(ConversionError, match="cannot load it"):
         evaluate(build_evaluation(place, "rte", model=tmp_path), recorder)
+    data = tmp_path / "glue"
+    shutil.copytree(place / "glue", data)
+    (data / "RTE" / "test.tsv").unlink()
+    with pytest.raises(MissingInputError, match=r"no test\.parquet and no test\.tsv"):
+        evaluate(build_evaluation(place, "sst2", "rte", data_dir=data, predict=True), recorder)
     assert recorder.runs == []
 
 
@@ -130,6 +140,20 @@ def test_unknown_tasks_are_named_with_those_that_there_are():
     assert choose_tasks(["SST-2", "cola", "sst2"], ()) == ["sst2", "cola"]
     with pytest.raises(ConfigError, match=r"--tasks snli: GLUE's tasks are mnli, .*wnli"):
         choose_tasks(["snli"], ())
+
+
+def test_failed_run_is_named_while_another_is_still_going_on(place, tmp_path):
+    failing = build_run(place, "rte", start=tmp_path / "gone")
+    going = build_run(place, "rte", point=dataclasses.replace(POINT, seed=1))
+    never = build_run(place, "rte", point=dataclasses.replace(POINT, seed=2))
+    with (
+        ThreadPoolExecutor(2) as pool,
+        pytest.warns(UserWarning, match=r"rte batch8\S+seed0 failed \(.*gone.*\).* and the 1 going on"),
+        pytest.raises(MissingInputError, match="gone"),
+    ):
+        list(share_out([failing, going, never], pool, 2))
+    assert not never.folder.exists()
+    assert (going.folder / MODEL).is_dir()
 
 
 def outcome(average: float) -> Outcome:
@@ -146,6 +170,7 @@ def test_only_the_best_weights_stay_whatever_a_kill_leaves(tmp_path):
         if seed < 2:
             study.enter(point, outcome(average))
     assert (tmp_path / "best" / "weights").read_text() == "1"
+    assert study.kept == dataclasses.replace(POINT, seed=1).name
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [point.name]
     reopened = TaskStudy(tmp_path, "rte", {})
     assert reopened.left([dataclasses.replace(POINT, seed=seed) for seed in range(4)]) == [

@@ -52,7 +52,7 @@ def test_labelled_test_file_of_sst2_is_the_benchmarks_dev_set(tmp_path):
     write_tsv(tmp_path, "SST-2", **files)
     assert read_split(tmp_path, TASKS["sst2"], "train").texts == [("train",), ("dev",)]
     assert read_split(tmp_path, TASKS["sst2"], "validation").texts == [("test",)]
-    with pytest.raises(MissingInputError, match="no test set"):
+    with pytest.raises(MissingInputError, match=r"SST-2 has no test set: its test\.tsv is .*fetch_glue\.py"):
         read_split(tmp_path, TASKS["sst2"], "test", labelled=False)
     write_tsv(tmp_path, "SST-2", test="index\tsentence\n0\tunlabelled\n")  # the benchmark's own
     assert read_split(tmp_path, TASKS["sst2"], "validation").texts == [("dev",)]
@@ -83,6 +83,12 @@ def test_rows_that_are_cut_short_are_left_out_with_a_warning(tmp_path):
     write_tsv(tmp_path, "SST-2", train="sentence\tlabel\ncat\t1\nmat\nsat\t0\n")
     with pytest.warns(UserWarning, match="1 rows are cut short"):
         assert read_split(tmp_path, TASKS["sst2"], "train").texts == [("cat",), ("sat",)]
+
+
+def test_test_set_with_a_row_cut_short_is_refused_because_answers_go_by_number(tmp_path):
+    write_tsv(tmp_path, "RTE", test="index\tsentence1\tsentence2\n0\ta\tb\n1\ta\n2\ta\tb\n")
+    with pytest.raises(DataError, match=r"test\.tsv: row 1 \(from 0\) is cut short"):
+        read_split(tmp_path, TASKS["rte"], "test", labelled=False)
 
 
 @pytest.mark.parametrize(

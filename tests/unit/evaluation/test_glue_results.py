@@ -14,9 +14,12 @@ from megatron_neobert.evaluation.glue.results import (
     summarise,
     to_csv,
     to_markdown,
+    why_no_average,
+    write_results,
 )
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.glue.training import Outcome, Point
+from megatron_neobert.evaluation.records import read_record
 
 SETTINGS = {"protocol": {"epochs": 10, "limit": None}}
 
@@ -30,9 +33,9 @@ def point(batch_size: int, seed: int) -> Point:
     return Point(batch_size=batch_size, learning_rate=1e-5, weight_decay=1e-2, seed=seed)
 
 
-def result(task: str = "rte", *scores: float, settings=SETTINGS):
+def result(task: str = "rte", *scores: float, settings=SETTINGS, from_mnli=False, kept=None):
     outcomes = {point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])}
-    return summarise(task, outcomes, from_mnli=False, settings=settings)
+    return summarise(task, outcomes, from_mnli=from_mnli, kept=kept, settings=settings)
 
 
 def test_papers_grid_has_60_points_and_its_ablations_6():
@@ -60,7 +63,7 @@ def test_point_with_the_best_mean_wins_not_the_one_with_the_best_run():
         point(16, 0): outcome(0.6),
         point(16, 1): outcome(0.7),
     }
-    found = summarise("rte", outcomes, from_mnli=True, settings=SETTINGS)
+    found = summarise("rte", outcomes, from_mnli=True, kept=None, settings=SETTINGS)
     assert (found.batch_size, found.seeds, found.points) == (16, (0, 1), 2)
     assert found.score.mean == pytest.approx(0.65)
     assert found.score.sd == pytest.approx(statistics.stdev([0.6, 0.7]))
@@ -74,8 +77,33 @@ def test_single_seed_has_no_deviation():
 def test_average_is_of_the_papers_eight_tasks_by_one_protocol():
     eight = [result(task, number / 10) for number, task in enumerate(PAPER_TASKS)]
     assert paper_average([*eight, result("wnli", 1.0)]) == pytest.approx(sum(range(8)) / 10 / 8)
-    assert paper_average(eight[1:]) is None
-    assert paper_average([*eight[1:], result("mnli", 0.0, settings={"protocol": {"epochs": 3, "limit": None}})]) is None
+    assert why_no_average(eight) is None
+    assert why_no_average(eight[1:]) == "7 of 8 tasks"
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (result("rte", 0.0, settings={"protocol": {"epochs": 3, "limit": None}}), "protocols differ"),
+        (result("rte", 0.0, 0.1), "seeds differ"),
+        (result("rte", 0.0, from_mnli=True), "only some of the tasks that may start from MNLI do"),
+    ],
+)
+def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_said(tmp_path, other, reason):
+    results = [other if task == "rte" else result(task) for task in PAPER_TASKS]
+    assert why_no_average(results) == reason
+    assert f"No average ({reason})" in to_markdown("mine", results)
+    (tmp_path / "config.json").write_text("{}")
+    write_results(tmp_path, tmp_path, results, device="cpu")
+    found = read_record(tmp_path / "glue.json")["results"]
+    assert (found["average"], found["no_average"]) == (None, reason)
+
+
+def test_weights_of_another_point_than_the_tables_are_named():
+    name = point(8, 0).name
+    assert "weights kept" not in to_markdown("mine", [result(kept=name)])
+    other = point(16, 0).name
+    assert f"RTE: the weights kept are of {other}, the best single run" in to_markdown("mine", [result(kept=other)])
 
 
 def test_markdown_has_the_measured_row_above_the_reported_ones_and_names_what_was_not_run():

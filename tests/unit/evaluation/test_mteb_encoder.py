@@ -9,12 +9,12 @@ import torch
 
 mteb = pytest.importorskip("mteb")
 
-from transformers import AutoModel, AutoTokenizer  # noqa: E402
-from unit.evaluation.mteb_places import make_encoder  # noqa: E402
+from transformers import AutoModel, AutoTokenizer, Data2VecTextConfig, Data2VecTextModel  # noqa: E402
+from unit.evaluation.mteb_places import DIGITS, WORDS, make_encoder  # noqa: E402
 
 from megatron_neobert.errors import ConversionError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
-from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder, longest_input  # noqa: E402
+from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder  # noqa: E402
 from megatron_neobert.evaluation.mteb.instructions import Instructions  # noqa: E402
 
 TEXTS = ["wing flow", "the card of money of the bank", "gene", "heat food health cell gene wing flow the of"]
@@ -74,9 +74,14 @@ def test_text_is_cut_at_the_given_length_and_at_the_last_position(folder, capsys
     assert "cut after 64 tokens, not 1024" in capsys.readouterr().out
 
 
-def test_positions_of_roberta_start_behind_the_padding_id():
-    config = SimpleNamespace(model_type="roberta", max_position_embeddings=514, pad_token_id=1)
-    assert longest_input(config, SimpleNamespace(model_max_length=10**30)) == 512
+def test_text_longer_than_a_table_that_starts_behind_the_padding_id_is_cut_at_its_end(tmp_path, capsys):
+    folder = make_encoder(tmp_path / "shifted", positions=66)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+    words = 5 + len(WORDS) + len(DIGITS)
+    config = Data2VecTextConfig(vocab_size=words, max_position_embeddings=66, pad_token_id=0, **sizes)
+    Data2VecTextModel(config).save_pretrained(folder)
+    assert encode(folder, [" ".join(["wing"] * 200)] * 2).shape == (2, 32)
+    assert "cut after 65 tokens" in capsys.readouterr().out  # 66 positions, and the padding's is none for a text
 
 
 def test_every_kind_of_text_task_that_mteb_has_runs(folder):

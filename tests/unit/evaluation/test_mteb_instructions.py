@@ -9,8 +9,9 @@ import pytest
 mteb = pytest.importorskip("mteb")
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError  # noqa: E402
+from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER  # noqa: E402
 from megatron_neobert.evaluation.mteb.instructions import Instructions, read_instructions  # noqa: E402
-from megatron_neobert.evaluation.mteb.tasks import BENCHMARKS, benchmark_tasks, flatten, tasks_by_name  # noqa: E402
+from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "mteb_instructions.yaml"
 TOKENIZER = SimpleNamespace(bos_token=None, cls_token="[CLS]", sep_token="[SEP]")
@@ -36,6 +37,15 @@ def test_style_paper_separates_with_the_models_tokens_and_serves_documents_too(f
     instructions = read_instructions(file, "paper", TOKENIZER)
     assert instructions.prompt_for(FEVER, side="query") == "Check the claim.[SEP] [CLS]"
     assert instructions.prompt_for(FEVER, side="document") == "Check the claim.[SEP] [CLS]"
+
+
+@pytest.mark.parametrize("style", ["prefix", "paper"])
+def test_empty_instruction_is_one_and_puts_nothing_before_a_text(style, file):
+    file.write_text("types: {Retrieval: Find it.}\ntasks: {FEVER: ''}\n")
+    instructions = read_instructions(file, style, TOKENIZER)
+    instructions.refuse_gaps([SimpleNamespace(metadata=FEVER)])
+    assert instructions.prompt_for(FEVER, side="query") is None
+    assert instructions.prompt_for(OTHER, side="query") is not None
 
 
 def test_task_without_an_instruction_is_refused_by_name_unless_there_are_none(file):
@@ -67,12 +77,25 @@ def test_example_serves_every_task_of_both_benchmarks_and_names_no_unknown_one()
 
 
 def test_papers_benchmark_has_its_56_tasks_with_twelve_forums_as_one():
-    tasks = benchmark_tasks("MTEB(eng, v1)")
+    tasks = benchmark_tasks(PAPER)
     kinds = Counter(task.metadata.type for task in tasks)
     assert [kinds[kind] for kind in ("Classification", "Clustering", "PairClassification")] == [12, 11, 3]
     assert [kinds[kind] for kind in ("Reranking", "Retrieval", "STS", "Summarization")] == [4, 15, 10, 1]
     assert len(tasks) == 56
     assert len(flatten(tasks)) == 56 - 1 + 12
+
+
+@pytest.mark.parametrize("name", ["STS12", "CQADupstackRetrieval", "CQADupstackGamingRetrieval"])
+def test_task_that_was_cut_for_a_quick_look_leaves_the_librarys_own_and_the_next_one_whole(name, tmp_path):
+    before = flatten(tasks_by_name([name], tmp_path))
+    for task in before:
+        task.dataset = "cut"
+        task.np_rng.random()
+    (own,) = [task for task in mteb.get_benchmark(PAPER).tasks if task.metadata.name == "CQADupstackRetrieval"]
+    sts = [task for task in mteb.get_benchmark(PAPER).tasks if task.metadata.name == "STS12"]
+    for task in [*flatten(tasks_by_name([name], tmp_path)), *own.metadata.tasks, *sts]:
+        assert getattr(task, "dataset", None) is None
+        assert task.np_rng.bit_generator.state == type(task)().np_rng.bit_generator.state
 
 
 def test_task_by_name_is_the_benchmarks_and_an_unknown_one_is_refused_with_a_suggestion(tmp_path):

@@ -84,6 +84,15 @@ def test_short_and_surplus_documents_are_left_out_and_counted(tokenizer, tmp_pat
     assert lengths(select(path, tokenizer, limit=2)) == [5, 4]
 
 
+def test_reading_ends_when_every_length_has_its_documents(tokenizer, tmp_path):
+    write_lines(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.jsonl").write_text("no JSON\n")
+    pattern, choice = str(tmp_path / "*.jsonl"), {"min_length": 4, "max_length": 11, "length_bins": (5,)}
+    assert lengths(select(pattern, tokenizer, **choice, documents_per_bin=1)) == [5, 11]
+    assert "shorter than --min-length" not in select(pattern, tokenizer, **choice, documents_per_bin=1).left_out
+    assert sum(select(pattern, tokenizer, **choice).left_out.values()) == 2, "the short text and the line that is none"
+
+
 def test_files_without_a_document_to_measure_are_refused_with_the_reasons(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"content": "cat"}\n{"text": "the cat sat"}\n')

@@ -10,6 +10,7 @@ from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS
 from megatron_neobert.evaluation.records import write_record
 from megatron_neobert.evaluation.report.run import missing, write_report
+from megatron_neobert.evaluation.reported_numbers import MTEB
 
 HOSTILE = "<script>alert(1)</script> | `x` [a](b)"
 NOTHING = {"value": None, "there": 0, "expected": 1}
@@ -25,6 +26,7 @@ def glue_of(tasks):
     return {
         "tasks": {task: {**one, "seeds": [0, 1], "from_mnli": task == "rte"} for task in tasks},
         "average": 0.612 if len(tasks) == len(PAPER_TASKS) else None,
+        "no_average": None if len(tasks) == len(PAPER_TASKS) else f"{len(tasks)} of 8 tasks",
     }
 
 
@@ -55,13 +57,22 @@ RESULTS = {
 }
 
 
-def put(results_folder, kind, results, *, name="mine", seed=17):
+def put(results_folder, kind, results, *, name="mine", seed=17, limit=None, tasks="MTEB(eng, v1)", rows=None):
     """A record of a model that consists of a config, which is all that a fingerprint needs."""
     model = results_folder / "models" / "m"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text("{}")
     path = results_folder / name.replace("/", "-") / f"{kind}.json"
-    settings = {"cola": {"seeds": [seed]}, "rte": {"seeds": [seed, 18]}} if kind == "glue" else {"seed": seed}
+    settings = {"seed": seed, "limit": limit, "tasks": tasks}
+    if kind == "glue":
+        one = {
+            "protocol": {"epochs": 10, "limit": limit},
+            "seeds": [seed, 18],
+            "rows": rows,
+            "grid": {},
+            "device": name,
+        }
+        settings = dict.fromkeys(results["tasks"], one)
     write_record(path, kind, folder=model, settings=settings, results=results, name=name)
     return path
 
@@ -136,7 +147,7 @@ def test_a_mean_over_some_tasks_only_is_not_given_and_they_are_named(results, tm
     put(results, "glue", glue_of([task for task in PAPER_TASKS if task != "qqp"]))
     text, _, _ = report_of(results, tmp_path)
     cells = line_of(text, "| mine | 61.2").split(" | ")
-    assert cells[3] == "missing" and cells[9] == "– (7 of 8)"
+    assert cells[3] == "missing" and cells[9] == "– (7 of 8 tasks)"
     assert line_of(text, "| mine | 71.2 (1)").split(" | ")[-3:-1] == ["missing", "– (1 of 2)"]
     assert "mine, without a score: STS17." in text
 
@@ -147,6 +158,46 @@ def test_settings_that_differ_between_models_are_named(results, tmp_path):
     put(results, "mteb", RESULTS["mteb"], name="other", seed=18)
     text, _, _ = report_of(results, tmp_path)
     assert text.count("Not the same in all of these runs, so compare with care: seed.") == 1
+
+
+def test_quick_look_at_glue_is_marked_in_its_row_and_among_the_differences(results, tmp_path):
+    text, _, _ = report_of(results, tmp_path)
+    assert "rows a split" not in text
+    put(results, "glue", RESULTS["glue"], name="quick", limit=50)
+    text, _, _ = report_of(results, tmp_path)
+    assert line_of(text, "| quick, at most 50 rows a split | 61.2")
+    assert "Not the same in all of these runs, so compare with care: limit." in text
+
+
+def test_glue_runs_are_compared_task_by_task_in_what_defines_their_numbers(results, tmp_path):
+    put(results, "glue", glue_of(["cola"]), name="fewer tasks, other device")
+    assert "compare with care" not in report_of(results, tmp_path)[0]
+    moved = glue_of(PAPER_TASKS)
+    moved["tasks"]["rte"]["from_mnli"] = False
+    put(results, "glue", moved, name="other", seed=19, rows={"train": 7})
+    assert "so compare with care: rows, seeds, start from MNLI." in report_of(results, tmp_path)[0]
+
+
+def test_mteb_on_other_tasks_or_with_a_limit_stands_in_a_table_without_the_papers_rows(results, tmp_path):
+    put(results, "mteb", RESULTS["mteb"], name="second", tasks="MTEB(eng, v2)")
+    put(results, "mteb", RESULTS["mteb"], name="local", tasks=["local:b", "local:a"])
+    put(results, "mteb", RESULTS["mteb"], name="too", tasks=["local:a", "local:b"])
+    put(results, "mteb", RESULTS["mteb"], name="quick", limit=1_000)
+    text, _, _ = report_of(results, tmp_path)
+    section = text.split("## MTEB\n")[1].split("A mean is given only")[0]
+    rows: dict[str, list[str]] = {}
+    for line in filter(None, section.splitlines()):
+        if line.endswith(":") and not line.startswith("|"):
+            models = rows.setdefault(line.removesuffix(":"), [])
+        elif line.startswith("| ") and not line.startswith(("| model", "| ---")):
+            models.append(line.split(" | ")[0].removeprefix("| "))
+    assert rows == {
+        "MTEB(eng, v1)": ["mine", *MTEB.rows],
+        "MTEB(eng, v1), a quick look with limit 1,000": ["quick"],
+        "MTEB(eng, v2)": ["second"],
+        "local:a, local:b": ["local", "too"],
+    }
+    assert "compare with care" not in section
 
 
 def test_kinds_without_a_record_are_named_for_each_model_and_altogether(results, tmp_path):

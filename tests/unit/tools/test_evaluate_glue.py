@@ -8,6 +8,7 @@ import subprocess
 import datasets
 import psutil
 import pytest
+import torch
 from unit.evaluation.glue_place import make_place
 from unit.tools.commands import ENVIRONMENT, command_line, import_tool, run
 
@@ -60,6 +61,11 @@ def test_command_killed_in_two_processes_goes_on_in_one_with_the_same_results(pl
     [
         (("--seeds", "-1", "--jobs", "0"), "--jobs 0 is too small; give at least 1."),
         (("--tasks", "snli"), "--tasks snli: GLUE's tasks are mnli"),
+        pytest.param(
+            ("--device", "cuda"),
+            "--device cuda: torch sees no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (("--device", "cpu", "--dtype", "float16"), "--dtype float16 needs a GPU"),
     ],
 )
@@ -67,6 +73,12 @@ def test_settings_that_cannot_be_are_refused(place, monkeypatch, arguments, reas
     with pytest.raises(ConfigError, match=reason):
         call(monkeypatch, *arguments_of(place, "refused", *arguments))
     assert not (place / "refused").exists()
+
+
+def test_devices_by_number_are_refused_because_every_run_sees_one_gpu(place, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, *arguments_of(place, "refused", "--device", "cuda:1"))
+    assert "invalid choice: 'cuda:1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool", ["evaluate_glue", "fetch_glue"])

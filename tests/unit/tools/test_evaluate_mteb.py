@@ -60,7 +60,7 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
 
     tasks = ("--tasks", "NFCorpus", "BIOSSES", "local:sts")
     output = evaluate(*tasks)
-    folder = place / "out" / "model" / "mteb_tasks"
+    folder = place / "out" / "model" / "mteb_BIOSSES+NFCorpus+local-sts"
     record = json.loads((folder / "mteb.json").read_text())
     assert list(record["results"]["tasks"]) == list(tasks[1:])
     assert record["results"]["missing"] == []
@@ -108,6 +108,45 @@ def test_paper_rows_stand_below_the_papers_benchmark_alone(place, evaluate):
     assert (place / "out" / "model" / "mteb.json").exists()
     assert "as reported" not in evaluate("--skip-missing", "--benchmark", "MTEB(eng, v2)")
     assert (place / "out" / "model" / "mteb_v2" / "mteb.json").exists()
+    assert "as reported" not in evaluate("--skip-missing", "--limit", 3)
+    assert "as reported" in evaluate("--skip-missing", "--pooling", "cls")
+
+
+def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place, tmp_path, evaluate):
+    for name in "ab":
+        write_pairs(tmp_path / "data" / name)
+    (tmp_path / "file.yaml").write_text("types: {STS: wing}")
+    instructed = ("--instructions", tmp_path / "file.yaml")
+    others = [("--pooling", "cls"), ("--max-length", 8, "--batch-size", 4), ("--limit", 4), ("--dtype", "bfloat16")]
+    others += [("--attention", "eager"), instructed, (*instructed, "--prompt-style", "paper")]
+    choices = [("local:a",), ("local:b",), *(("local:a", *other) for other in others)]
+    where = ("--output", tmp_path / "out", "--data-dir", tmp_path / "data", "--device", "cpu")
+    records = tmp_path / "out" / "model"
+    for number, choice in enumerate([*choices, *choices[:2]]):
+        evaluate(*where, "--tasks", *choice)
+        assert len(list(records.rglob("mteb.json"))) == min(number + 1, len(choices))
+    found = {path.parent.name: json.loads(path.read_text()) for path in records.rglob("mteb.json")}
+    assert found["mteb_local-b"]["settings"]["tasks"] == ["local:b"]
+    assert found["mteb_local-a_cls"]["settings"]["pooling"] == "cls"
+    assert "mteb_local-a_length8_batch4" in found
+    style = {name: record["settings"]["prompt_style"] for name, record in found.items() if "instructions" in name}
+    assert [(name.endswith("_paper"), style[name]) for name in sorted(style)] == [(False, "prefix"), (True, "paper")]
+
+
+def test_long_list_of_tasks_has_a_folder_in_any_order(evaluate, place):
+    tasks = [f"Amazon{name}Classification" for name in ("Counterfactual", "Polarity", "Reviews")] + ["local:sts"]
+    tasks += ["TwentyNewsgroupsClustering", "SprintDuplicateQuestions"]
+    for order in (tasks, tasks[::-1]):
+        evaluate("--skip-missing", "--tasks", *order)
+    assert len([path for path in (place / "out/model").iterdir() if path.name.startswith("mteb_6-tasks-")]) == 1
+
+
+def test_machine_in_the_record_is_the_one_that_was_asked_for(place, evaluate, monkeypatch):
+    evaluate("--tasks", "local:sts", "--device", "cpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # and is left alone; the scores are kept
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "GPU")
+    evaluate("--tasks", "local:sts", "--device", "cpu")
+    assert "CPU" in json.loads((place / "out/model/mteb_local-sts/mteb.json").read_text())["machine"]
 
 
 def test_instructions_change_the_scores_and_each_style_is_measured_anew(evaluate, tmp_path):
@@ -125,6 +164,7 @@ def test_instructions_change_the_scores_and_each_style_is_measured_anew(evaluate
         (("--tasks", "STS99"), 2, "no such task; did you mean"),
         (("--tasks", "local:nothing"), 66, "data/nothing is no folder"),
         (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
+        (("--device", "cuda:99"), 2, "--device cuda:99: torch sees . GPUs here"),
         (("--batch-size", "0"), 2, "--batch-size 0 must be at least 1"),
     ],
 )
