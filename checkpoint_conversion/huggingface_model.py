@@ -18,10 +18,9 @@ from checkpoint_conversion.comparison import LogitModel
 from checkpoint_conversion.huggingface_config import LAYOUTS, read_model_config
 from checkpoint_conversion.huggingface_folder import HEAD_FOLDER, check_folder
 from checkpoint_conversion.huggingface_weights import read_weights
-from megatron_neobert.errors import ConversionError
+from megatron_neobert.errors import LONGEST_REASON, ConversionError, short_reason
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
-_LONGEST_REASON = 500  # characters of what transformers says
 # Of a forward, whatever config.json says.
 _OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _OWN_TYPE = "neobert"
@@ -177,14 +176,14 @@ def _load(
                 **(changes or {}),
             )
     except Exception as error:  # a strange config.json makes transformers raise almost anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        reason = short_reason(error)
         raise ConversionError(
             f"{folder}: transformers cannot load it as {kind.__name__} ({reason}); use the version in constraints.txt, "
             "or fetch the folder again."
         ) from error
     problems = {what: sorted(map(str, names)) for what, names in info.items() if names and what not in ignored}
     if problems:
-        found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items())[:_LONGEST_REASON]
+        found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items())[:LONGEST_REASON]
         raise ConversionError(f"{folder}: weights and architecture do not fit ({found}); fetch the folder again.")
     return model.eval()
 

@@ -23,12 +23,12 @@ from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
+from megatron_neobert.training.checkpoint_metadata import OPTIMIZER_PREFIX
 from megatron_neobert.training.common_file import read_common
 from megatron_neobert.training.safe_reading import one_sentence, open_reader
 
 # What megatron.core calls them with its distributed optimizer, and without.
 _MAIN_WEIGHTS = ("param", "fp32_param")
-_OPTIMIZER_PREFIX = "optimizer."  # of the names that its tensors have in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _read_tensors(folder: Path, *, trust: bool) -> dict[str, Tensor]:
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    sources = {name: _main_weight(name, entries) for name in entries if not name.startswith(_OPTIMIZER_PREFIX)}
+    sources = {name: _main_weight(name, entries) for name in entries if not name.startswith(OPTIMIZER_PREFIX)}
     if not sources:
         raise CheckpointError(f"{folder} holds no weights; use another checkpoint.")
     read = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in sources.values()}
@@ -172,5 +172,5 @@ def _main_weight(name: str, entries: Mapping[str, TensorStorageMetadata]) -> str
     """The name of the optimizer's own fp32 copy of a weight, where there is one."""
     if entries[name].properties.dtype is torch.float32:
         return name
-    candidates = [f"{_OPTIMIZER_PREFIX}state.{kind}.{name}" for kind in _MAIN_WEIGHTS]
+    candidates = [f"{OPTIMIZER_PREFIX}state.{kind}.{name}" for kind in _MAIN_WEIGHTS]
     return next((one for one in candidates if one in entries and entries[one].size == entries[name].size), name)

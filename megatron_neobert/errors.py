@@ -18,6 +18,7 @@ EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start a
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: whoever read our output has left, and the work may be half done
 
+LONGEST_REASON = 500  # characters of what a library says
 _SECONDS_TO_BE_ENDED = 5.0  # torchrun looks ten times a second, but ranks that started together are not equally fast
 
 
@@ -86,6 +87,11 @@ class ConversionError(NeoBERTError):
     """A weight or a setting that the target layout cannot hold, or that did not arrive."""
 
     exit_code = 78
+
+
+def short_reason(error: BaseException) -> str:
+    """What a library raised, for a message of ours: its kind and its words on one line, cut where it goes on and on."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.errors import ConfigError, MissingInputError, run_command
+from megatron_neobert.errors import ConfigError, MissingInputError, run_command, short_reason
 from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER
 
 
@@ -75,7 +75,7 @@ def _fetch(arguments: argparse.Namespace) -> list[str]:
         try:
             store_task(arguments.output, task)
         except Exception as error:  # of a dozen libraries, and reported
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            reason = short_reason(error)
             print(f"{place}: failed ({reason})", flush=True)
             failed.append(task.metadata.name)
             continue

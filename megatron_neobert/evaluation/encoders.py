@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, short_reason
 from megatron_neobert.files import sha256_of
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
@@ -29,7 +29,6 @@ _TOKENIZER_FILES = (
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _ABSURD_LENGTH = 1 << 30  # what a tokenizer says that knows no longest input
-_LONGEST_REASON = 500  # characters of what transformers says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
             **changes,
         )
     except Exception as error:  # a strange config.json makes transformers raise almost anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        reason = short_reason(error)
         raise ConversionError(f"{folder}: transformers cannot load it as {auto_class} ({reason}).") from error
     classifies = auto_class.endswith("Classification")
     inner = f"{model.base_model_prefix}."
@@ -154,7 +153,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        reason = short_reason(error)
         raise ConversionError(f"{folder}: transformers cannot load its tokenizer ({reason}).") from error
 
 

@@ -26,10 +26,10 @@ from megatron_neobert.training.checkpoint_files import (
     list_checkpoints,
     set_aside,
 )
+from megatron_neobert.training.checkpoint_metadata import OPTIMIZER_PREFIX
 from megatron_neobert.training.run import Progress, Run
 from megatron_neobert.training.safe_reading import open_reader, safe_reading
 
-OPTIMIZER_PREFIX = "optimizer."  # of the names that its tensors have in a checkpoint
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -75,6 +75,11 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     weights_only = not _has_optimizer_state(folder, trust=config.trust_checkpoint)
     refuse_other_run(saved, run.settings, folder, has_new_data=has_new_data, weights_only=weights_only)
     _refuse_other_tokenizer(run, folder)
+    if weights_only and not has_new_data:
+        raise CheckpointError(
+            f"{folder} holds weights but no optimizer state and no place in any data, as a conversion writes it; give "
+            "it as --continue-from and other folders as --save and --load."
+        )
     wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
     with safe_reading(trust=config.trust_checkpoint):
         state = dist_checkpointing.load(wanted, str(folder))  # collective: all ranks
@@ -82,11 +87,6 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     if has_new_data:
         _refuse_ended_run(run, progress["iteration"])
         progress |= {"corpus_sha256": run.progress.corpus_sha256, "cursor": asdict(Cursor())}
-    elif weights_only:
-        raise CheckpointError(
-            f"{folder} holds weights but no optimizer state and no place in any data, as a conversion writes it; give "
-            "it as --continue-from and other folders as --save and --load."
-        )
     elif progress["corpus_sha256"] != run.progress.corpus_sha256:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path "

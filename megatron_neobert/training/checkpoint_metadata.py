@@ -39,6 +39,7 @@ from megatron_neobert.errors import CheckpointError
 
 _PythonUnpickler: Any = pickle._Unpickler  # typeshed takes it for the one in C
 _TRUST = "if you trust whoever wrote it, add --trust-checkpoint"
+OPTIMIZER_PREFIX = "optimizer."  # of the names that the optimizer's tensors have
 _LONGEST_REASON = 200  # characters; the text of an error can hold whatever the file holds
 
 

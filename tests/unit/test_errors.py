@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from megatron_neobert.errors import LONGEST_REASON, short_reason
+
 CASES = {
     "ConfigError('a')": (2, "error: a\n"),
     "ConfigError(['a', 'b'])": (2, "error: cannot start:\n  - a\n  - b\n"),
@@ -70,3 +72,8 @@ def test_rank_that_is_ended_because_another_one_ended_first_repeats_nothing():
     threading.Thread(target=end).start()"""
     finished = run_raising("MissingInputError('a')", before=torchrun, RANK="3", LOCAL_RANK="3")
     assert (finished.returncode, finished.stderr) == (66, "")
+
+
+def test_what_a_library_raised_is_one_short_line_with_its_kind():
+    assert short_reason(ValueError("first\n  second")) == "ValueError: first second"
+    assert len(short_reason(RuntimeError("x" * 10_000))) == LONGEST_REASON

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.comparison import TOLERANCES, Comparison, Prompts, compare_logits
-from megatron_neobert.errors import ConversionError
+from megatron_neobert.errors import ConversionError, short_reason
 from onnx_export.graph import INPUTS, OneOutput
 
 # Largest difference over largest value. 28 x 768 with random weights on CPU shows 5e-6 in fp32 and 0.15 in 8 bits, a
@@ -25,7 +25,6 @@ TOLERANCE_INT8 = 0.5
 
 # Tokens of each row, cut to what the model can read.
 _BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
-_LONGEST_REASON = 500  # characters of what onnxruntime says
 
 
 @dataclass(frozen=True)
@@ -109,5 +108,5 @@ def _load_graph(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _cannot_run(path: Path, error: Exception) -> ConversionError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+    reason = short_reason(error)
     return ConversionError(f"{path.name}: onnxruntime {onnxruntime.__version__} cannot run it ({reason}).")

@@ -27,7 +27,7 @@ from sentence_transformers.sentence_transformer.losses import (
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import ConfigError, ConversionError
+from megatron_neobert.errors import ConfigError, ConversionError, short_reason
 from megatron_neobert.evaluation.contrastive.checkpoints import newest_checkpoint
 from megatron_neobert.evaluation.contrastive.config import DatasetSource, TrainingSettings
 from megatron_neobert.evaluation.contrastive.data import digest_of
@@ -36,8 +36,6 @@ from megatron_neobert.evaluation.contrastive.sampling import SamplingPlan, TaskB
 from megatron_neobert.evaluation.encoders import fingerprint, load_tokenizer, longest_input
 from megatron_neobert.files import own_name
 from megatron_neobert.huggingface.auto_classes import register_neobert
-
-_LONGEST_REASON = 500  # characters of what a library says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,7 @@ def load_encoder(folder: Path, *, max_length: int, attention: str | None = None)
             str(folder), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs=changes
         )
     except Exception as error:  # a strange config.json makes the libraries raise almost anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+        reason = short_reason(error)
         raise ConversionError(f"{folder}: sentence-transformers cannot load it ({reason}).") from error
     limits = (max_length, model.max_seq_length, longest_input(model[0].auto_model, model.tokenizer))
     model.max_seq_length = min(limit for limit in limits if limit is not None)

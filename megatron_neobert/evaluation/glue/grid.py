@@ -39,7 +39,6 @@ GRIDS = {
     "small": Grid(batch_sizes=(16, 32), learning_rates=(1e-5, 2e-5, 3e-5), weight_decays=(1e-5,)),
 }
 BEST_OF = "NeoBERT-4096"
-GRID_NAMES = (*GRIDS, "best")
 
 
 def choose_grid(

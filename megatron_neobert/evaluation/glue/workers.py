@@ -17,10 +17,8 @@ from multiprocessing.queues import Queue
 import torch
 from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import EXIT_UNAVAILABLE
+from megatron_neobert.errors import EXIT_UNAVAILABLE, short_reason
 from megatron_neobert.evaluation.glue.training import Outcome, Run, fine_tune
-
-_LONGEST_REASON = 500  # characters of an error
 
 
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
@@ -72,7 +70,7 @@ def share_out(runs: Sequence[Run], pool: Executor, jobs: int) -> Iterator[tuple[
 
 
 def _describe_failure(run: Run, error: BaseException, *, still_going: int) -> str:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+    reason = short_reason(error)
     wait_for = f", and the {still_going} going on are waited for" if still_going else ""
     return f"{run.task} {run.point.name} failed ({reason}); no other run is started{wait_for}."
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-DISTRIBUTIONS = ("full", "web")
-LAYOUTS = ("padded", "packed")
 WEB_MEDIAN_TOKENS = 368
 # RefinedWeb has mean / median = 640 / 368, which is exp(sigma^2 / 2) of a log-normal.
 WEB_SIGMA = math.sqrt(2 * math.log(640 / WEB_MEDIAN_TOKENS))
