@@ -10,6 +10,7 @@ where there is one. Start it with torchrun for several GPUs: each of them comput
 
 import argparse
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[
     from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
     from megatron_neobert.evaluation.contrastive.run import Places, finetune, settings_of
     from megatron_neobert.evaluation.encoders import fingerprint
-    from megatron_neobert.evaluation.records import write_record
+    from megatron_neobert.evaluation.records import hold, write_record
 
     model: Path = arguments.model
     fingerprint(model)  # refuses what is no model, before minutes of reading
@@ -120,14 +121,15 @@ def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[
     pairs = {key: load_pairs(key, config.datasets[key], path, limit=arguments.limit) for key, path in paths.items()}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     settings = settings_of(model, pairs, config.datasets, config.training, options, processes=processes)
-    if first:
-        prepare_folder(places.checkpoints, settings, resume=arguments.resume)
-    results = finetune(model, pairs, config.datasets, config.training, places, options)
-    if results is not None:
-        _report(results)
-        write_record(
-            places.record, "contrastive", folder=model, settings=settings, results=results, device=options.device
-        )
+    with hold(places.lock) if first else nullcontext():
+        if first:
+            prepare_folder(places.checkpoints, settings, resume=arguments.resume)
+        results = finetune(model, pairs, config.datasets, config.training, places, options)
+        if results is not None:
+            _report(results)
+            write_record(
+                places.record, "contrastive", folder=model, settings=settings, results=results, device=options.device
+            )
 
 
 def _options(arguments: argparse.Namespace) -> "RunOptions":

@@ -3,10 +3,13 @@
 Every evaluation writes one JSON record per model; `tools/report.py` gathers them. A record is replaced as a whole.
 """
 
+import fcntl
 import json
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ from typing import Any
 import torch
 
 import megatron_neobert
+from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.encoders import choose_device, fingerprint
-from megatron_neobert.files import replace_file
+from megatron_neobert.files import lock_if_possible, replace_file
 
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "optuna")
 
@@ -51,6 +55,24 @@ def write_record(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(record, indent=2) + "\n")
+
+
+@contextmanager
+def hold(lock: Path) -> Iterator[None]:
+    """Holds a lock file, made with its folder: two commands that add to the same results would spoil them.
+
+    Raises:
+        OutputError: Another command holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("ab") as file:
+        try:
+            lock_if_possible(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"{lock.parent}: another command is writing these results; wait for it, or name another --output."
+            ) from None
+        yield
 
 
 def read_record(path: Path) -> dict[str, Any]:

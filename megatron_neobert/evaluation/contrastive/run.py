@@ -25,7 +25,6 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from transformers.trainer_callback import PrinterCallback
-from transformers.utils import logging as transformers_logging
 
 from megatron_neobert.errors import ConfigError, ConversionError, short_reason
 from megatron_neobert.evaluation.contrastive.checkpoints import newest_checkpoint
@@ -33,9 +32,8 @@ from megatron_neobert.evaluation.contrastive.config import DatasetSource, Traini
 from megatron_neobert.evaluation.contrastive.data import digest_of
 from megatron_neobert.evaluation.contrastive.log import LossLog, write_curve
 from megatron_neobert.evaluation.contrastive.sampling import SamplingPlan, TaskBatchSampler
-from megatron_neobert.evaluation.encoders import fingerprint, load_tokenizer, longest_input
+from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
 from megatron_neobert.files import own_name
-from megatron_neobert.huggingface.auto_classes import register_neobert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,7 @@ class Places:
     checkpoints: Path
     final: Path
     record: Path
+    lock: Path
     loss_csv: Path
     loss_png: Path
 
@@ -67,6 +66,7 @@ class Places:
             checkpoints=folder / "checkpoints",
             final=folder / f"{name}-contrastive",
             record=folder / "contrastive.json",
+            lock=folder / "contrastive.lock",
             loss_csv=folder / "contrastive_loss.csv",
             loss_png=folder / "contrastive_loss.png",
         )
@@ -103,11 +103,10 @@ def load_encoder(folder: Path, *, max_length: int, attention: str | None = None)
 
     Raises:
         MissingInputError: There is no such folder.
-        ConversionError: The library cannot load it.
+        ConversionError: The library cannot load it, or would draw weights that the folder does not hold.
     """
     load_tokenizer(folder)  # refuses a folder without model or tokenizer
-    register_neobert()
-    transformers_logging.disable_progress_bar()
+    backbone = load_model(folder, "AutoModel", LoadOptions(attention=attention))
     changes = {"dtype": torch.float32} | ({} if attention is None else {"attn_implementation": attention})
     try:
         model = SentenceTransformer(
@@ -116,7 +115,8 @@ def load_encoder(folder: Path, *, max_length: int, attention: str | None = None)
     except Exception as error:  # a strange config.json makes the libraries raise almost anything
         reason = short_reason(error)
         raise ConversionError(f"{folder}: sentence-transformers cannot load it ({reason}).") from error
-    limits = (max_length, model.max_seq_length, longest_input(model[0].auto_model, model.tokenizer))
+    model[0].model = backbone  # with our checks and classes, where the library's own loading has none
+    limits = (max_length, model.max_seq_length, longest_input(backbone, model.tokenizer))
     model.max_seq_length = min(limit for limit in limits if limit is not None)
     return model
 

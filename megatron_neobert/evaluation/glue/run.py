@@ -5,16 +5,14 @@ command goes on after a kill; the runs that were going on then start again. Comm
 """
 
 import dataclasses
-import fcntl
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import ConfigError, MissingInputError, OutputError
+from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer
 from megatron_neobert.evaluation.glue.data import check_rows, read_split
 from megatron_neobert.evaluation.glue.grid import Grid
@@ -32,7 +30,7 @@ from megatron_neobert.evaluation.glue.study import BEST, TaskStudy
 from megatron_neobert.evaluation.glue.tasks import TASKS
 from megatron_neobert.evaluation.glue.training import Outcome, Protocol, Run
 from megatron_neobert.evaluation.glue.workers import run_all
-from megatron_neobert.files import lock_if_possible
+from megatron_neobert.evaluation.records import hold
 
 SOURCE = "mnli"
 
@@ -87,8 +85,7 @@ def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
     model = fingerprint(evaluation.model)
     for task in evaluation.tasks:
         folder = evaluation.task_folder(task)
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with hold(folder / "lock"):
             save_result(folder / RESULT, _evaluate_task(evaluation, task, head, rows[task], on_progress), model=model)
         results = load_results(evaluation.folder / "glue", model=model)
         write_results(evaluation.folder, evaluation.model, results, device=evaluation.protocol.device)
@@ -201,18 +198,6 @@ def _settings(evaluation: Evaluation, task: str, start: Path) -> dict[str, Any]:
         "start": str(start),
         "data_dir": str(evaluation.data_dir),
     }
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / "lock").open("ab") as file:
-        try:
-            lock_if_possible(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"{folder}: another command is evaluating there; wait for it, or name another --output."
-            ) from None
-        yield
 
 
 def choose_tasks(names: Sequence[str] | None, default: Iterable[str]) -> list[str]:

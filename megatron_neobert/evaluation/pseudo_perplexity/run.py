@@ -25,7 +25,7 @@ from megatron_neobert.evaluation.pseudo_perplexity.results import (
     write_table,
 )
 from megatron_neobert.evaluation.pseudo_perplexity.scorer import Scorer
-from megatron_neobert.evaluation.records import write_record
+from megatron_neobert.evaluation.records import hold, write_record
 
 # Shows a bar for this many tokens of this model, and gives what is called with the tokens of each batch.
 ShowProgress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -59,6 +59,7 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
     Raises:
         MissingInputError, ConversionError, DataError: The model or the texts cannot be used.
         ConfigError: The model cannot read rows as long as asked for.
+        OutputError: Another command is measuring this model into this output.
     """
     scorer = Scorer(folder, evaluation.options)
     max_length = evaluation.choice.max_length or scorer.max_length
@@ -68,10 +69,10 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
 
     name, protocol = folder.resolve().name, protocol_of(scorer, choice)
     place = output / name
-    place.mkdir(parents=True, exist_ok=True)
-    file = ResultFile(place / f"pseudo_perplexity_{name_of(protocol)}.jsonl")
-    with show_progress(name, cost(missing_in(file, selection.documents))) as on_progress:
-        measure(scorer, selection.documents, file, batch_tokens=evaluation.batch_tokens, on_progress=on_progress)
+    with hold(place / "pseudo_perplexity.lock"):
+        file = ResultFile(place / f"pseudo_perplexity_{name_of(protocol)}.jsonl")
+        with show_progress(name, cost(missing_in(file, selection.documents))) as on_progress:
+            measure(scorer, selection.documents, file, batch_tokens=evaluation.batch_tokens, on_progress=on_progress)
 
     results = [file.results[document.id] for document in selection.documents]
     curve, overall = average_by_length(results, choice.length_bins), average_over_tokens(results)

@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import BertForMaskedLM, RobertaConfig, RobertaModel
@@ -230,3 +230,12 @@ def test_folder_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "vocab.txt").write_text("[PAD]")
     with pytest.raises(ConversionError, match="cannot load"):
         load_encoder(tmp_path, max_length=16)
+
+
+def test_folder_that_lacks_a_weight_is_refused_rather_than_drawn_anew(place, tmp_path):
+    folder = shutil.copytree(place / "bert", tmp_path / "bert")
+    weights = load_file(folder / "model.safetensors")
+    del weights["bert.encoder.layer.0.output.dense.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"does not hold encoder\.layer\.0\.output\.dense\.weight"):
+        load_encoder(folder, max_length=16)

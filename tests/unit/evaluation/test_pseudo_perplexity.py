@@ -10,12 +10,13 @@ from statistics import fmean
 import pytest
 from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, plain_losses, write_model
 
+from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.encoders import fingerprint
 from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, document_id, select_documents
 from megatron_neobert.evaluation.pseudo_perplexity.measure import batches, cost
 from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, evaluate, write_curves
 from megatron_neobert.evaluation.pseudo_perplexity.scorer import Scorer
-from megatron_neobert.evaluation.records import read_record
+from megatron_neobert.evaluation.records import hold, read_record
 
 TEXTS = make_texts(12, longest=LONGEST - 2)
 NEAR = 1e-5  # relative; measured: 1e-7
@@ -110,6 +111,12 @@ def test_interrupted_run_goes_on_where_it_was_and_ends_the_same(models, evaluati
     again = Progress()
     assert evaluate(folder, tmp_path / "resumed", evaluation(), again) == resumed
     assert again.total == again.tokens == 0
+
+
+def test_second_command_on_the_same_output_is_refused(models, evaluation, tmp_path):
+    folder = models["Bert"]
+    with hold(tmp_path / folder.name / "pseudo_perplexity.lock"), pytest.raises(OutputError, match="another command"):
+        evaluate(folder, tmp_path, evaluation(), Progress())
 
 
 def test_other_settings_go_into_a_file_of_their_own_and_other_choices_of_documents_do_not(models, evaluation, tmp_path):

@@ -13,7 +13,7 @@ from commands import import_tool
 from unit.evaluation.contrastive_place import make_pairs, write_datasets, write_encoder, write_jsonl, write_yaml
 
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError
-from megatron_neobert.evaluation.records import read_record
+from megatron_neobert.evaluation.records import hold, read_record
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +191,12 @@ def test_a_source_that_fails_does_not_keep_the_others_from_coming(command, tmp_p
 def test_dataset_without_a_source_is_not_fetched(command, place):
     with pytest.raises(ConfigError, match="names no hub for LARGE, SMALL, HARD"):
         command("fetch_contrastive")
+
+
+def test_second_command_on_the_same_output_is_refused(command, tmp_path):
+    with (
+        hold(tmp_path / "out" / "bert" / "contrastive.lock"),
+        pytest.raises(OutputError, match="another command is writing"),
+    ):
+        command("finetune_contrastive")
+    assert not (tmp_path / "out" / "bert" / "checkpoints").exists()
