@@ -29,7 +29,8 @@ from megatron_neobert.evaluation.encoders import (
     longest_input,
 )
 
-# Of the largest logit. Measured on a CPU, 24 architectures of transformers, 2 layers x 32: fp32 up to 4.3e-7, bf16 0.
+# Of the largest logit. Measured on a CPU, 2 layers x 32, architectures of transformers: fp32 up to 4.3e-7 (24 of them),
+# bf16 0 (24), fp16 0 (22).
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _PROBE_TOKENS = 24
 _ABSURD_LENGTH = 1 << 30  # for a model and a tokenizer that know no longest input
