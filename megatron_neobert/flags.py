@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_neobert.config import ModelConfig, Settings, flag_of
+from megatron_neobert.config import DataConfig, ModelConfig, Settings, flag_of
 from megatron_neobert.config_checks import find_problems, find_record_problems
+from megatron_neobert.data_path import parse_data_path
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
 _SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
@@ -77,8 +78,24 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     settings = _build(values)
     problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems + _missing_inputs(settings.data))
     return Command(settings=settings, dry_run=parsed.dry_run)
+
+
+def _missing_inputs(data: DataConfig) -> list[str]:
+    """Inputs that are not there, so that they need not be found out about one after the other."""
+    given = [data.data_path] + ([(data.valid_data_path,)] if data.valid_data_path else [])
+    problems = []
+    for entries, flag in zip(given, ("--data-path", "--valid-data-path"), strict=False):
+        try:
+            components = parse_data_path(entries)
+        except ConfigError:
+            continue  # which has been said
+        absent = [component.prefix for component in components if not Path(f"{component.prefix}.json").exists()]
+        problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
+    if data.tokenizer_model and not Path(data.tokenizer_model).exists():
+        problems.append(f"--tokenizer-model {data.tokenizer_model}: no such file or folder; check the path.")
+    return problems
 
 
 def read_settings(path: Path) -> Settings:

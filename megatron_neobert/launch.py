@@ -81,7 +81,7 @@ def main() -> int:
             _check_restarts(command.settings.checkpoint, nodes=place.nodes)
         refuse_stop_file(command.settings.checkpoint.save)
         open_inputs(command.settings.data)  # once and at once, before any rank is started
-        check_folders(command.settings.checkpoint)
+        check_folders(command.settings.checkpoint, create=not command.dry_run)
     except (NeoBERTError, OSError) as error:
         if place.nodes == 1 or "--dry-run" in arguments:
             raise

@@ -11,6 +11,7 @@ A checkpoint counts when its folder has its final name and a manifest. Names tha
     SAVE/iter_0001000.damaged/                  found damaged when a run was continued from an older one
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -89,8 +90,8 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
     return wanted
 
 
-def check_folders(config: CheckpointConfig) -> None:
-    """Refuses folders that a run must not start with.
+def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
+    """Refuses folders that a run must not start with, and creates --save, or only looks whether that can be done.
 
     Raises:
         MissingInputError: --load holds no checkpoint although it must: by --resume must, or because it is neither
@@ -108,11 +109,23 @@ def check_folders(config: CheckpointConfig) -> None:
         raise OutputError(f"--save {config.save} already holds checkpoints of a run; {go_on}name another folder.")
     if save:
         try:
-            save.mkdir(parents=True, exist_ok=True)
+            if create:
+                save.mkdir(parents=True, exist_ok=True)
+            else:
+                _refuse_what_mkdir_would(save)
         except OSError as error:
             raise OutputError(
                 f"--save {config.save} cannot be created ({error.strerror}); name another folder."
             ) from error
+
+
+def _refuse_what_mkdir_would(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        code = errno.EEXIST if there == folder else errno.ENOTDIR
+        raise OSError(code, os.strerror(code))
+    if there != folder and not os.access(there, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save: bool) -> None:

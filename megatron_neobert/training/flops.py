@@ -1,4 +1,4 @@
-"""Parameters, floating-point operations and bytes of a run, by arithmetic alone.
+"""Parameters, floating-point operations and checkpoints of a run, by arithmetic alone; memory is in memory.py.
 
 Source of the formulas: `forward + backward = 3 x forward`, a matrix of n weights costs 2n per token forward, and
 attention over documents of length s costs 4 s d per token and layer (scores and context). Checked against the
@@ -55,20 +55,6 @@ def training_flops_per_token(settings: Settings, *, vocab_size: int, document_to
     return 3 * (2 * matrices + attention + head)
 
 
-def state_bytes_per_rank(settings: Settings, *, vocab_size: int, world_size: int) -> int:
-    """Weights, gradients and optimizer state of the fullest rank; activations are not counted."""
-    parallel, training = settings.parallel, settings.training
-    padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=parallel.tensor_model_parallel_size)
-    count = count_parameters(settings.model, vocab_size=padded)
-    shard = _largest_stage(count, stages=parallel.pipeline_model_parallel_size) / parallel.tensor_model_parallel_size
-    # Context-parallel ranks hold the same weights, and share the optimizer's work like data-parallel ones.
-    copies = settings.data_parallel_size(world_size) * parallel.context_parallel_size
-    split = copies if parallel.use_distributed_optimizer else 1
-    weight, gradient, moments = (2, 4, 8) if training.bf16 else (4, 4, 8)
-    main_weight = 4 if training.bf16 else 0
-    return round(shard * (weight + gradient + (moments + main_weight) / split))
-
-
 def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
     """Size of one checkpoint on disk: weights as trained, float32 main weights and both moments."""
     weight = 2 if settings.training.bf16 else 4
@@ -78,10 +64,3 @@ def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
 def _matrix_weights(model: ModelConfig) -> int:
     """Weights of one layer's matrices: four of attention, and two of the feed-forward or SwiGLU's three."""
     return 4 * model.hidden_size**2 + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_width
-
-
-def _largest_stage(count: ParameterCount, *, stages: int) -> int:
-    """Parameters of the fullest pipeline stage; interleaved or not, a rank holds an equal share of the layers."""
-    if stages == 1:
-        return count.total
-    return count.blocks // stages + max(count.embedding + count.positions, count.final_norm + count.decoder)

@@ -6,7 +6,6 @@ nothing waits; on a CPU it counts the process's CPU seconds.
 """
 
 import ctypes
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,17 +14,17 @@ from typing import Any
 
 import torch
 
+from megatron_neobert.training.gpus import find_gpu
+
 PARTS = ("embedding", "attention", "feed-forward", "head and loss", "optimizer", "rest")
-# Dense bf16 TFLOP/s of the makers' data sheets; other boards of the same chips are slower: give --peak-tflops.
-_PEAK_TFLOPS = {r"H100 80GB HBM3": 989.0, r"H200$": 989.0, r"A100": 312.0}
 
 
 def find_peak_tflops(device: torch.device, *, bf16: bool) -> float | None:
     """The processor's peak, if it is a GPU that is known and computes in bfloat16."""
     if device.type != "cuda" or not bf16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for pattern, peak in _PEAK_TFLOPS.items() if re.search(pattern, name)), None)
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.bf16_tflops
 
 
 # ---- parts

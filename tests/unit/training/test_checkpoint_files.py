@@ -213,6 +213,22 @@ def test_a_folder_with_checkpoints_is_never_started_anew(tmp_path):
     check_folders(config(tmp_path / "other", load=str(tmp_path), resume="never"))
 
 
+def test_save_folder_is_looked_at_without_being_created(tmp_path):
+    check_folders(config(tmp_path / "new" / "run"), create=False)
+    assert list(tmp_path.iterdir()) == []
+    check_folders(config(tmp_path / "new" / "run"))
+    assert (tmp_path / "new" / "run").is_dir()
+
+
+@pytest.mark.parametrize("create", [True, False])
+@pytest.mark.parametrize("below", ["", "run"])
+def test_save_folder_in_the_place_of_a_file_is_refused_alike(tmp_path, below, create):
+    (tmp_path / "file").touch()
+    save = str(tmp_path / "file" / below)
+    with pytest.raises(OutputError, match=r"cannot be created \((File exists|Not a directory)\); name another folder"):
+        check_folders(CheckpointConfig(save=save), create=create)
+
+
 @pytest.mark.parametrize("remains", ["iter_0000003", "iter_0000003.damaged", "latest_checkpointed_iteration.txt"])
 def test_remains_of_checkpoints_are_no_reason_to_start_from_scratch(tmp_path, remains):
     (tmp_path / remains).mkdir()

@@ -1,4 +1,4 @@
-"""Arithmetic of parameters, operations and bytes."""
+"""Arithmetic of parameters, operations and checkpoints."""
 
 from pathlib import Path
 
@@ -9,7 +9,6 @@ from megatron_neobert.flags import read_settings
 from megatron_neobert.training.flops import (
     checkpoint_bytes,
     count_parameters,
-    state_bytes_per_rank,
     training_flops_per_token,
 )
 
@@ -91,38 +90,6 @@ def test_flops_per_token_without_swiglu_count_two_matrices():
     flops = training_flops_per_token(settings, vocab_size=VOCAB, document_tokens=1024)
     blocks = 28 * (4 * 768**2 + 2 * 768 * 3072)
     assert flops == pytest.approx(6 * (blocks + 0.2 * VOCAB * 768) + 12 * 28 * 768 * 1024)
-
-
-def test_the_distributed_optimizer_splits_moments_and_main_weights():
-    settings = Settings().with_section("training", bf16=True)
-    padded = count_parameters(settings.model, vocab_size=30_592).total
-    assert state_bytes_per_rank(settings, vocab_size=VOCAB, world_size=8) == padded * 6 + padded * 12 // 8
-    whole = settings.with_section("parallel", use_distributed_optimizer=False)
-    assert state_bytes_per_rank(whole, vocab_size=VOCAB, world_size=8) == padded * 18
-
-
-def test_the_fullest_pipeline_stage_holds_its_layers_and_the_head():
-    """The head has a bias and a norm more than the embedding, which is on another stage."""
-    settings = Settings().with_section("parallel", pipeline_model_parallel_size=4, use_distributed_optimizer=False)
-    stage = 7 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768 + 30_592 * 768 + 30_592
-    assert state_bytes_per_rank(settings, vocab_size=VOCAB, world_size=4) == stage * 16
-
-
-def test_the_fullest_pipeline_stage_with_learned_positions_is_the_first():
-    settings = Settings().with_section("parallel", pipeline_model_parallel_size=2, use_distributed_optimizer=False)
-    settings = settings.with_section("model", position_embedding_type="learned_absolute")
-    stage = 14 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 30_592 * 768 + 4097 * 768
-    assert state_bytes_per_rank(settings, vocab_size=VOCAB, world_size=2) == stage * 16
-
-
-def test_tensor_parallel_ranks_share_the_weights_and_context_parallel_ranks_only_the_optimizer():
-    settings = Settings().with_section("training", bf16=True)
-    padded = count_parameters(settings.model, vocab_size=30_592).total
-    halved = settings.with_section("parallel", tensor_model_parallel_size=2, context_parallel_size=2)
-    share = count_parameters(settings.model, vocab_size=30_720).total // 2  # padded to a multiple of 2 x 128
-    assert state_bytes_per_rank(halved, vocab_size=VOCAB, world_size=8) == share * 6 + share * 12 // 4
-    context = settings.with_section("parallel", context_parallel_size=2)
-    assert state_bytes_per_rank(context, vocab_size=VOCAB, world_size=8) == padded * 6 + padded * 12 // 8
 
 
 def test_a_checkpoint_holds_weights_main_weights_and_two_moments():

@@ -1,0 +1,51 @@
+"""Peak rates and memory of known GPUs: what MFU is a share of, and what a plan is held against.
+
+Rates are dense (NVIDIA's sheets print twice as much, "with sparsity"), BF16 tensor cores with fp32 sums. A GPU that is
+not listed gets no MFU rather than a wrong one: names are compared whole, since a slice of a GPU (MIG) or a board with
+fewer watts differs by a word. Needs no torch.
+
+Source: NVIDIA's data sheets of A100, A10, A30, A40, L4, L40S, H100, H100 NVL, H200, GH200 and DGX B200; for GeForce and
+RTX the appendices of its white papers on GA102 and Ada. Memory: what CUDA leaves a program, whole GiB below the sheet's
+figure (GDDR6 boards give a sixteenth to error correction); seen on one H100 SXM and one H200, the others are estimates.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One model of GPU."""
+
+    name: str  # what torch.cuda.get_device_name says, without the maker
+    bf16_tflops: float
+    memory_gib: float
+
+
+GPUS: tuple[Gpu, ...] = (
+    Gpu("A100-SXM4-40GB", 312, 39),
+    Gpu("A100-SXM4-80GB", 312, 78),
+    Gpu("A100-PCIE-40GB", 312, 39),
+    Gpu("A100 80GB PCIe", 312, 78),
+    Gpu("A10", 125, 22),
+    Gpu("A30", 165, 23),
+    Gpu("A40", 149.7, 44),
+    Gpu("L4", 121, 22),
+    Gpu("L40S", 362, 44),
+    Gpu("H100 80GB HBM3", 989, 78),  # SXM
+    Gpu("H100 PCIe", 756, 78),
+    Gpu("H100 NVL", 835, 92),
+    Gpu("H200", 989, 139),  # SXM
+    Gpu("H200 NVL", 835, 139),
+    Gpu("GH200 480GB", 989, 93),
+    Gpu("B200", 2250, 177),
+    Gpu("GeForce RTX 3090", 71, 23),
+    Gpu("GeForce RTX 4090", 165.2, 23),
+    Gpu("RTX A6000", 154.8, 47),
+    Gpu("RTX 6000 Ada Generation", 364.2, 47),
+)
+
+
+def find_gpu(device_name: str) -> Gpu | None:
+    """The GPU that CUDA calls `device_name`, None if it is not listed."""
+    name = device_name.removeprefix("NVIDIA ").strip()
+    return next((gpu for gpu in GPUS if gpu.name == name), None)
