@@ -11,6 +11,9 @@
 # gives means with deviations. After a kill the same command goes on, with the runs that were not finished.
 set -euo pipefail
 
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
+if (($# < 3)); then usage >&2; exit 2; fi
 project=$(dirname "$0")/..
 data_dir=$1 output=$2
 shift 2

@@ -10,6 +10,9 @@
 # (tools/finetune_contrastive.py). The same command goes on after a kill, task by task.
 set -euo pipefail
 
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
+if (($# < 3)); then usage >&2; exit 2; fi
 project=$(dirname "$0")/..
 data_dir=$1 output=$2
 shift 2

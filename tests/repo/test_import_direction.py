@@ -48,6 +48,7 @@ PLACES = {
     "megatron_neobert.training": Place(5, "training"),
     "megatron_neobert.evaluation": Place(6, "evaluation"),
     "megatron_neobert.huggingface": Place(0, "huggingface"),  # travels alone with an export
+    "megatron_neobert.inspection": Place(7, "inspection"),
     "checkpoint_conversion": Place(7, "conversion"),
     "tools": Place(8, "commands"),
     "megatron_neobert.launch": Place(8, "commands"),

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Continued pre-training of published weights on documents of your own.
+#
+#   bash examples/continue_pretraining.sh MODEL_DIR CORPUS RUN [flags]
+#
+#   python tools/preprocess_data.py --input 'mine/*.parquet' --output-prefix corpus/mine --tokenizer-model NeoBERT
+#   bash examples/continue_pretraining.sh NeoBERT corpus/mine_content_document runs/continued
+#
+# MODEL_DIR holds config.json, model.safetensors and the tokenizer's files, as published or as convert.py writes them;
+# nothing in it is executed. Its weights become a checkpoint beside RUN once, RUN.start. The recipe is
+# examples/configs/neobert_continued.yaml, for the 28 x 768 model; flags replace its settings, and convert.py says which
+# ones a model of another size needs. The same command goes on after a stop.
+set -euo pipefail
+
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
+if (($# < 3)); then usage >&2; exit 2; fi
+here=$(dirname "${BASH_SOURCE[0]}")
+model=$1 corpus=$2 run=$3
+shift 3
+export PYTHON=${PYTHON:-$(bash "$here/../tools/prepare_environment.sh")}
+if [[ ! -e $run.start ]]; then
+    "$PYTHON" "$here/../checkpoint_conversion/convert.py" hf-to-megatron --load "$model" --output "$run.start"
+fi
+exec bash "$here/pretrain_neobert.sh" --config "$here/configs/neobert_continued.yaml" \
+    --data-path "$corpus" --tokenizer-model "$model" --continue-from "$run.start" --save "$run" --load "$run" "$@"

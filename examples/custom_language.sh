@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# An encoder for another language or another kind of text: from raw shards to a tokenizer, a corpus and training.
+#
+#   bash examples/custom_language.sh INPUT OUTPUT [flags]
+#
+#   bash examples/custom_language.sh 'finnish/*.parquet' finnish_run --train-iters 100000
+#
+# INPUT: a pattern that names raw shards (parquet, JSON lines, WARC, text, ...). OUTPUT: where everything goes. Flags
+# are those of training; the recipe is examples/configs/neobert_stage1.yaml. VOCAB_SIZE (30522), TEXT_KEY (content), WORKERS
+# (the cores of this machine) and LOWERCASE=0 (keep capitals and accents) concern the steps before. Finished steps are
+# skipped when the same command is started again, and training goes on. Afterwards:
+#
+#   python checkpoint_conversion/convert.py megatron-to-hf --load finnish_run/run --output finnish_run/model
+set -euo pipefail
+
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
+if (($# < 2)); then usage >&2; exit 2; fi
+project=$(dirname "${BASH_SOURCE[0]}")/..
+input=$1 output=$2
+shift 2
+export PYTHON=${PYTHON:-$(bash "$project/tools/prepare_environment.sh")}
+mkdir -p "$output"
+
+run() { # a finished step is recognised by what it leaves: run FILE COMMAND...
+    if [[ -e $1 ]]; then echo "already there: $1"; else "${@:2}"; fi
+}
+case=--lowercase
+if [[ ${LOWERCASE-1} == 0 ]]; then case=--no-lowercase; fi
+run "$output/tokenizer/tokenizer.json" "$PYTHON" "$project/tools/train_tokenizer.py" --input "$input" \
+    --output "$output/tokenizer" --text-key "${TEXT_KEY:-content}" --vocab-size "${VOCAB_SIZE:-30522}" "$case"
+run "$output/corpus_content_document.json" "$PYTHON" "$project/tools/preprocess_data.py" --input "$input" \
+    --output-prefix "$output/corpus" --text-key "${TEXT_KEY:-content}" --tokenizer-model "$output/tokenizer" \
+    --workers "${WORKERS:-$(nproc)}" --resume
+"$PYTHON" "$project/tools/validate_data.py" "$output/corpus_content_document"
+exec bash "$project/examples/stage1.sh" "$output/corpus_content_document" "$output/tokenizer" "$output/run" "$@"

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# NeoBERT, stage 2: 50,000 more iterations on rows of 4,096 tokens, from the last checkpoint of stage 1.
+#
+#   bash examples/stage2.sh CORPUS TOKENIZER STAGE1_RUN RUN [flags]
+#
+#   bash examples/stage2.sh corpus/refinedweb_content_document bert-base-uncased/vocab.txt runs/stage1 runs/stage2
+#
+# Of the rows, 20 % hold documents of any length, 40 % documents of at least 1,024 tokens and 40 % of at least 2,048,
+# all from the corpus of stage 1. The recipe is examples/configs/neobert_stage2.yaml; flags replace its settings. The
+# same command goes on after a stop.
+set -euo pipefail
+
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
+if (($# < 4)); then usage >&2; exit 2; fi
+here=$(dirname "${BASH_SOURCE[0]}")
+corpus=$1 tokenizer=$2 stage1=$3 run=$4
+shift 4
+exec bash "$here/pretrain_neobert.sh" --config "$here/configs/neobert_stage2.yaml" \
+    --data-path 0.2 "$corpus" 0.4 "$corpus:min=1024" 0.4 "$corpus:min=2048" --tokenizer-model "$tokenizer" \
+    --continue-from "$stage1" --save "$run" --load "$run" "$@"
