@@ -13,7 +13,6 @@ import io
 import random
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,11 +20,11 @@ import numpy as np
 from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, run_command
+from megatron_neobert.inspection.visible_text import visible
 
 _WIDTH = 120
 _NAME_WIDTH = 18
 _CHUNK = 1 << 20  # lengths compared at a time
-_REORDERING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # characters that turn the text around them
 
 
 def main() -> None:
@@ -113,7 +112,7 @@ def print_document(corpus: Corpus, number: int, tokenizer: Tokenizer, *, tokens:
     shown = ids[:tokens].tolist()
     text = tokenizer.backend.decode(shown, skip_special_tokens=False)
     print(f"document {number:,}: {ids.size:,} tokens{cut}")
-    print_rows({"text": visible(text), "ids": " ".join(map(str, shown))})
+    print_rows({"text": visible(text, keep="\n\t"), "ids": " ".join(map(str, shown))})
     print()
 
 
@@ -142,15 +141,6 @@ def print_rows(rows: dict[str, str]) -> None:
         print(f"  {name:<{_NAME_WIDTH}} {lines[0]}")
         for line in lines[1:]:
             print(" " * (_NAME_WIDTH + 3) + line)
-
-
-def visible(text: str) -> str:
-    """The text with escapes for what would make a terminal do something else than show a character."""
-    return "".join(ascii(character)[1:-1] if _acts_on_terminal(character) else character for character in text)
-
-
-def _acts_on_terminal(character: str) -> bool:
-    return ord(character) in _REORDERING or (unicodedata.category(character) == "Cc" and character not in "\n\t")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ under torchrun the ranks share it as the settings say. All other flags are those
 
 import argparse
 import math
-import tempfile
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import Any
 
 from megatron_neobert.config import CheckpointConfig, ParallelConfig, Settings
 from megatron_neobert.environment import is_rank_zero, world_size
-from megatron_neobert.errors import ConfigError, MissingInputError, run_command
-from megatron_neobert.flags import parse_command_line, read_record, write_record
-from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint, list_checkpoints, verify_files
+from megatron_neobert.errors import run_command
+from megatron_neobert.flags import read_record
+from megatron_neobert.inspection.saved_run import checkpoint_before, replace_by_flags, without_outputs
+from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,7 @@ def choose_origin(load: Path, iteration: int, *, weights: int | None) -> Origin:
         ConfigError: No iteration has that number.
         MissingInputError: The checkpoint that is wanted does not exist, or none at all.
     """
-    if iteration < 1:
-        raise ConfigError(f"--iteration {iteration} is none; the first iteration of a run is 1.")
-    newest = latest_checkpoint(load)
-    before = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
-    place = before[0] if before else None
-    if place is None and read_record(newest / "settings.yaml").checkpoint.continue_from is not None:
-        raise MissingInputError(
-            f"{load} holds no checkpoint before iteration {iteration}, and its data did not begin at iteration 1: the "
-            "run has continued another one. Name an iteration behind its first checkpoint."
-        )
+    place = checkpoint_before(load, iteration)
     return Origin(weights=place if weights is None else latest_checkpoint(load, iteration=weights), place=place)
 
 
@@ -80,16 +71,11 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
         ConfigError: Flags that a run would not take either.
     """
     saved = read_record((origin.weights or latest_checkpoint(load)) / "settings.yaml")
-    # What ends a run early belongs to runs that save.
-    training = replace(saved.training, exit_interval=None, exit_duration_in_mins=None)
-    saved = replace(saved, training=training, checkpoint=CheckpointConfig(load=str(load)))
+    saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)))
     if world_size() == 1:
         distributed_optimizer = saved.parallel.use_distributed_optimizer  # its checkpoints cannot be read without
         saved = replace(saved, parallel=ParallelConfig(use_distributed_optimizer=distributed_optimizer))
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "settings.yaml"
-        write_record(saved, record)
-        return parse_command_line(["--config", str(record), *flags], world_size=world_size()).settings
+    return replace_by_flags(saved, flags, world_size=world_size())
 
 
 def replay(settings: Settings, origin: Origin, iteration: int) -> None:

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_neobert.config import DataConfig
+from megatron_neobert.config import DataConfig, Settings
 from megatron_neobert.data.corpus import Corpus
-from megatron_neobert.data.masking import TokenIds
+from megatron_neobert.data.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.order import split_ranges
-from megatron_neobert.data.rows import Source
+from megatron_neobert.data.rows import BatchSettings, Source
 from megatron_neobert.data.selection import KeptDocuments
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.data_path import Component, parse_data_path, whole_weights
 from megatron_neobert.errors import DataError
+
+_MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,27 @@ def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
         mask=tokenizer.mask_id,
         special=tuple(tokenizer.special_ids),
     )
+
+
+def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
+    """What decides the batches of a run."""
+    return BatchSettings(
+        seq_length=settings.data.seq_length,
+        micro_batch_size=settings.training.micro_batch_size,
+        global_batch_size=settings.training.global_batch_size,
+        long_documents=settings.data.long_documents,  # type: ignore[arg-type]
+        masking=_masking_scheme(settings.data),
+        token_ids=token_ids_of(tokenizer),
+        seed=settings.training.seed,
+        batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
+        document_block_size=settings.data.document_block_size,
+        fixed_shapes=fixed_shapes,
+    )
+
+
+def _masking_scheme(data: DataConfig) -> MaskingScheme:
+    mask, random, keep = _MASKING[data.mask_replacement]
+    return MaskingScheme(data.mask_prob, mask_share=mask, random_share=random, keep_share=keep)
 
 
 def _split_sources(

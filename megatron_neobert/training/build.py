@@ -18,15 +18,12 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 from megatron_neobert import distributed
-from megatron_neobert.config import DataConfig, Settings
-from megatron_neobert.data.batches import BatchSettings, BatchStream
-from megatron_neobert.data.inputs import Inputs, open_inputs, token_ids_of
-from megatron_neobert.data.masking import MaskingScheme
+from megatron_neobert.config import Settings
+from megatron_neobert.data.batches import BatchStream
+from megatron_neobert.data.inputs import Inputs, batch_settings, open_inputs
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.training.run import Progress, Run
 from megatron_neobert.training.stopping import remember_signals
-
-_MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
 
 
 def join(settings: Settings) -> tuple[Inputs, torch.device]:
@@ -63,21 +60,9 @@ def build_run(settings: Settings, inputs: Inputs, device: torch.device) -> Run:
 
 def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, BatchStream | None]:
     """This rank's batches for training and, if wanted, for validation, both from their start."""
-    batch_settings = BatchSettings(
-        seq_length=settings.data.seq_length,
-        micro_batch_size=settings.training.micro_batch_size,
-        global_batch_size=settings.training.global_batch_size,
-        long_documents=settings.data.long_documents,  # type: ignore[arg-type]
-        masking=_masking_scheme(settings.data),
-        token_ids=token_ids_of(inputs.tokenizer),
-        seed=settings.training.seed,
-        batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
-        document_block_size=settings.data.document_block_size,
-        fixed_shapes=torch.cuda.is_available(),
-    )
     training = BatchStream(
         inputs.training,
-        batch_settings,
+        batch_settings(settings, inputs.tokenizer, fixed_shapes=torch.cuda.is_available()),
         data_parallel_rank=distributed.data_parallel_rank(),
         data_parallel_size=distributed.data_parallel_size(),
         context_parallel_rank=distributed.context_parallel_rank(),
@@ -86,11 +71,6 @@ def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, Bat
     if inputs.validation is None or not settings.training.eval_iters:
         return training, None
     return training, replace(training, sources=inputs.validation)
-
-
-def _masking_scheme(data: DataConfig) -> MaskingScheme:
-    mask, random, keep = _MASKING[data.mask_replacement]
-    return MaskingScheme(data.mask_prob, mask_share=mask, random_share=random, keep_share=keep)
 
 
 def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:

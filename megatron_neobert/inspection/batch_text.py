@@ -1,0 +1,95 @@
+"""A batch on a terminal: numbers first, then rows with their documents as text.
+
+Colours show which tokens are predicted; where there are none (NO_COLOR, a file, a dumb terminal), brackets do.
+"""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_neobert.inspection.batch_rows import Row
+from megatron_neobert.inspection.batch_summary import Bin, Summary, describe, histogram
+from megatron_neobert.inspection.found_batch import FoundBatch
+from megatron_neobert.inspection.token_view import MEANINGS, TokenView, TokenViews, describe_piece
+from megatron_neobert.inspection.visible_text import visible
+
+_STYLES = {
+    "masked": "bold white on blue",
+    "replaced": "bold black on yellow",
+    "kept": "bold black on cyan",
+    "special": "dim",
+    "plain": "",
+}
+_NAME_WIDTH, _BAR_WIDTH = 12, 40
+
+
+def print_summary(console: Console, found: FoundBatch, summary: Summary) -> None:
+    """What is in the batch, in numbers."""
+    console.print(Text(f"batch {found.iteration:,}", style="bold"))
+    for name, line in describe(found, summary).items():
+        _print_indented(console, name, line)
+    bins = histogram(summary, seq_length=found.settings.data.seq_length)
+    for number, one in enumerate(bins):
+        _print_indented(console, "" if number else "slots", _bar(one, most=max(bin.pieces for bin in bins)))
+
+
+def print_rows(console: Console, found: FoundBatch, rows: Iterator[Row]) -> None:
+    """The legend, and these rows."""
+    views, marks = TokenViews(found.tokenizer), Marks(console)
+    console.print()
+    for fate, meaning in MEANINGS.items():
+        console.print(Text("  ").append_text(marks.example(fate)).append(f"  {meaning}"))
+    slots = found.settings.data.seq_length
+    for row in rows:
+        console.print()
+        title = f"row {row.number:,} of micro-batch {row.micro_batch:,}: {row.used_slots:,} of {slots:,} slots"
+        console.print(Text(title, style="bold"))
+        several = len({piece.corpus for piece in row.pieces}) > 1 or len(found.sources) > 1
+        for piece in row.pieces:
+            corpus = f" of {visible(piece.corpus)}" if several else ""
+            console.print(Text(f"  {describe_piece(piece)}{corpus}", style="italic"))
+            line = Text("    ")
+            for token in views.of(piece):
+                line.append(token.space)
+                line.append_text(marks.show(token))
+            console.print(line, soft_wrap=False)
+
+
+class Marks:
+    """How a terminal shows a token: with colours, or with brackets where it has none."""
+
+    def __init__(self, console: Console) -> None:
+        self.colours = console.color_system is not None and not console.no_color
+        try:
+            "→".encode(console.encoding)
+            self._arrow = "→"
+        except UnicodeEncodeError:
+            self._arrow = "->"
+
+    def show(self, token: TokenView) -> Text:
+        """Its text, marked."""
+        if token.fate in ("plain", "special"):
+            return Text(token.text, style=_STYLES[token.fate] if self.colours else "")
+        if token.fate == "replaced" or (token.fate == "masked" and not self.colours):
+            seen = token.seen.strip("[]") if token.fate == "masked" else token.seen
+            text = f"{seen}{self._arrow}{token.text}"
+        else:
+            text = token.text if self.colours else f"={token.text}"
+        return Text(text, style=_STYLES[token.fate]) if self.colours else Text(f"[{text}]")
+
+    def example(self, fate: str) -> Text:
+        """For a legend."""
+        texts = {"masked": ("word", "[MASK]"), "replaced": ("word", "other"), "special": ("[CLS]", "[CLS]")}
+        text, seen = texts.get(fate, ("word", "word"))
+        shown = self.show(TokenView(fate, "", text, seen, 0, 0, 0, None))  # type: ignore[arg-type]
+        return shown.append(" " * (13 - len(shown)))
+
+
+def _print_indented(console: Console, name: str, line: str) -> None:
+    console.print(Text(f"  {name:<{_NAME_WIDTH}}{line}"), soft_wrap=True)
+
+
+def _bar(one: Bin, *, most: int) -> str:
+    width = -(-_BAR_WIDTH * one.pieces // max(most, 1))
+    return f"{one.first:>6,} to {one.last:>6,}  {'#' * width} {one.pieces:,}"

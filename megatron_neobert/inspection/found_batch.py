@@ -1,0 +1,140 @@
+"""A global batch of a run as its ranks get it: built by the code that builds it in training, from its place on.
+
+Without a checkpoint to start from, all rows before it are packed, which reads lengths only: some 2 M documents per
+second. Letters: `t` tokens of a micro-batch, `s` slots of one piece of a document.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.config import Settings
+from megatron_neobert.data.batches import BatchStream, PackedBatch
+from megatron_neobert.data.blend import BlendCursor, read_cursor
+from megatron_neobert.data.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.packing import PackedRows
+from megatron_neobert.data.rows import Cursor, Source
+from megatron_neobert.data.tokenizer import Tokenizer
+from megatron_neobert.errors import CheckpointError, ConfigError
+
+NO_LABEL = -1
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a global batch a rank trains on."""
+
+    rank: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    context_parallel_rank: int
+    context_parallel_size: int
+
+
+@dataclass(frozen=True)
+class FoundBatch:
+    """The micro-batches of one iteration: all of them, or those of one rank."""
+
+    iteration: int
+    settings: Settings
+    tokenizer: Tokenizer
+    sources: tuple[Source, ...]
+    cursor: Cursor | BlendCursor  # where the batch starts
+    parts: list["MicroBatch"]
+    share: Share | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the model gets in one forward pass, and of which rows it was made."""
+
+    number: int  # in the global batch
+    rows: PackedRows
+    batch: PackedBatch
+
+    @property
+    def labels_t(self) -> NDArray[np.int64]:
+        """The original id where a token is predicted, elsewhere NO_LABEL."""
+        labels_t = np.full(len(self.batch.tokens_t), NO_LABEL)
+        labels_t[self.batch.masked_positions_m.numpy()] = self.batch.labels_m.numpy()
+        return labels_t
+
+
+def find_batch(settings: Settings, iteration: int, *, place: Path | None, share: Share | None = None) -> FoundBatch:
+    """The batch of an iteration.
+
+    Args:
+        place: A checkpoint before it; None starts at the beginning of the data.
+
+    Raises:
+        MissingInputError, DataError, ConfigError: Of what the settings name.
+        CheckpointError: The checkpoint is of other data.
+    """
+    inputs = open_inputs(settings.data)
+    stream = BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer))
+    between = iteration - 1
+    if place is not None:
+        done, cursor = _place_of(place, inputs)
+        stream, between = replace(stream, cursor=cursor), between - done
+    if between:
+        _, cursor = next(islice(stream.global_batches(), between - 1, None))
+        stream = replace(stream, cursor=cursor)
+    if share is not None:
+        stream = replace(
+            stream, data_parallel_rank=share.data_parallel_rank, data_parallel_size=share.data_parallel_size
+        )
+    rows, _ = next(stream.global_batches())
+    batches = next(stream.steps()).micro_batches
+    size = stream.settings.micro_batch_size
+    numbers = range(stream.data_parallel_rank, len(rows) // size, stream.data_parallel_size)
+    return FoundBatch(
+        iteration=iteration,
+        settings=settings,
+        tokenizer=inputs.tokenizer,
+        sources=inputs.training,
+        cursor=stream.cursor,
+        parts=[
+            MicroBatch(number, rows.take(number * size, (number + 1) * size), batch)
+            for number, batch in zip(numbers, batches, strict=True)
+        ],
+        share=share,
+    )
+
+
+def share_of_rank(settings: Settings, *, rank: int, world_size: int) -> Share:
+    """Where Megatron puts a rank: tensor-parallel ranks are neighbours, then context, data, and pipeline.
+
+    Raises:
+        ConfigError: There is no such rank.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"--rank {rank} is none of --world-size {world_size} ranks; they are numbered 0 to {world_size - 1}."
+        )
+    parallel = settings.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    dp = settings.data_parallel_size(world_size)
+    return Share(
+        rank=rank,
+        data_parallel_rank=rank // (tp * cp) % dp,
+        data_parallel_size=dp,
+        context_parallel_rank=rank // tp % cp,
+        context_parallel_size=cp,
+    )
+
+
+def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor | BlendCursor]:
+    """Iterations that a checkpoint has behind it, and where its data goes on."""
+    from megatron_neobert.training.common_file import read_common  # imports megatron.core: some seconds
+
+    progress = read_common(checkpoint)["progress"]
+    if progress["corpus_sha256"] != inputs.identity:
+        raise CheckpointError(
+            f"{checkpoint} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path names "
+            f"one with {inputs.identity[:12]}; its place in the data means nothing there. Name the corpus it was "
+            "trained on."
+        )
+    return progress["iteration"], read_cursor(progress["cursor"])

@@ -1,0 +1,242 @@
+"""Curves of runs, one panel for each metric: as a picture in PNG and SVG, and as a table in CSV.
+
+Colours are told apart by colour-blind readers. What a validation measured is drawn as points of its run's colour, and
+a stop after which the run went on as a tick on the lower edge. Drawn without a display; the same logs give the same
+files, each of which is replaced as a whole.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
+
+from megatron_neobert.evaluation.plots import COLOURS
+from megatron_neobert.files import own_name, replace_file
+from megatron_neobert.inspection.run_log import RunLog
+
+_DASHES = ("-", "--", ":", "-.")  # the next one after each round of colours
+_PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
+_LEGEND_INCHES = 0.28  # per line
+_LINE_CHARACTERS, _NAME_LENGTH = 150, 48
+_SPIKE = 30  # a largest value of so many medians makes a linear axis unreadable
+_USUAL_PERCENT, _FAR_ABOVE = 90, 3  # a panel is cut where the highest 10 % take two thirds of it
+_UNITS = ((1e12, "10¹²"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a metric is shown."""
+
+    label: str
+    factor: float = 1.0
+    validation: str | None = None  # the same thing measured on held-out documents
+    is_logarithmic_where_it_spikes: bool = False
+    begins_high: bool = False  # so high that what comes later would be a flat line
+    is_counted: bool = False  # in thousands, millions ...
+
+
+LOOKS = {
+    "loss": Look("loss (nats per masked token)", validation="validation_loss", begins_high=True),
+    "masked_accuracy": Look("masked accuracy (%)", factor=100, validation="validation_accuracy"),
+    "lr": Look("learning rate"),
+    "grad_norm": Look("gradient norm", is_logarithmic_where_it_spikes=True),
+    "tokens_per_second": Look("tokens/s", is_counted=True),
+    "validation_loss": Look("validation loss (nats per masked token)"),
+    "validation_accuracy": Look("validation accuracy (%)", factor=100),
+    "tokens_per_second_per_rank": Look("tokens/s of a rank", is_counted=True),
+    "tflops_per_rank": Look("TFLOP/s of a rank"),
+    "mfu": Look("MFU (%)", factor=100),
+    "memory_gib": Look("memory of the fullest rank (GiB)"),
+    "fill": Look("slots that hold tokens (%)", factor=100),
+    "data_wait": Look("time spent waiting for data (%)", factor=100),
+    "eta_seconds": Look("time that is left (hours)", factor=1 / 3600),
+    "consumed_tokens": Look("tokens of documents", is_counted=True),
+    "skipped_iterations": Look("skipped updates"),
+}
+DEFAULT_METRICS = ("loss", "masked_accuracy", "lr", "grad_norm", "tokens_per_second")
+
+
+def write_curves(
+    folder: Path, runs: Sequence[RunLog], metrics: Sequence[str], *, x: str, smooth: int
+) -> tuple[Path, Path, Path]:
+    """Writes curves.png, curves.svg and curves.csv into a folder that exists.
+
+    Args:
+        x: "tokens" or "iteration".
+        smooth: Each point becomes the mean of so many intervals, itself the last; what was logged stays visible behind.
+    """
+    figure = draw(runs, metrics, x=x, smooth=smooth)
+    png, svg, table = (folder / f"curves.{kind}" for kind in ("png", "svg", "csv"))
+    _save(figure, png, metadata={"Software": None})
+    with matplotlib.rc_context({"svg.hashsalt": "curves"}):  # or every file would have other ids
+        _save(figure, svg, metadata={"Date": None, "Creator": None})
+    replace_file(table, to_csv(runs))
+    return png, svg, table
+
+
+def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str, smooth: int) -> Figure:
+    """The figure: the first panel as wide as two where their number is odd."""
+    lines = -(-len(metrics) // 2)
+    columns = _legend_columns([run.name for run in runs])
+    size = 2 * _PANEL_INCHES[0], lines * _PANEL_INCHES[1] + _LEGEND_INCHES * (1 + -(-(len(runs) + 2) // columns))
+    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")  # not pyplot: it may want a display
+    cells = [*metrics] if len(metrics) % 2 == 0 else [metrics[0], *metrics]
+    mosaic: Any = [cells[2 * line : 2 * line + 2] for line in range(lines)]
+    panels = figure.subplot_mosaic(mosaic)
+    factor, x_label = _scale_of_x(runs, x)
+    for metric in metrics:
+        axes = panels[metric]
+        _draw_panel(axes, runs, metric, x=x, x_factor=factor, smooth=smooth)
+        axes.set_xlabel(x_label, parse_math=False)
+    _add_legend(figure, runs, metrics)
+    return figure
+
+
+def to_csv(runs: Sequence[RunLog]) -> str:
+    """Everything that was logged, as it was; `restarts` counts those before the line."""
+    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", "iteration", "restarts", *metrics])
+    for run in runs:
+        for iteration, values in run.values.items():
+            restarts = sum(at < iteration for at in run.restarts)
+            writer.writerow([run.name, iteration, restarts, *(values.get(metric, "") for metric in metrics)])
+    return text.getvalue()
+
+
+def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_factor: float, smooth: int) -> None:
+    look = LOOKS.get(metric, Look(metric))
+    largest = max((abs(value) for run in runs for value in run.series(metric)[1] if math.isfinite(value)), default=0.0)
+    unit, word = _unit_of(largest) if look.is_counted else (1.0, "")
+    factor = look.factor / unit
+    for number, run in enumerate(runs):
+        style = {"color": COLOURS[number % len(COLOURS)], "linestyle": _dash(number)}
+        iterations, values = run.series(metric)
+        places, heights = _x_of(run, iterations, x, x_factor), np.array(values) * factor
+        few = {"marker": "o", "markersize": 3.5} if len(values) == 1 or metric.startswith("validation") else {}
+        if smooth > 1:
+            axes.plot(places, heights, **{**style, "alpha": 0.25, "linewidth": 1.0, "linestyle": "-"})
+        axes.plot(places, trailing_mean(heights, smooth), linewidth=1.6, **style, **few)
+        if look.validation is not None:
+            iterations, values = run.series(look.validation)
+            held_out = _x_of(run, iterations, x, x_factor)
+            heights = np.array(values) * factor
+            axes.plot(held_out, heights, "o", color=style["color"], markersize=4.5, markeredgecolor="white")
+        for place in _x_of(run, run.restarts, x, x_factor):
+            axes.axvline(place, 0, 0.07, color=style["color"], linewidth=2.5)
+    beginning = _cut_beginning(axes, runs, metric) if look.begins_high else ""
+    axes.set_title(f"{look.label}{f' ({word})' if word else ''}{beginning}", loc="left", fontsize=11, parse_math=False)
+    _format(axes, _spikes(runs, metric) and look.is_logarithmic_where_it_spikes)
+
+
+def _cut_beginning(axes: Any, runs: Sequence[RunLog], metric: str) -> str:
+    """Leaves what lies far above all the rest outside of the panel; returns what its title says about that."""
+    series = [np.array(run.series(metric)[1]) for run in runs]
+    values = np.concatenate([one[np.isfinite(one)] for one in series])
+    if not len(values):
+        return ""
+    low, usual, high = np.percentile(values, [0, _USUAL_PERCENT, 100])
+    if high - low <= _FAR_ABOVE * (usual - low):
+        return ""
+    margin = 0.1 * (usual - low)
+    axes.set_ylim(low - margin, usual + margin)
+    return f", cut above {usual + margin:.3g}"
+
+
+def _format(axes: Any, is_logarithmic: bool) -> None:
+    axes.grid(visible=True, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    if is_logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter())
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+
+
+def trailing_mean(
+    values: "np.ndarray[Any, np.dtype[np.float64]]", count: int
+) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """The mean of each value and the count - 1 before it, as far as they are there; what is not finite stays a gap."""
+    if count == 1 or not len(values):
+        return values
+    finite = np.isfinite(values)
+    sums = np.cumsum(np.where(finite, values, 0.0))
+    counts = np.cumsum(finite)
+    sums[count:], counts[count:] = sums[count:] - sums[:-count], counts[count:] - counts[:-count]
+    return np.where(finite, sums / np.maximum(counts, 1), np.nan)
+
+
+def _x_of(run: RunLog, iterations: Sequence[int], x: str, factor: float) -> list[float]:
+    places = run.tokens_at(iterations) if x == "tokens" else [float(one) for one in iterations]
+    return [factor * place for place in places]
+
+
+def _scale_of_x(runs: Sequence[RunLog], x: str) -> tuple[float, str]:
+    if x == "iteration":
+        return 1.0, "iteration"
+    unit, word = _unit_of(max(max(run.tokens_at(list(run.values))) for run in runs))
+    return 1 / unit, f"tokens of documents{f' ({word})' if word else ''}"
+
+
+def _unit_of(largest: float) -> tuple[float, str]:
+    return next(((unit, word) for unit, word in _UNITS if largest >= unit), (1.0, ""))
+
+
+def _spikes(runs: Sequence[RunLog], metric: str) -> bool:
+    values = np.array([value for run in runs for value in run.series(metric)[1] if math.isfinite(value)])
+    return bool(len(values) and values.min() > 0 and values.max() > _SPIKE * np.median(values))
+
+
+def _dash(number: int) -> Any:
+    return _DASHES[number // len(COLOURS) % len(_DASHES)]
+
+
+def _add_legend(figure: Any, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:
+    lines = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linestyle=_dash(i)) for i in range(len(runs))]
+    names = [_shortened(run.name) for run in runs]
+    measured = {name for run in runs for name in run.metrics}
+    if any(metric in LOOKS and LOOKS[metric].validation in measured for metric in metrics):
+        lines.append(Line2D([], [], color="#555555", marker="o", linestyle="none", markersize=4.5))
+        names.append("validation")
+    if any(run.restarts for run in runs):
+        lines.append(Line2D([], [], color="#555555", marker="|", linestyle="none", markersize=12, markeredgewidth=2))
+        names.append("went on after a stop")
+    # Labels given to matplotlib itself vanish if they begin with "_" and are read as TeX between two "$".
+    columns = min(len(names), _legend_columns(names))
+    labels = [str(number) for number in range(len(names))]
+    legend = figure.legend(lines, labels, loc="outside upper left", ncols=columns, frameon=False)
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    return max(1, _LINE_CHARACTERS // (max(min(len(name), _NAME_LENGTH) for name in names) + 10))
+
+
+def _shortened(name: str) -> str:
+    if len(name) <= _NAME_LENGTH:
+        return name
+    half = _NAME_LENGTH // 2
+    return f"{name[: half - 1]}…{name[-half:]}"
+
+
+def _save(figure: Figure, path: Path, *, metadata: dict[str, None]) -> None:
+    temporary = own_name(path)
+    try:
+        figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,129 @@
+"""The history of a run out of its metrics.jsonl, which may be growing, and which kills may have torn.
+
+A run that was killed trains again on what came after its last checkpoint, and logs it again: the later line counts. A
+line that a kill has cut is left out, also where the next start has written on behind it.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_neobert.errors import DataError, MissingInputError
+
+_LOG = "metrics.jsonl"
+_BEGINNING = '{"iteration"'  # of every line
+_LARGEST = 2**53  # what a float can count to
+_ONCE = ("consumed_tokens", "validation_loss")  # for each interval, and each validation
+RESTARTED = "restarted"  # a line with this key: the run goes on behind this iteration
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """What a run has said, by iteration."""
+
+    name: str
+    values: dict[int, dict[str, float]]  # increasing iterations; only what the line of that iteration says
+    restarts: list[int]  # iterations behind which it went on after a stop
+    unreadable: int  # lines, without a last one that is perhaps being written
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of everything that was logged."""
+        return list(dict.fromkeys(name for values in self.values.values() for name in values))
+
+    def tokens_at(self, iterations: Sequence[int]) -> list[float]:
+        """Tokens of documents that the run had seen after each, between two intervals by their share.
+
+        Raises:
+            DataError: No interval has ended.
+        """
+        counts = {one: said["consumed_tokens"] for one, said in self.values.items() if "consumed_tokens" in said}
+        if not counts:
+            raise DataError(
+                f"{self.name}: no interval has ended, so no tokens have been counted; wait for the first, or give "
+                "--x iteration"
+            )
+        return [float(tokens) for tokens in np.interp(iterations, [0, *counts], [0.0, *counts.values()])]
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of a metric; NaN where an interval has none, since all its updates were skipped."""
+        pairs = [
+            (iteration, values.get(metric, math.nan))
+            for iteration, values in self.values.items()
+            if metric in values or (not metric.startswith("validation") and "consumed_tokens" in values)
+        ]
+        return [iteration for iteration, _ in pairs], [value for _, value in pairs]
+
+
+def read_run(path: Path, *, name: str) -> RunLog:
+    """The log of a run.
+
+    Args:
+        path: Its folder, --save, or the file itself.
+
+    Raises:
+        MissingInputError: There is no log.
+        DataError: It holds nothing yet, or is no such log.
+    """
+    file = path / _LOG if path.is_dir() else path
+    if not file.is_file():
+        what = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
+        raise MissingInputError(
+            f"{path} {what}; name the folder given to --save. A run writes its log there from the first interval on."
+        )
+    *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    entries = [_parse(line) for line in lines if line.strip()]
+    ended = _parse(last)  # without a line feed: whole only if nothing is missing
+    run = _merge([entry for entry in (*entries, ended) if entry is not None], name, unreadable=entries.count(None))
+    if not run.values:
+        raise DataError(
+            f"{file} has no whole line with an iteration and a value; is it the log of a run, and has its first "
+            "interval (--log-interval) ended?"
+        )
+    return run
+
+
+def _parse(line: str) -> dict[str, float] | None:
+    """The numbers of a line; None if it has none."""
+    try:
+        content = json.loads(line[max(line.rfind(_BEGINNING), 0) :])
+    except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
+        return None
+    if not isinstance(content, dict) or not _is_count(content.get("iteration")):
+        return None
+    return {name: value for name, value in content.items() if _is_number(value)}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= _LARGEST if isinstance(value, int) else math.isfinite(value)
+
+
+def _merge(entries: list[dict[str, float]], name: str, *, unreadable: int) -> RunLog:
+    values: dict[int, dict[str, float]] = {}
+    restarts: list[int] = []
+    newest = 0
+    for entry in entries:
+        iteration = int(entry.pop("iteration"))
+        is_announced = entry.pop(RESTARTED, None) is not None
+        repeats = any(key in entry and key in values.get(iteration, {}) for key in _ONCE)
+        if is_announced or repeats or iteration < newest:
+            first = iteration + is_announced
+            values = {one: content for one, content in values.items() if one < first}
+            at = iteration if is_announced else max(values, default=0)
+            restarts = [*(one for one in restarts if one < at), at]
+            newest = at
+        if entry:
+            values[iteration] = {**values.get(iteration, {}), **entry}
+            newest = max(newest, iteration)
+    return RunLog(name=name, values=values, restarts=restarts, unreadable=unreadable)

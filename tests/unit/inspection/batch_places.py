@@ -1,0 +1,53 @@
+"""A small corpus whose tokenizer knows words that would act if they were not shown as text, and runs over it."""
+
+from pathlib import Path
+
+import torch
+from unit.data.small_corpus import random_documents, write_corpus, write_vocabulary
+
+from megatron_neobert.config import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
+from megatron_neobert.data.inputs import open_inputs
+from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.flags import write_record
+
+SCRIPT, ATTRIBUTE = "<script>alert(1)</script>", '"onmouseover="alert(2)'
+RED, REVERSED = "\x1b[31mred", "\u202edesrever"
+PIECES = [SCRIPT, ATTRIBUTE, RED, REVERSED, "</p></article>", "&amp;", "##ly", *(f"word{n}" for n in range(40))]
+LENGTHS = [1 + 7 * number % 90 for number in range(200)]
+
+
+def write_place(folder: Path) -> Path:
+    """The folder with vocab.txt and the corpora P and Q."""
+    tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", PIECES))
+    for name, seed in (("P", 0), ("Q", 1)):
+        write_corpus(folder / name, random_documents(LENGTHS, tokenizer.vocab_size, seed), tokenizer)
+    return folder
+
+
+def settings_of(place: Path, *, data_path: tuple[str, ...] | None = None, **data: object) -> Settings:
+    """Rows of 64 tokens, 8 in an iteration, 2 in a micro-batch."""
+    return Settings(
+        model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4),
+        data=DataConfig(
+            **{
+                "data_path": data_path or (str(place / "P"),),
+                "tokenizer_model": str(place / "vocab.txt"),
+                "split": "100",
+                "seq_length": 64,
+                **data,
+            }
+        ),
+        optimizer=OptimizerConfig(lr_warmup_iters=1),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=100, eval_iters=0),
+    )
+
+
+def write_checkpoint(save: Path, settings: Settings, *, iteration: int, cursor: dict[str, object]) -> Path:
+    """What a batch needs of a checkpoint: its settings, and how far the run had come."""
+    folder = save / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    write_record(settings, folder / "settings.yaml")
+    progress = {"corpus_sha256": open_inputs(settings.data).identity, "iteration": iteration, "cursor": cursor}
+    torch.save({"progress": progress, "optimizer": {}}, folder / "common.pt")
+    (folder / "MANIFEST.json").touch()
+    return folder

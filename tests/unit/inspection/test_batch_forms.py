@@ -1,0 +1,137 @@
+"""A batch as text and as a page: what is predicted is marked, and what documents say cannot act."""
+
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from unit.inspection.batch_places import ATTRIBUTE, RED, REVERSED, SCRIPT, settings_of
+
+from megatron_neobert.data.tokenizer import Tokenizer
+from megatron_neobert.inspection.batch_html import to_html
+from megatron_neobert.inspection.batch_rows import rows_of
+from megatron_neobert.inspection.batch_summary import summarize
+from megatron_neobert.inspection.batch_text import print_rows, print_summary
+from megatron_neobert.inspection.found_batch import find_batch
+from megatron_neobert.inspection.visible_text import TokenTexts, visible
+
+ALLOWED = {"html", "head", "meta", "title", "style", "body", "main", "section", "article", "header", "input", "label"}
+ALLOWED |= {"h1", "h2", "h3", "small", "dl", "dt", "dd", "div", "span", "ul", "li", "p", "i", "b", "s", "u", "bdi"}
+
+
+class Page(HTMLParser):
+    """Tags, titles of predicted tokens, and all text."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.tags, self.attributes, self.predicted, self.text = set(), set(), [], ""
+        self.feed(content)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag == "b" and "title" in dict(attrs):
+            self.predicted.append(dict(attrs)["title"])
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def found(place):
+    return find_batch(settings_of(place, mask_replacement="bert"), 2, place=None)
+
+
+@pytest.fixture(scope="module")
+def page(found):
+    return to_html(found, summarize(found), list(rows_of(found)))
+
+
+def printed(found, *, encoding="utf-8", **options):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    console = Console(file=stream, width=100, highlight=False, **options)
+    print_summary(console, found, summarize(found))
+    print_rows(console, found, rows_of(found))
+    stream.flush()
+    return stream.buffer.getvalue().decode(encoding)
+
+
+def test_a_page_consists_of_known_tags_whatever_documents_say(page):
+    read = Page(page)
+    assert read.tags <= ALLOWED
+    assert not {name for name in read.attributes if name.startswith("on")}
+    assert SCRIPT in read.text and ATTRIBUTE in read.text  # they were there, as text
+
+
+def test_a_page_loads_nothing_and_needs_nothing_beside_it(page):
+    assert "default-src 'none'" in page
+    assert not re.search(r"\b(src|href)=", page.replace("&quot;", ""))
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_every_predicted_token_of_a_page_says_its_label_and_what_the_model_sees(found, page):
+    titles = Page(page).predicted
+    assert len(titles) == summarize(found).predicted
+    labels = [int(label) for part in found.parts for label in part.batch.labels_m]
+    assert [int(re.search(r"\(id (\d+)\), the model sees", title)[1]) for title in titles] == labels
+    assert sum("the model sees [MASK] (id 4)" in title for title in titles) == summarize(found).masked
+
+
+def test_control_characters_reach_neither_the_page_nor_the_terminal(found, page):
+    plain = printed(found)
+    for output in (page, plain):
+        assert RED not in output and REVERSED not in output
+        assert r"\x1b[31mred" in output and r"\u202edesrever" in output
+
+
+def test_without_colours_brackets_mark_what_is_predicted(found):
+    summary, said = summarize(found), printed(found)
+    assert "\x1b" not in said
+    assert said.count("[MASK→") == summary.masked + 1  # one in the legend
+    assert len(re.findall(r"\[=", said)) == summary.kept + 1
+
+
+def test_no_color_leaves_the_brackets_on_a_terminal(found):
+    colours = {"force_terminal": True, "color_system": "truecolor"}
+    assert "[MASK→" in printed(found, no_color=True, **colours)
+    assert "[MASK→" not in printed(found, no_color=False, **colours)
+    assert printed(found, no_color=False, **colours).count("\x1b[1;37;44m") >= summarize(found).masked
+
+
+def test_a_terminal_without_utf_8_gets_an_ascii_arrow(found):
+    said = printed(found, encoding="ascii")
+    assert said.count("[MASK->") == summarize(found).masked + 1 and said.isascii()
+
+
+def test_the_numbers_stand_before_the_rows_and_agree_with_them(found):
+    said, summary = printed(found), summarize(found)
+    assert f"{summary.tokens:,} tokens, {summary.slots - summary.tokens:,} slots unused" in said
+    assert said.index("fill") < said.index("row 0 of micro-batch 0")
+    assert said.count("of micro-batch") == summary.rows == 8
+
+
+def texts_of(vocabulary, decoder):
+    pieces = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *vocabulary])}
+    backend = Backend(models.WordLevel(pieces, unk_token="[UNK]"))
+    backend.decoder = decoder
+    names = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    texts = TokenTexts(Tokenizer(backend, names))
+    return [texts.of(5 + number) for number in range(len(vocabulary))]
+
+
+def test_pieces_of_every_kind_of_tokenizer_read_as_text():
+    assert texts_of(["word", "##ly"], decoders.WordPiece()) == [(" ", "word"), ("", "ly")]
+    assert texts_of(["▁word", "ly"], decoders.Metaspace()) == [(" ", "word"), ("", "ly")]
+    assert texts_of(["Ġword", "ly"], decoders.ByteLevel()) == [(" ", "word"), ("", "ly")]
+
+
+def test_a_part_of_a_character_and_a_bare_space_show_the_piece_itself():
+    assert texts_of(["Ã", "Ġ", "Ã©"], decoders.ByteLevel()) == [("", "Ã"), ("", "Ġ"), ("", "é")]
+
+
+def test_what_a_terminal_would_act_upon_is_escaped_unless_it_is_kept():
+    assert visible("a\nb\x1b\u202e\u2028é") == r"a\nb\x1b\u202e\u2028é"
+    assert visible("a\nb\t", keep="\n") == "a\nb\\t"

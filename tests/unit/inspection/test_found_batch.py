@@ -1,0 +1,107 @@
+"""A batch that is looked at is the one that is trained on: its documents, its masks, its place."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from unit.inspection.batch_places import LENGTHS, settings_of, write_checkpoint
+
+from megatron_neobert.config import ParallelConfig
+from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.errors import CheckpointError, ConfigError
+from megatron_neobert.inspection.batch_rows import rows_of
+from megatron_neobert.inspection.batch_summary import histogram, summarize
+from megatron_neobert.inspection.found_batch import NO_LABEL, find_batch, share_of_rank
+
+CLS, SEP, MASK = 2, 3, 4  # places in small_corpus.SPECIAL
+
+
+def contents(found):
+    return [(row.number, [piece.seen_s.tolist() for piece in row.pieces]) for row in rows_of(found)]
+
+
+@pytest.mark.parametrize("layout", ["packed", "concatenated"])
+def test_the_text_of_every_piece_is_its_document_once_the_labels_are_put_back(place, layout):
+    found = find_batch(settings_of(place, batch_layout=layout, mask_replacement="bert"), 3, place=None)
+    corpus = Corpus(place / "P")
+    fates = set()
+    for row in rows_of(found):
+        assert row.used_slots <= 64
+        for piece in row.pieces:
+            original = np.where(piece.labels_s == NO_LABEL, piece.seen_s, piece.labels_s)
+            last = piece.first_token + piece.text_tokens
+            expected = corpus.document(piece.document)[piece.first_token : last].tolist()
+            head, tail = [CLS] * piece.has_cls, [SEP] * (len(original) - piece.has_cls - piece.text_tokens)
+            assert original.tolist() == head + expected + tail
+            assert piece.document_tokens == LENGTHS[piece.document]
+            for seen, label in zip(piece.seen_s.tolist(), piece.labels_s.tolist(), strict=True):
+                if label != NO_LABEL:
+                    fates.add("masked" if seen == MASK else "kept" if seen == label else "replaced")
+    assert fates == {"masked", "kept", "replaced"}
+
+
+def test_the_pieces_of_a_row_follow_each_other_from_slot_0(place):
+    for row in rows_of(find_batch(settings_of(place), 1, place=None)):
+        ends = np.cumsum([len(piece.seen_s) for piece in row.pieces]).tolist()
+        assert [piece.first_slot for piece in row.pieces] == [0, *ends[:-1]]
+
+
+def test_the_ranks_share_the_batch_of_all_ranks_as_megatron_places_them(place):
+    from megatron.core.parallel_state import RankGenerator
+
+    layout = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2)
+    settings = replace(settings_of(place), parallel=layout)
+    world_size = 2 * 2 * 2 * 2  # the last 2: data parallelism
+    shares = [share_of_rank(settings, rank=rank, world_size=world_size) for rank in range(world_size)]
+    groups = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
+    for rank, share in enumerate(shares):
+        of_data = next(group for group in groups.get_ranks("dp") if rank in group)
+        of_context = next(group for group in groups.get_ranks("cp") if rank in group)
+        assert share.data_parallel_rank == of_data.index(rank)
+        assert share.context_parallel_rank == of_context.index(rank)
+
+    whole = dict(contents(find_batch(settings, 2, place=None)))
+    parts = [contents(find_batch(settings, 2, place=None, share=shares[rank])) for rank in (0, 4)]  # of both halves
+    assert [number for number, _ in parts[0]] == [0, 1, 4, 5]
+    assert dict(parts[0] + parts[1]) == whole
+
+
+def test_a_rank_that_does_not_exist_is_refused(place):
+    with pytest.raises(ConfigError, match="--rank 4 is none of --world-size 4 ranks"):
+        share_of_rank(settings_of(place), rank=4, world_size=4)
+
+
+def test_a_checkpoint_shortens_the_way_to_the_same_batch(place, tmp_path):
+    settings = settings_of(place, data_path=("2", str(place / "P"), "1", str(place / "Q")))
+    there = find_batch(settings, 7, place=None)
+    behind_4 = asdict(find_batch(settings, 5, place=None).cursor)
+    folder = write_checkpoint(tmp_path, settings, iteration=4, cursor=behind_4)
+    assert contents(find_batch(settings, 7, place=folder)) == contents(there)
+    wrong = write_checkpoint(tmp_path, settings, iteration=5, cursor=behind_4)  # one iteration less behind it
+    assert contents(find_batch(settings, 7, place=wrong)) != contents(there)
+
+
+def test_a_checkpoint_of_other_documents_is_refused(place, tmp_path):
+    folder = write_checkpoint(tmp_path, settings_of(place), iteration=1, cursor={"epoch": 0, "window": 0, "row": 8})
+    with pytest.raises(CheckpointError, match=r"was trained on the corpus with sha256 .{12}, --data-path names"):
+        find_batch(settings_of(place, data_path=(str(place / "Q"),)), 3, place=folder)
+
+
+def test_the_summary_counts_what_is_in_the_rows(place):
+    settings = settings_of(place, mask_replacement="bert", data_path=("3", str(place / "P"), "1", str(place / "Q")))
+    found = find_batch(settings, 2, place=None)
+    rows, summary = list(rows_of(found)), summarize(found)
+    pieces = [piece for row in rows for piece in row.pieces]
+    seen = np.concatenate([piece.seen_s for piece in pieces])
+    labels = np.concatenate([piece.labels_s for piece in pieces])
+    assert (summary.rows, summary.slots, summary.tokens) == (8, 8 * 64, len(seen))
+    assert summary.predicted == (labels != NO_LABEL).sum() > 0
+    assert summary.masked == ((labels != NO_LABEL) & (seen == MASK)).sum() > 0
+    assert summary.kept == (labels == seen).sum() > 0
+    assert summary.ordinary == sum(piece.text_tokens for piece in pieces)  # the corpus has no special tokens
+    assert sorted(summary.lengths_n.tolist()) == sorted(len(piece.seen_s) for piece in pieces)
+    cut = [piece.first_token + piece.text_tokens < piece.document_tokens for piece in pieces]
+    assert 0 < summary.shortened == sum(cut) < len(cut)
+    assert summary.rows_of_corpora == {str(place / "P"): 6, str(place / "Q"): 2}
+    assert sum(one.pieces for one in histogram(summary, seq_length=64)) == len(pieces)
+    assert [(one.first, one.last) for one in histogram(summary, seq_length=64)][-1] == (33, 64)

@@ -1,0 +1,126 @@
+"""Curves: what was logged is drawn, restarts are marked, and the table holds the numbers as they were."""
+
+import csv
+import io
+import math
+import struct
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from megatron_neobert.evaluation.plots import COLOURS
+from megatron_neobert.inspection.run_figure import LOOKS, draw, to_csv, trailing_mean, write_curves
+from megatron_neobert.inspection.run_log import RunLog
+
+TOKENS = 1_000_000  # per iteration
+
+
+def run_of(name="a", losses=(9.0, 5.0, 4.0), *, restarts=(), **metrics):
+    values = {
+        10 * (number + 1): {"loss": loss, "consumed_tokens": 10 * (number + 1) * TOKENS, **metrics}
+        for number, loss in enumerate(losses)
+    }
+    return RunLog(name=name, values=values, restarts=list(restarts), unreadable=0)
+
+
+def lines_of(figure, *, axes=0):
+    """(x, y, colour) of each line of a panel."""
+    found = figure.axes[axes].lines
+    return [(list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()).upper()) for line in found]
+
+
+def test_a_loss_is_drawn_against_millions_of_tokens_and_validation_in_the_same_panel():
+    run = run_of()
+    run.values[20]["validation_loss"] = 5.5
+    figure = draw([run], ["loss"], x="tokens", smooth=1)
+    assert lines_of(figure) == [([10, 20, 30], [9, 5, 4], COLOURS[0]), ([20], [5.5], COLOURS[0])]
+    assert figure.axes[0].get_xlabel() == "tokens of documents (millions)"
+    assert lines_of(draw([run], ["loss"], x="iteration", smooth=1))[0][0] == [10, 20, 30]
+
+
+def test_shares_are_drawn_in_percent_and_rates_in_a_unit_that_the_title_names():
+    figure = draw([run_of(masked_accuracy=0.5, tokens_per_second=2e6)], ["masked_accuracy", "tokens_per_second"],
+                  x="tokens", smooth=1)  # fmt: skip
+    assert [lines_of(figure, axes=number)[0][1][0] for number in (0, 1)] == [50, 2]
+    assert figure.axes[1].get_title(loc="left") == "tokens/s (millions)"
+
+
+def test_a_restart_is_marked_in_every_panel_at_its_tokens_in_the_colour_of_its_run():
+    runs = [run_of("a", lr=1.0), run_of("b", restarts=[10, 20], lr=1.0)]
+    figure = draw(runs, ["loss", "lr"], x="tokens", smooth=1)
+    for panel in (0, 1):
+        ticks = [(x[0], colour) for x, _, colour in lines_of(figure, axes=panel) if len(set(x)) == 1 and len(x) == 2]
+        assert ticks == [(10, COLOURS[1]), (20, COLOURS[1])]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["a", "b", "went on after a stop"]
+
+
+def test_runs_differ_in_colour_or_dash_however_many_they_are():
+    figure = draw([run_of(str(number)) for number in range(20)], ["loss"], x="tokens", smooth=1)
+    styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines if len(line.get_xdata())}
+    assert len(styles) == 20
+
+
+def test_a_smoothed_point_is_the_mean_of_the_last_ones_and_the_raw_curve_stays():
+    raw, smoothed, *_ = lines_of(draw([run_of(losses=(9, 5, 4, 3))], ["loss"], x="tokens", smooth=2))
+    assert raw[1] == [9, 5, 4, 3]
+    assert smoothed[1] == [9, (9 + 5) / 2, (5 + 4) / 2, (4 + 3) / 2]
+
+
+def test_a_gap_stays_a_gap_and_enters_no_mean():
+    values = np.array([1.0, math.nan, 3.0, 5.0])
+    assert trailing_mean(values, 2).tolist()[2:] == [3.0, (3 + 5) / 2]
+    assert np.isnan(trailing_mean(values, 2)[1])
+    assert trailing_mean(values[:1], 10).tolist() == [1.0]
+
+
+def test_a_gradient_norm_that_spikes_is_drawn_on_a_logarithmic_axis():
+    figures = [draw([run_of(losses=(1,) * 9)], ["loss", "grad_norm"], x="tokens", smooth=1)]
+    for last in (1.2, 4000.0):
+        run = run_of(losses=(1,) * 9, grad_norm=1.0)
+        run.values[90]["grad_norm"] = last
+        figures.append(draw([run], ["loss", "grad_norm"], x="tokens", smooth=1))
+    assert [figure.axes[1].get_yscale() for figure in figures] == ["linear", "linear", "log"]
+
+
+def test_a_beginning_far_above_the_rest_is_cut_and_the_title_says_where():
+    cut = draw([run_of(losses=(10, 9, *[2 + 0.001 * number for number in range(100)]))], ["loss"], x="tokens", smooth=1)
+    whole = draw([run_of(losses=(10, 8, 6, 4, 2))], ["loss"], x="tokens", smooth=1)
+    top = cut.axes[0].get_ylim()[1]
+    assert 2.09 < top < 2.2 and f"cut above {top:.3g}" in cut.axes[0].get_title(loc="left")
+    assert whole.axes[0].get_ylim()[1] >= 10 and "cut" not in whole.axes[0].get_title(loc="left")
+
+
+def test_the_table_holds_every_number_as_it_was_logged():
+    runs = [run_of("a,\n", restarts=[10], lr=6e-4), run_of("b", losses=(1.25,), mfu=0.4)]
+    rows = list(csv.DictReader(io.StringIO(to_csv(runs))))
+    assert [(row["run"], row["iteration"], row["restarts"]) for row in rows] == [
+        ("a,\n", "10", "0"), ("a,\n", "20", "1"), ("a,\n", "30", "1"), ("b", "10", "0")
+    ]  # fmt: skip
+    assert (rows[0]["lr"], rows[0]["consumed_tokens"], rows[0]["mfu"]) == ("0.0006", "10000000", "")
+    assert (rows[3]["loss"], rows[3]["mfu"]) == ("1.25", "0.4")
+
+
+def test_the_same_logs_give_the_same_files_and_names_are_not_markup(tmp_path):
+    name = r"_$\frac$ <b>&--"
+    written = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        paths = write_curves(folder, [run_of(name)], ["loss"], x="tokens", smooth=1)
+        assert sorted(folder.iterdir()) == sorted(paths)
+        written.append([path.read_bytes() for path in paths])
+    assert written[0] == written[1]
+    png, svg, _ = written[0]
+    width, height = struct.unpack(">II", png[16:24])
+    assert png[:4] == b"\x89PNG" and width == 1536 and height > 400
+    assert not [tag for tag in ElementTree.fromstring(svg).iter() if tag.tag.endswith(("script", "}b"))]
+
+
+def test_an_odd_panel_is_as_wide_as_two_and_an_unknown_metric_has_its_name(tmp_path):
+    figure = draw([run_of(lr=1.0, heat=3.0)], ["loss", "lr", "heat"], x="tokens", smooth=1)
+    figure.draw_without_rendering()
+    widths = [axes.get_position().width for axes in figure.axes]
+    assert widths[0] == pytest.approx(sum(widths[1:]), rel=0.2) and "heat" not in LOOKS
+    assert figure.axes[2].get_title(loc="left") == "heat"

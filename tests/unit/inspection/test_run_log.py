@@ -1,0 +1,115 @@
+"""The history of a run out of a log that kills have torn and that may be growing."""
+
+import json
+import math
+
+import pytest
+
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.inspection.run_log import read_run
+
+
+def interval(iteration, loss=2.0, **more):
+    values = {"loss": loss, "lr": 1e-3, "consumed_tokens": 1000 * iteration, **more}
+    return json.dumps({"iteration": iteration, "cursor": {"row": iteration}, "time": "2030-01-01", **values}) + "\n"
+
+
+def validation(iteration, loss=3.0):
+    return json.dumps({"iteration": iteration, "cursor": {}, "validation_loss": loss}) + "\n"
+
+
+def skip(iteration, count):
+    return json.dumps({"iteration": iteration, "cursor": {}, "skipped_iterations": count}) + "\n"
+
+
+def read(tmp_path, *lines):
+    (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    return read_run(tmp_path, name="r")
+
+
+def test_lines_of_one_iteration_are_one_point(tmp_path):
+    run = read(tmp_path, interval(10), skip(20, 1), interval(20, skipped_iterations=1), validation(20))
+    assert list(run.values) == [10, 20]
+    assert run.values[20] == {
+        "loss": 2.0, "lr": 1e-3, "consumed_tokens": 20000, "skipped_iterations": 1, "validation_loss": 3.0
+    }  # fmt: skip
+    assert (run.restarts, run.unreadable) == ([], 0)
+    assert run.series("validation_loss") == ([20], [3.0])
+
+
+def test_what_a_killed_run_repeats_replaces_what_it_said_before(tmp_path):
+    before = [interval(10, 5.0), interval(20, 4.0), validation(20), interval(30, 3.0), validation(30, 9.0)]
+    run = read(tmp_path, *before, interval(20, 4.5), interval(30, 3.5))
+    assert run.series("loss") == ([10, 20, 30], [5.0, 4.5, 3.5])
+    assert run.series("validation_loss") == ([], [])  # those were of what was repeated
+    assert run.restarts == [10]
+
+
+def test_a_run_killed_twice_has_two_restarts_and_one_back_to_the_start_has_one(tmp_path):
+    lines = [interval(at) for at in (10, 20, 30, 30, 40, 50, 40)]
+    assert read(tmp_path, *lines).restarts == [20, 30]
+    again = read(tmp_path, *lines, interval(10))
+    assert (again.restarts, list(again.values)) == ([0], [10])
+
+
+def test_a_restart_that_repeats_nothing_is_known_where_the_run_says_so(tmp_path):
+    started = json.dumps({"iteration": 20, "restarted": 1}) + "\n"
+    run = read(tmp_path, interval(10), interval(20), validation(20), started, interval(30))
+    assert (run.restarts, list(run.values)) == ([20], [10, 20, 30])
+    assert read(tmp_path, interval(10), interval(20), validation(20), interval(30)).restarts == []
+
+
+def test_a_last_line_that_is_being_written_is_left_out_without_a_word(tmp_path):
+    run = read(tmp_path, interval(10), interval(20)[:-30])
+    assert (list(run.values), run.unreadable) == ([10], 0)
+    assert list(read(tmp_path, interval(10), interval(20)[:-1]).values) == [10, 20]  # whole but for its line feed
+
+
+def test_what_was_written_behind_a_torn_line_is_kept(tmp_path):
+    run = read(tmp_path, interval(10), interval(20)[:-30] + interval(20, 7.0), interval(30))
+    assert run.series("loss") == ([10, 20, 30], [2.0, 7.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"iteration": ' + "9" * 5000 + ', "loss": 1}',
+        '{"iteration": -1, "loss": 1}',
+        '{"iteration": true, "loss": 1}',
+        '{"iteration": 20.5, "loss": 1}',
+        '{"loss": 1}',
+        "[1, 2]",
+        "\0",
+    ],
+)
+def test_a_line_that_no_run_writes_is_left_out_and_counted(tmp_path, line):
+    run = read(tmp_path, interval(10), line + "\n", interval(30))
+    assert (list(run.values), run.unreadable) == ([10, 30], 1)
+
+
+def test_only_finite_numbers_are_values(tmp_path):
+    line = '{"iteration": 20, "a": 1e999, "b": NaN, "c": "1", "d": true, "e": [1], "f": ' + "9" * 400 + ', "g": 2}\n'
+    assert read(tmp_path, interval(10), line).values[20] == {"g": 2}
+
+
+def test_an_interval_without_a_loss_is_a_gap_in_it(tmp_path):
+    skipped = json.dumps({"iteration": 20, "lr": 1e-3, "consumed_tokens": 20000}) + "\n"
+    iterations, losses = read(tmp_path, interval(10), skipped, interval(30)).series("loss")
+    assert iterations == [10, 20, 30] and math.isnan(losses[1])
+
+
+def test_tokens_between_two_intervals_are_counted_by_their_share(tmp_path):
+    run = read(tmp_path, interval(10), validation(15), interval(20, consumed_tokens=30000))
+    assert run.tokens_at([5, 10, 15, 20]) == [5000, 10000, (10000 + 30000) / 2, 30000]
+    with pytest.raises(DataError, match="r: no interval has ended"):
+        read(tmp_path, validation(15)).tokens_at([15])
+
+
+def test_a_folder_without_a_log_and_a_log_without_a_line_are_refused(tmp_path):
+    with pytest.raises(MissingInputError, match=r"holds no metrics\.jsonl; name the folder given to --save"):
+        read_run(tmp_path, name="r")
+    with pytest.raises(MissingInputError, match="nowhere does not exist"):
+        read_run(tmp_path / "nowhere", name="r")
+    with pytest.raises(DataError, match="has no whole line with an iteration and a value"):
+        read(tmp_path, interval(10)[:-30])
