@@ -1,5 +1,5 @@
 # Each target prepares its environment itself: an active one, or .venv (see tools/prepare_environment.sh).
-.PHONY: help quickstart test fuzz lint clean
+.PHONY: help quickstart test fuzz lint docs clean
 
 environment = python="$$(bash tools/prepare_environment.sh --dev)"
 
@@ -8,6 +8,7 @@ help:
 	@echo "make test         ruff, mypy and the whole test suite"
 	@echo "make fuzz         mutated corpora, settings, tokenizers, checkpoints and model folders; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
 	@echo "make lint         ruff and mypy alone"
+	@echo "make docs         the documentation as a site in build/site, every link and anchor checked"
 	@echo "make clean        remove build products and caches, keep .venv and quickstart_run"
 
 # How many times as many mutations are tried as in the suite, others each time.
@@ -25,6 +26,9 @@ fuzz:
 
 lint:
 	@$(environment) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy
+
+docs:
+	@$(environment) && NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict && echo "build/site/index.html; with search: $$python -m http.server --directory build/site"
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

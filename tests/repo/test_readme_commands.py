@@ -1,18 +1,25 @@
-"""What README and CONTRIBUTING tell people to type exists, with the flags they name; `--help` costs no torch."""
+"""What the pages tell people to type exists, with the flags they name; what README tells them to type works.
+
+README's way from raw shards to a model, and its quick start, are walked in order, as they are written, at toy size.
+"""
 
 import os
+import random
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((REPOSITORY / "docs").glob("*.md")))]
 COMMANDS = sorted(
     [
         *REPOSITORY.glob("tools/*.py"),
@@ -133,3 +140,122 @@ def test_help_check_would_see_an_import_of_torch(tmp_path):
 def test_every_command_is_a_module_that_can_be_imported_without_running():
     for script in COMMANDS:
         assert "main" in runpy.run_path(str(script), run_name="not_main")
+
+
+# What makes the walk short: a model of one layer in the place of the small configuration, and the flags that README's
+# block leaves to the user. Two of four iterations are trained by the block, the rest by the quick start.
+TOY = """
+model: {num_layers: 1, hidden_size: 32, num_attention_heads: 2, init_method_range: 0.05}
+data: {seq_length: 64, num_workers: 0}
+optimizer: {lr: 1.0e-3, min_lr: 1.0e-4, lr_warmup_iters: 1}
+training: {micro_batch_size: 2, global_batch_size: 4, train_iters: 4, eval_interval: 2, eval_iters: 1}
+checkpoint: {save_interval: 2}
+logging: {log_interval: 1}
+"""
+SHORTER = {"--workers 8": "--workers 2"}
+STOPPED_EARLY = 75
+
+
+def block_of(page: str, heading: str, language: str) -> str:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    return re.search(rf"^## {heading}$.*?```{language}\n(.*?)```", text, flags=re.DOTALL | re.MULTILINE)[1]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the repository, with shards, a toy configuration, and an environment that is ready."""
+    place = tmp_path_factory.mktemp("a clone")
+    for name in ("megatron_neobert", "checkpoint_conversion"):
+        (place / name).symlink_to(REPOSITORY / name)
+    for folder in ("tools", "examples"):
+        (place / folder).mkdir()
+        for path in (REPOSITORY / folder).glob("*.*"):
+            (place / folder / path.name).symlink_to(path)
+    (place / "examples" / "configs").mkdir()
+    (place / "examples" / "configs" / "tiny.yaml").write_text(TOY)
+    (place / "tools" / "prepare_environment.sh").unlink()
+    (place / "tools" / "prepare_environment.sh").write_text(f"echo {shlex.quote(sys.executable)}\n")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(300)]
+    texts = [" ".join(rng.choices(words, k=rng.randint(5, 60))) for _ in range(300)]
+    (place / "shards").mkdir()
+    pq.write_table(pa.table({"content": texts}), place / "shards" / "shard.parquet")
+    return place
+
+
+def type_in(place: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a line in a shell whose python is this one, on one rank unless the command says otherwise."""
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment.pop("NPROC_PER_NODE", None)
+    return subprocess.run(
+        ["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def walk(place: Path) -> dict[str, str]:
+    """What every command of README's block said, by the command as it stands there; each has ended well."""
+    block = block_of("README.md", "Your own corpus", "bash").replace("\\\n", " ")
+    lines = [" ".join(line.split(" #")[0].split()) for line in block.splitlines()]
+    said = {}
+    for line in filter(None, lines):
+        if line.startswith("source "):
+            continue  # the environment is that of the tests
+        short = next((line.replace(long, brief) for long, brief in SHORTER.items() if long in line), line)
+        trains = "pretrain_neobert.sh" in line
+        done = type_in(place, short)
+        assert done.returncode == 0, f"{short}\n{done.stdout}{done.stderr}"
+        said[line] = done.stdout
+        if trains:  # "then without"
+            assert line.endswith(" --dry-run")
+            toy = f"{short.removesuffix(' --dry-run')} --config examples/configs/tiny.yaml --exit-interval 2"
+            done = type_in(place, toy)
+            assert done.returncode == STOPPED_EARLY, f"{toy}\n{done.stdout}{done.stderr}"
+            said[line.removesuffix(" --dry-run")] = done.stdout
+    return said
+
+
+def test_block_of_the_readme_leads_from_raw_shards_to_a_model(walk: dict[str, str], place: Path):
+    assert len(walk) == 6, list(walk)
+    plan = next(said for command, said in walk.items() if command.endswith("--dry-run"))
+    assert "parameters" in plan
+    assert (place / "corpus" / "web_content_document.json").is_file()
+    assert [path.name for path in (place / "runs" / "first").glob("iter_*")] == ["iter_0000002"]
+    assert (place / "model" / "config.json").is_file()
+
+
+def test_python_of_the_readme_fills_a_mask_with_that_model(walk: dict[str, str], place: Path):
+    (place / "fill.py").write_text(block_of("README.md", "Your own corpus", "python"))
+    done = type_in(place, "python fill.py")
+    assert done.returncode == 0, done.stderr
+    assert "'token_str'" in done.stdout
+
+
+def test_quick_start_of_the_readme_goes_on_where_it_was_and_ends_with_its_summary(walk: dict[str, str], place: Path):
+    """Stages that are finished are skipped, so it finds the walk's files under the names that it gives its own."""
+    run = place / "quickstart_run"
+    shutil.copytree(place / "shards", run / "shards")
+    shutil.copytree(place / "tokenizer", run / "tokenizer")
+    for path in (place / "corpus").glob("web_content_document*"):
+        shutil.copy(path, run / path.name.replace("web", "corpus"))
+    shutil.copytree(place / "runs" / "first", run / "checkpoints")
+    done = type_in(place, "bash examples/quickstart.sh")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("already there") == 3
+    assert re.search(r"== Summary\n +loss +\d+\.\d\d -> \d+\.\d\d nats per masked token", done.stdout)
+    assert (run / "checkpoints" / "iter_0000004").is_dir()
+    assert (run / "model" / "config.json").is_file()
+
+
+def scripts_of_the_readme() -> list[str]:
+    commands = [command for page, command in documented_commands() if page == "README.md"]
+    return sorted({script for command in commands for script in re.findall(r"[\w/]+\.(?:py|sh)\b", command)})
+
+
+@pytest.mark.parametrize("script", scripts_of_the_readme())
+def test_every_command_of_the_readme_is_started_by_a_test_of_its_own(script):
+    name, module = re.escape(Path(script).name), re.escape(Path(script).stem)
+    started = re.compile(rf"""["/]{name}["\s]|import {module}\b|"{module}"|\.{module} import""")
+    others = [path for path in (REPOSITORY / "tests").rglob("*.py") if path != Path(__file__)]
+    assert any(started.search(path.read_text(encoding="utf-8")) for path in others)
