@@ -310,6 +310,10 @@ class LoggingConfig:
 
     log_interval: int = setting(100, "iterations between log lines", minimum=1)
     tensorboard_dir: str | None = setting(None, "folder for TensorBoard; default SAVE/tensorboard")
+    wandb_project: str | None = setting(
+        None, "Weights & Biases project to log to as well; its own variables (WANDB_MODE, WANDB_ENTITY) hold"
+    )
+    wandb_exp_name: str | None = setting(None, "name of the run there; default: that of the --save folder")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,15 @@ from dataclasses import fields
 
 from megatron_neobert.compatibility import ALLOWABLE
 from megatron_neobert.compute_checks import compute_problems
-from megatron_neobert.config import DataConfig, ModelConfig, ParallelConfig, Settings, TrainingConfig, flag_of
+from megatron_neobert.config import (
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    Settings,
+    TrainingConfig,
+    flag_of,
+)
 from megatron_neobert.data_path import parse_data_path
 from megatron_neobert.errors import ConfigError
 
@@ -29,6 +37,7 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         + _data_problems(settings.data)
         + _schedule_problems(settings)
         + _checkpoint_problems(settings)
+        + _logging_problems(settings.logging)
     )
 
 
@@ -298,3 +307,12 @@ def _checkpoint_problems(settings: Settings) -> list[str]:
             f"may change anyway. It takes {', '.join(ALLOWABLE)}."
         )
     return problems
+
+
+def _logging_problems(logging: LoggingConfig) -> list[str]:
+    if logging.wandb_exp_name is None or logging.wandb_project is not None:
+        return []
+    return [
+        f"--wandb-exp-name {logging.wandb_exp_name} names a run of Weights & Biases, but none is wanted; add "
+        "--wandb-project NAME, or leave it out."
+    ]

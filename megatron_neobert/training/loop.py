@@ -25,6 +25,7 @@ from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 from megatron_neobert.training.saver import Saver
 from megatron_neobert.training.step import train_step, validation_step
 from megatron_neobert.training.stopping import reason_to_stop, requests_of_this_rank
+from megatron_neobert.training.trackers_wandb import refuse_missing_wandb
 from megatron_neobert.training.watchdog import Watchdog
 
 
@@ -37,6 +38,7 @@ def run_training(settings: Settings) -> int:
     Collective: all ranks.
     """
     refuse_unsafe_environment(settings.checkpoint.trust_checkpoint)
+    refuse_missing_wandb(settings)
     check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         return _run(settings)
@@ -48,7 +50,9 @@ def _run(settings: Settings) -> int:
         run = build_run(settings, inputs, device)
         run.tick = watchdog.tick
         loaded = load_checkpoint(run)
-        monitor = Monitor(settings, iteration=run.progress.iteration)
+        monitor = Monitor(
+            settings, iteration=run.progress.iteration, vocab_size=run.tokenizer.vocab_size, device=device
+        )
         monitor.say(_opening_line(run, loaded))
         monitor.say(choose_kernels(settings).summary)
         with monitor.running():
@@ -69,7 +73,7 @@ def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
     Collective: all ranks.
     """
     training, saver = run.settings.training, Saver(run, say=monitor.say)
-    reason, _ = _agree(run, saver, has_trained=False)  # to stop: it may have come while the run was built
+    reason, _ = _agree(run, saver, monitor, has_trained=False)  # to stop: it may have come while the run was built
     if reason is None and _validation_is_due(run):  # the run was stopped before or during it
         reason = _validate(run, monitor, saver, watchdog)
     if reason is not None:
@@ -78,14 +82,14 @@ def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
         monitor.say(f"nothing to do: iteration {run.progress.iteration} of {training.train_iters} is saved already")
         return 0
     watchdog.mark("waiting for data", run.progress.iteration + 1)
-    for batches in _training_batches(run):
+    for batches in monitor.clocked(_training_batches(run)):
         watchdog.mark("training", run.progress.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
         report = train_step(run, batches)
         run.progress = count_update(_advance(run, batches), report, training)
         monitor.add(report, run.progress)
         iteration = run.progress.iteration
-        reason, save_is_wanted = _agree(run, saver)
+        reason, save_is_wanted = _agree(run, saver, monitor)
         if reason is None and iteration < training.train_iters and _due(iteration, training.exit_interval):
             reason = f"--exit-interval {training.exit_interval}"
         trouble = too_many_skips(run.progress, training, save=run.settings.checkpoint.save)
@@ -129,7 +133,7 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, watchdog: Watchdog) -> s
         watchdog.mark("validating", run.progress.iteration)
         report = validation_step(run, batches)
         sums = report.sums if sums is None else sums + report.sums
-        reason, _ = _agree(run, saver)
+        reason, _ = _agree(run, saver, monitor)
         if reason is not None:
             break
     for model in run.models:
@@ -150,13 +154,15 @@ def _validation_is_due(run: Run) -> bool:
     )
 
 
-def _agree(run: Run, saver: Saver, *, has_trained: bool = True) -> tuple[str | None, bool]:
+def _agree(run: Run, saver: Saver, monitor: Monitor, *, has_trained: bool = True) -> tuple[str | None, bool]:
     """Why all ranks stop after this iteration, None to go on; and whether somebody wants a checkpoint now.
 
-    Completes a checkpoint that all ranks have written in the background. Collective: all ranks.
+    Completes a checkpoint that all ranks have written in the background, and lets the monitor know how much memory the
+    fullest rank has taken. Collective: all ranks.
     """
-    code, save_is_wanted, writing = distributed.largest_over_all_ranks(
-        [*requests_of_this_rank(run.settings, has_trained=has_trained), saver.is_writing], run.device
+    requests = requests_of_this_rank(run.settings, has_trained=has_trained)
+    code, save_is_wanted, writing, monitor.largest_memory_mib = distributed.largest_over_all_ranks(
+        [*requests, saver.is_writing, monitor.own_memory_mib()], run.device
     )
     if not writing:
         saver.finish()

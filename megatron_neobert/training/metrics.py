@@ -1,28 +1,30 @@
-"""What a run says: one line per interval, TensorBoard, a JSON line per interval, and a bar on a terminal.
+"""What a run says: one line per interval to whoever looks and to the trackers, and a bar on a terminal.
 
 The reports of steps are over all ranks already, so nothing here is a collective. A skipped update is said at once; its
 loss enters no average, its tokens count.
 """
 
-import json
-import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
+import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from megatron_neobert.config import Settings
-from megatron_neobert.environment import is_rank_zero
+from megatron_neobert.data.batches import StepBatches
+from megatron_neobert.environment import is_rank_zero, world_size
+from megatron_neobert.training.flops import training_flops_per_token
+from megatron_neobert.training.gpus import find_gpu
+from megatron_neobert.training.metrics_line import Interval, say_quality
 from megatron_neobert.training.run import Progress
 from megatron_neobert.training.step import StepReport
+from megatron_neobert.training.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -32,50 +34,78 @@ class Averages:
     loss: float  # nats per masked token
     accuracy: float  # share of the masked tokens whose likeliest prediction is right
     tokens: int  # tokens of documents
+    seen_tokens: float = 0.0  # by a token on average, its document's, itself among them
 
     @classmethod
     def of(cls, sums: torch.Tensor) -> "Averages":
-        loss, masked, correct, tokens = sums.tolist()
+        """Of the sums of a StepReport."""
+        loss, masked, correct, tokens, pairs = sums.tolist()
         covered = max(masked, 1)
-        return cls(loss=loss / covered, accuracy=correct / covered, tokens=round(tokens))
+        return cls(
+            loss=loss / covered, accuracy=correct / covered, tokens=round(tokens), seen_tokens=pairs / max(tokens, 1)
+        )
 
 
 class Monitor:
     """Collects step reports and says them every log interval; only rank 0 speaks."""
 
-    def __init__(self, settings: Settings, *, iteration: int) -> None:
+    def __init__(self, settings: Settings, *, iteration: int, vocab_size: int, device: torch.device) -> None:
         self.settings = settings
+        self.vocab_size = vocab_size
+        self.device = device
+        gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.peak_tflops = None if gpu is None else gpu.bf16_tflops
         self.speaks = is_rank_zero()
         self.sums: torch.Tensor | None = None
         self.iterations = 0
         self.updates = 0  # of these iterations, those that were not skipped
+        self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
+        self.largest_memory_mib = 0  # of all ranks, as the loop has learnt
         self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        # Not console.is_terminal alone: FORCE_COLOR makes a terminal of any file.
+        shows_bar = sys.stdout.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
         self.bar = ProgressBar(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=self.console,
-            disable=not (self.speaks and self.console.is_terminal),
+            disable=not (self.speaks and shows_bar),
         )
         self.task = self.bar.add_task("pretraining", total=settings.training.train_iters, completed=iteration)
-        self.writer = self._open_tensorboard(iteration)
+        self.trackers = Trackers(settings, iteration=iteration, say=self.say) if self.speaks else None
 
     @contextmanager
     def running(self) -> Iterator["Monitor"]:
         """Shows the bar, and closes every file at the end, whatever the end is."""
+        failed = True
         try:
             with self.bar:
                 yield self
+            failed = False
         finally:
-            if self.writer is not None:
-                self.writer.close()
+            if self.trackers is not None:
+                self.trackers.close(failed=failed)
 
     def say(self, text: str) -> None:
         """One line on rank 0."""
         if self.speaks:
             self.console.print(text, markup=False)
+
+    def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
+        """The same steps; how long this rank waits for them counts as waiting for data."""
+        started = time.perf_counter()
+        for step in steps:
+            self.waited_seconds += time.perf_counter() - started
+            yield step
+            started = time.perf_counter()
+
+    def own_memory_mib(self) -> int:
+        """Of this rank: the most it had allocated since the last line, or on CPU what is resident."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) >> 20
+        return int(psutil.Process().memory_info().rss) >> 20
 
     def add(self, report: StepReport, progress: Progress) -> None:
         """Adds a step to the current interval, and says if its update was skipped; `progress` counts it already."""
@@ -93,42 +123,50 @@ class Monitor:
         """Says the averages since the last call and counts their tokens into `progress`."""
         assert self.sums is not None, "an interval has at least one step"
         averages = Averages.of(self.sums)
-        seconds = time.perf_counter() - self.started_seconds
         progress = replace(progress, consumed_tokens=progress.consumed_tokens + averages.tokens)
-        remaining = (self.settings.training.train_iters - progress.iteration) * seconds / self.iterations
-        rate = averages.tokens / seconds
-        values = {
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "tokens_per_second": rate,
-            "consumed_tokens": progress.consumed_tokens,
-            "skipped_iterations": progress.skipped_iterations,
-        }
-        said = "every update skipped"
-        if self.updates:
-            said = f"loss {averages.loss:.4f} nats | masked accuracy {100 * averages.accuracy:.2f} %"
-            values = {"loss": averages.loss, "masked_accuracy": averages.accuracy, **values}
-        norm = f"grad norm {grad_norm:.3f} | " if math.isfinite(grad_norm) else ""
-        self.say(
-            f"{self._place(progress)} | {said} | lr {lr:.2e} | {norm}{_with_prefix(rate)}tokens/s | "
-            f"ETA {_duration(remaining)}"
-        )
-        self._record(progress, values)
+        interval = self._interval(progress, averages, lr=lr, grad_norm=grad_norm)
+        self.say(str(interval))
+        self._record(progress, interval.values)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.restart_clock()
         return progress
 
     def report_validation(self, progress: Progress, averages: Averages) -> None:
         """Says a validation."""
-        self.say(
-            f"{self._place(progress)} | validation loss {averages.loss:.4f} nats | masked accuracy "
-            f"{100 * averages.accuracy:.2f} % | {averages.tokens:,} tokens"
-        )
+        quality = say_quality(averages.loss, averages.accuracy)
+        self.say(f"{self._place(progress)} | validation {quality} | {averages.tokens:,} tokens")
         self._record(progress, {"validation_loss": averages.loss, "validation_accuracy": averages.accuracy})
 
     def restart_clock(self) -> None:
         """Starts a new interval now, so that saving and validating do not count as training."""
         self.sums, self.iterations, self.updates = None, 0, 0
+        self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
+
+    def _interval(self, progress: Progress, averages: Averages, *, lr: float, grad_norm: float) -> Interval:
+        settings, seconds = self.settings, time.perf_counter() - self.started_seconds
+        flops_per_token = training_flops_per_token(
+            settings, vocab_size=self.vocab_size, document_tokens=averages.seen_tokens
+        )
+        return Interval(
+            iteration=progress.iteration,
+            train_iters=settings.training.train_iters,
+            loss=averages.loss if self.updates else None,
+            masked_accuracy=averages.accuracy if self.updates else None,
+            lr=lr,
+            grad_norm=grad_norm,
+            ranks=world_size(),
+            tokens_per_second=averages.tokens / seconds,
+            flops_per_second=averages.tokens * flops_per_token / seconds,
+            peak_tflops=self.peak_tflops,
+            memory_gib=self.largest_memory_mib / 1024,
+            fill=averages.tokens / (self.iterations * settings.tokens_per_iteration),
+            data_wait=self.waited_seconds / seconds,
+            consumed_tokens=progress.consumed_tokens,
+            skipped_iterations=progress.skipped_iterations,
+            eta_seconds=(settings.training.train_iters - progress.iteration) * seconds / self.iterations,
+        )
 
     def _report_skip(self, progress: Progress, reason: str) -> None:
         self.say(
@@ -140,40 +178,6 @@ class Monitor:
     def _place(self, progress: Progress) -> str:
         return f"iteration {progress.iteration}/{self.settings.training.train_iters}"
 
-    def _open_tensorboard(self, iteration: int) -> Any:
-        folder = self.settings.logging.tensorboard_dir
-        if folder is None and self.settings.checkpoint.save is not None:
-            folder = str(Path(self.settings.checkpoint.save) / "tensorboard")
-        if folder is None or not self.speaks:
-            return None
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
-
-        return SummaryWriter(folder, purge_step=iteration + 1)  # hides what a killed run wrote beyond its checkpoint
-
     def _record(self, progress: Progress, values: dict[str, float]) -> None:
-        values = {name: value for name, value in values.items() if math.isfinite(value)}  # JSON has no others
-        if self.writer is not None:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, progress.iteration)
-        if self.speaks and self.settings.checkpoint.save is not None:
-            line = json.dumps({"iteration": progress.iteration, "cursor": asdict(progress.cursor), **values})
-            with (Path(self.settings.checkpoint.save) / "metrics.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
-
-
-def _with_prefix(rate: float) -> str:
-    for factor, prefix in ((1e6, "M "), (1e3, "k ")):
-        if rate >= factor:
-            return f"{rate / factor:.2f} {prefix}"
-    return f"{rate:.0f} "
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+        if self.trackers is not None:
+            self.trackers.record(progress.iteration, values, cursor=progress.cursor)

@@ -25,7 +25,9 @@ from megatron_neobert.training.run import Run
 class StepReport:
     """What is known of a step, the same on all ranks; sums, so that those of several steps add up."""
 
-    sums: Tensor  # fp64 on the device: loss in nats, masked tokens, correct predictions, tokens of documents
+    # fp64 on the device: loss in nats, masked tokens, correct predictions, tokens of documents, and pairs of tokens
+    # that see each other (the sum of squared lengths, dummy documents included), which attention costs.
+    sums: Tensor
     loss: float = 0.0  # nats per masked token; 0 without one
     grad_norm: float = 0.0  # over all ranks, before clipping
     skip_reason: str | None = None  # why there was no update
@@ -38,20 +40,20 @@ def train_step(run: Run, batches: StepBatches) -> StepReport:
     """
     reports, grad_norm = compute_gradients(run, batches)
     values = _over_all_ranks(_sum_up(reports, batches, run.device), grad_norm)  # collective: all ranks
-    nats, masked, _, _, grad_norm = values.tolist()  # the device is waited for once
+    nats, masked, *_, grad_norm = values.tolist()  # the device is waited for once
     loss = nats / max(masked, 1)
     reason = skip_reason(run.progress, loss=loss, grad_norm=grad_norm, training=run.settings.training)
     if reason is None:
         _update(run, grad_norm)
     run.scheduler.step(increment=1)
-    return StepReport(values[:4], loss=loss, grad_norm=grad_norm, skip_reason=reason)
+    return StepReport(values[:-1], loss=loss, grad_norm=grad_norm, skip_reason=reason)
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], float]:
     """Forward and backward over this rank's micro-batches. Collective: all ranks.
 
     Returns:
-        What `_sum_loss` reports of each micro-batch, nothing on a stage without the head; and the gradient norm over
+        What `_report_loss` reports of each micro-batch, nothing on a stage without the head; and the gradient norm over
         all ranks, before clipping.
     """
     for model in run.models:
@@ -66,11 +68,11 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], flo
 def validation_step(run: Run, batches: StepBatches) -> StepReport:
     """Loss sums of one validation batch. Collective: all ranks."""
     reports = _forward_backward(run, batches, forward_only=True)
-    return StepReport(_over_all_ranks(_sum_up(reports, batches, run.device), 0.0)[:4])  # collective: all ranks
+    return StepReport(_over_all_ranks(_sum_up(reports, batches, run.device), 0.0)[:-1])  # collective: all ranks
 
 
 def _over_all_ranks(sums: Tensor, grad_norm: float) -> Tensor:
-    """The four sums over the ranks, then the gradient norm, the same bits on all ranks. Collective: all ranks.
+    """The sums over the ranks, then the gradient norm, the same bits on all ranks. Collective: all ranks.
 
     What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm
     is reduced by each replica for itself unless the optimizer is distributed, and equal only up to rounding.
@@ -79,8 +81,8 @@ def _over_all_ranks(sums: Tensor, grad_norm: float) -> Tensor:
     values = torch.cat([sums, torch.full((1,), grad_norm, dtype=sums.dtype, device=sums.device)])
     torch.distributed.all_reduce(values)
     # Tensor-parallel ranks hold the same sums, and all ranks the same norm.
-    values[:4] /= parallel_state.get_tensor_model_parallel_world_size()
-    values[4] /= torch.distributed.get_world_size()
+    values[:-1] /= parallel_state.get_tensor_model_parallel_world_size()
+    values[-1] /= torch.distributed.get_world_size()
     return values
 
 
@@ -119,21 +121,30 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
 def _sum_up(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
     """This rank's part of the sums of a StepReport."""
     if not reports:  # a stage without the head
-        return torch.zeros(4, dtype=torch.float64, device=device)
+        return torch.zeros(5, dtype=torch.float64, device=device)
     # Filled on the device: a copy from here would wait for it.
     tokens = torch.full((1,), batches.real_tokens, dtype=torch.float64, device=device)
-    return torch.cat([torch.stack(reports).sum(0), tokens])
+    of_micro_batches = torch.stack(reports).sum(0)
+    return torch.cat([of_micro_batches[:3], tokens, of_micro_batches[3:]])
 
 
 def _forward_step(run: Run, data: Iterator[PackedBatch], model: torch.nn.Module) -> tuple:
     run.tick()
     batch = next(data).to(run.device, non_blocking=True)
     output = model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
-    return output, partial(_sum_loss, batch.labels_m)
+    return output, partial(_report_loss, batch)
+
+
+def _report_loss(batch: PackedBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron's loss function: total loss, number of tokens it covers, and what is reported, all on the device."""
+    total, tokens, sums = _sum_loss(batch.labels_m, output)
+    pairs = batch.cu_seqlens_n.diff().double().square().sum(0, keepdim=True)
+    # Context-parallel ranks hold the bounds of all documents, for a share of their tokens.
+    return total, tokens, torch.cat([sums, pairs / parallel_state.get_context_parallel_world_size()])
 
 
 def _sum_loss(labels_m: Tensor, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Megatron's loss function: total loss, number of tokens it covers, and what is reported."""
+    """Total loss, number of tokens it covers, and one tensor of these two and the correct predictions."""
     losses_m, correct_m = output
     total = losses_m.sum()
     tokens = (labels_m >= 0).sum(dtype=torch.int)

@@ -1,27 +1,31 @@
 """What an interval says of its steps, skipped ones among them."""
 
 import json
+import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_neobert.config import CheckpointConfig, Settings, TrainingConfig
+from megatron_neobert.training.flops import training_flops_per_token
 from megatron_neobert.training.metrics import Averages, Monitor
 from megatron_neobert.training.run import Progress
 from megatron_neobert.training.step import StepReport
 
 NAN = float("nan")
+TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step: two documents
 
 
 def report(loss: float = 2.0, *, masked: int = 10, skip_reason: str | None = None) -> StepReport:
     """A step of 50 tokens in which every second prediction is right."""
-    sums = torch.tensor([loss * masked, masked, masked / 2, 50.0], dtype=torch.float64)
+    sums = torch.tensor([loss * masked, masked, masked / 2, TOKENS, PAIRS], dtype=torch.float64)
     return StepReport(sums, loss=loss, grad_norm=1.0, skip_reason=skip_reason)
 
 
-def start(tmp_path: Path) -> Monitor:
+def start(tmp_path: Path, *, iteration: int = 0) -> Monitor:
     settings = Settings(training=TrainingConfig(train_iters=10), checkpoint=CheckpointConfig(save=str(tmp_path)))
-    return Monitor(settings, iteration=0)
+    return Monitor(settings, iteration=iteration, vocab_size=1000, device=torch.device("cpu"))
 
 
 def recorded(monitor: Monitor) -> list[dict]:
@@ -51,7 +55,7 @@ def test_skipped_steps_count_with_their_tokens_but_enter_no_average(tmp_path):
     line = recorded(monitor)[-1]
     assert line["loss"] == (10 * 2.0 + 30 * 4.0) / (10 + 30)
     assert line["masked_accuracy"] == 0.5
-    assert progress.consumed_tokens == line["consumed_tokens"] == 3 * 50
+    assert progress.consumed_tokens == line["consumed_tokens"] == 3 * TOKENS
     assert line["skipped_iterations"] == 1
 
 
@@ -61,7 +65,7 @@ def test_an_interval_of_skipped_steps_alone_has_no_loss(tmp_path, capsys):
     capsys.readouterr()
     monitor.close_interval(progress_of(1, skipped=1, in_a_row=1), lr=1e-4, grad_norm=NAN)
     said = capsys.readouterr().out
-    assert said.startswith("iteration 1/10 | every update skipped | lr 1.00e-04 | ") and "nan" not in said
+    assert said.startswith("iteration 1/10 (10.0 %) | every update skipped | lr 1.00e-04 | ") and "nan" not in said
     assert not {"loss", "masked_accuracy", "grad_norm"} & recorded(monitor)[-1].keys()
 
 
@@ -71,6 +75,34 @@ def test_the_next_interval_starts_from_nothing(tmp_path):
         monitor.add(report(loss), progress_of(iteration))
         monitor.close_interval(progress_of(iteration), lr=1e-4, grad_norm=1.0)
     assert [line["loss"] for line in recorded(monitor)] == [2.0, 4.0]
+    assert all(line["fill"] == TOKENS / monitor.settings.tokens_per_iteration for line in recorded(monitor))
+
+
+def test_operations_are_those_of_the_documents_that_were_read(tmp_path):
+    monitor = start(tmp_path)
+    monitor.add(report(), progress_of(1))
+    monitor.close_interval(progress_of(1), lr=1e-4, grad_norm=1.0)
+    (line,) = recorded(monitor)
+    expected = training_flops_per_token(monitor.settings, vocab_size=1000, document_tokens=PAIRS / TOKENS)
+    assert line["tflops_per_rank"] * 1e12 / line["tokens_per_second"] == pytest.approx(expected)
+    assert "mfu" not in line, "a CPU has no peak in the table"
+
+
+def test_time_spent_waiting_for_a_batch_is_said_as_a_share_and_forgotten_with_the_interval(tmp_path):
+    """The loader sleeps before its first batch, training before the second."""
+    monitor = start(tmp_path)
+
+    def load():
+        time.sleep(0.2)
+        yield "first"
+        yield "second"
+
+    for iteration, _ in enumerate(monitor.clocked(load()), start=1):
+        monitor.add(report(), progress_of(iteration))
+        monitor.close_interval(progress_of(iteration), lr=1e-4, grad_norm=1.0)
+        time.sleep(0.2)
+    waiting, training = (line["data_wait"] for line in recorded(monitor))
+    assert training < 0.5 < waiting
 
 
 def test_every_line_of_the_record_is_json_that_other_readers_accept(tmp_path):
@@ -79,3 +111,29 @@ def test_every_line_of_the_record_is_json_that_other_readers_accept(tmp_path):
     monitor.close_interval(progress_of(1), lr=1e-4, grad_norm=NAN)
     monitor.report_validation(progress_of(1), Averages(loss=NAN, accuracy=0.5, tokens=50))
     assert "NaN" not in (Path(monitor.settings.checkpoint.save) / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("variables", "shown"), [({}, True), ({"TERM": "dumb"}, False)])
+def test_bar_is_drawn_on_a_terminal_that_can_draw(tmp_path, monkeypatch, variables, shown):
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert start(tmp_path).bar.disable is not shown
+
+
+def test_no_bar_is_drawn_into_a_file_even_if_colours_are_forced(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monitor = start(tmp_path)
+    assert monitor.console.is_terminal, "so the console believes"
+    assert monitor.bar.disable
+
+
+def test_run_that_goes_on_says_so_in_its_record_and_one_that_begins_does_not(tmp_path):
+    start(tmp_path, iteration=5)  # of another folder's weights: nothing has been recorded here
+    first = start(tmp_path)
+    first.add(report(), progress_of(1))
+    first.close_interval(progress_of(1), lr=1e-4, grad_norm=1.0)
+    assert ["restarted" in line for line in recorded(first)] == [False]
+    last = recorded(start(tmp_path, iteration=1))[-1]
+    assert (last["iteration"], last["restarted"]) == (1, 1)

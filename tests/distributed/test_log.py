@@ -1,0 +1,172 @@
+"""What real runs log: the same figures whatever the layout, and Weights & Biases only where it is asked for."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from ranks import read_metrics, train_on_ranks
+from tests_tiny import tiny_settings
+
+from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.errors import ConfigError
+from megatron_neobert.training import loop
+from megatron_neobert.training.flops import training_flops_per_token
+
+LAST = 3  # iteration of each run here
+ROWS, ROW_TOKENS = 8, 128  # of an iteration, and of a row
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two replicas": {},
+    "two tensor-parallel ranks": {"tensor_model_parallel_size": 2},
+    "two stages": {"pipeline_model_parallel_size": 2},
+    "two context-parallel ranks": {"context_parallel_size": 2},
+}
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+
+
+@pytest.fixture(scope="module")
+def build(tiny_corpus, tmp_path_factory):
+    def build_settings(**sections: dict[str, Any]):
+        folder = tmp_path_factory.mktemp("run")
+        sections = {"training": {"train_iters": LAST, "eval_iters": 0}, **sections}
+        return tiny_settings(tiny_corpus, save=folder, **sections)
+
+    return build_settings
+
+
+def before_each_step(act) -> None:
+    """Calls `act(run, batches)` in front of every step of this process."""
+    original = loop.train_step
+
+    def train_step(run, batches):
+        act(run, batches)
+        return original(run, batches)
+
+    loop.train_step = train_step
+
+
+class Plain(NamedTuple):
+    """A run of one rank, and what was in its batches: tokens, and pairs of tokens that see each other."""
+
+    save: Path
+    documents: list[dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def plain(build, tmp_path_factory) -> Plain:
+    notes = tmp_path_factory.mktemp("notes") / "notes.jsonl"
+
+    def note(run, batches):
+        pairs = sum(int((batch.cu_seqlens_n.diff() ** 2).sum()) for batch in batches.micro_batches)
+        with notes.open("a") as stream:
+            stream.write(json.dumps({"tokens": batches.real_tokens, "pairs": pairs}) + "\n")
+
+    run = build()
+    train_on_ranks(run, prepare=lambda: before_each_step(note))
+    return Plain(Path(run.checkpoint.save), [json.loads(line) for line in notes.open()])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operations_and_fill_are_those_of_the_documents_in_every_layout(build, plain, layout):
+    run = build(parallel=LAYOUTS[layout])
+    train_on_ranks(run, world_size=2)
+    rates = read_metrics(run.checkpoint.save, "tokens_per_second_per_rank")
+    operations = read_metrics(run.checkpoint.save, "tflops_per_rank")
+    vocab_size = load_tokenizer(Path(run.data.tokenizer_model)).vocab_size
+    for iteration, batch in enumerate(plain.documents, start=1):
+        expected = training_flops_per_token(
+            run, vocab_size=vocab_size, document_tokens=batch["pairs"] / batch["tokens"]
+        )
+        assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(expected)
+    fills = read_metrics(run.checkpoint.save, "fill")
+    assert list(fills.values()) == [batch["tokens"] / (ROWS * ROW_TOKENS) for batch in plain.documents]
+
+
+def test_memory_is_that_of_the_rank_that_has_most(build, tmp_path):
+    """Rank 1 takes 300 MiB more than rank 0, which writes the record."""
+    ballast_mib, held = 300, []
+
+    def take_and_note(run, batches):
+        if os.environ["RANK"] == "1" and not held:
+            held.append(b"\1" * (ballast_mib << 20))
+        (tmp_path / os.environ["RANK"]).write_text(str(psutil.Process().memory_info().rss / 2**30))
+
+    run = build()
+    train_on_ranks(run, world_size=2, prepare=lambda: before_each_step(take_and_note))
+    light, heavy = (float((tmp_path / rank).read_text()) for rank in "01")
+    assert heavy - light > 0.8 * ballast_mib / 1024
+    assert read_metrics(run.checkpoint.save, "memory_gib")[LAST] == pytest.approx(heavy, rel=0.05)
+
+
+def test_nothing_of_wandb_is_started_unless_it_is_asked_for(plain):
+    assert not list(plain.save.glob("wandb*"))
+    code = "import sys, megatron_neobert.training.trackers; sys.exit('wandb' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_wandb_that_is_not_installed_is_refused_before_ranks_meet(build, monkeypatch, tmp_path):
+    """A folder of that name, as W&B leaves one behind, does not pass for it."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if "site-packages" not in path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"--wandb-project books needs .*megatron-neobert\[wandb\]"):
+        loop.run_training(build(logging={"wandb_project": "books"}))
+
+
+@needs_wandb
+def test_wandb_run_of_a_save_folder_goes_on_after_a_stop(build, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = build(logging={"wandb_project": "books"}, training={"train_iters": LAST, "eval_iters": 0, "exit_interval": 2})
+    run = run.with_section("checkpoint", load=run.checkpoint.save)
+    folder = Path(run.checkpoint.save)
+    for _ in range(2):
+        train_on_ranks(run)
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    identity = (folder / "wandb_id.txt").read_text().strip()
+    assert [path.name for path in files] == [f"run-{identity}.wandb"] * 2
+    assert [logged(path) for path in files] == [read_range(folder, 1, 2), read_range(folder, 3, 3)]
+
+
+@needs_wandb
+def test_training_goes_on_when_wandb_has_ended(build, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def kill(run, batches):
+        if run.progress.iteration == 1:
+            for child in psutil.Process().children(recursive=True):
+                if "wandb" in child.name():
+                    child.send_signal(signal.SIGKILL)
+                    child.wait()
+
+    run = build(logging={"wandb_project": "books"})
+    train_on_ranks(run, prepare=lambda: before_each_step(kill))
+    assert capfd.readouterr().out.count("W&B takes no more values") == 1
+    assert list(read_metrics(run.checkpoint.save)) == list(range(1, LAST + 1))
+
+
+def read_range(folder: Path, first: int, last: int) -> list[tuple[int, float]]:
+    losses = read_metrics(folder)
+    return [(iteration, losses[iteration]) for iteration in range(first, last + 1)]
+
+
+def logged(path: Path) -> list[tuple[int, float]]:
+    """Iteration and loss of every row of an offline run."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, rows = DataStore(), []
+    store.open_for_scan(str(path))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            row = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+            rows.append((row["iteration"], row["loss"]))
+    return rows
