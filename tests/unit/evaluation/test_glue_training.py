@@ -61,6 +61,15 @@ def test_optimizer_and_evaluations_are_the_papers(place):
     assert (arguments.max_grad_norm, arguments.eval_steps, arguments.metric_for_best_model) == (0.0, 1, "accuracy")
 
 
+def test_evaluations_read_all_rows_the_shortest_first(place):
+    run = build_run(place, "sst2")
+    trainer = build_trainer(run)
+    found = trainer.eval_dataset["input_ids"]
+    rows = tokenize_split(run, TASKS["sst2"].validation[0], trainer.processing_class, 64)["input_ids"]
+    assert list(map(len, found)) == sorted(map(len, rows)) != list(map(len, rows))
+    assert sorted(found) == sorted(rows)
+
+
 def test_scores_are_those_of_the_weights_that_are_kept(place, mnli):
     folder, outcome = mnli
     run = build_run(place, "mnli")
