@@ -10,6 +10,7 @@ from megatron_neobert.training.flops import checkpoint_bytes
 from megatron_neobert.training.gpus import GPUS
 from megatron_neobert.training.memory import RankMemory, plan_memory
 from megatron_neobert.training.memory_activations import Kernels
+from megatron_neobert.training.metrics_line import duration
 
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
 _SHOWN_MFU = (0.2, 0.4)
@@ -87,18 +88,6 @@ def gpu_lines(settings: Settings, memories: dict[Kernels, RankMemory], *, flops:
     if not shares:
         lines.append("times are stated for bfloat16 alone (--bf16)")
     return lines
-
-
-def duration(seconds: float) -> str:
-    """Two units of it: 3 d 4 h, 4 h 05 min, 5 min 06 s, 7 s."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if hours < 1:
-        return f"{minutes} min {int(seconds % 60):02} s"
-    if hours < 24:
-        return f"{hours} h {minutes % 60:02} min"
-    return f"{hours // 24:,} d {hours % 24} h"
 
 
 def kept_checkpoints(settings: Settings, *, iterations: int) -> int:

@@ -10,10 +10,9 @@ import numpy as np
 
 from megatron_neobert.config import Settings
 from megatron_neobert.data.blend import open_rows
-from megatron_neobert.data.inputs import Inputs, token_ids_of
-from megatron_neobert.data.masking import MaskingScheme
+from megatron_neobert.data.inputs import Inputs, batch_settings
 from megatron_neobert.data.order import COMPONENT_SHIFT
-from megatron_neobert.data.rows import BatchSettings, Cursor
+from megatron_neobert.data.rows import Cursor
 
 
 @dataclass(frozen=True)
@@ -29,19 +28,8 @@ class IterationSample:
 
 def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
     """Packs the rows of the first iteration."""
-    data, training = settings.data, settings.training
-    batch_settings = BatchSettings(
-        seq_length=data.seq_length,
-        micro_batch_size=training.micro_batch_size,
-        global_batch_size=training.global_batch_size,
-        long_documents=data.long_documents,  # type: ignore[arg-type]
-        masking=MaskingScheme(data.mask_prob),
-        token_ids=token_ids_of(inputs.tokenizer),
-        seed=training.seed,
-        batch_layout=data.batch_layout,  # type: ignore[arg-type]
-        document_block_size=data.document_block_size,
-    )
-    rows = open_rows(inputs.training, batch_settings, Cursor()).take(training.global_batch_size)
+    decisive = batch_settings(settings, inputs.tokenizer)
+    rows = open_rows(inputs.training, decisive, Cursor()).take(decisive.global_batch_size)
     slots_n = rows.segments.slots_n
     begins_n = rows.segments.starts_n == 0
     begun = np.bincount(rows.segments.documents_n[begins_n] >> COMPONENT_SHIFT, minlength=len(inputs.training))

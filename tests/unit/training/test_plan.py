@@ -17,8 +17,9 @@ from megatron_neobert.training.build import build_run, join
 from megatron_neobert.training.checkpoint_files import MANIFEST
 from megatron_neobert.training.flops import training_flops_per_token
 from megatron_neobert.training.gpus import find_gpu
+from megatron_neobert.training.metrics_line import duration
 from megatron_neobert.training.plan import print_plan
-from megatron_neobert.training.plan_costs import duration, kept_checkpoints
+from megatron_neobert.training.plan_costs import kept_checkpoints
 from megatron_neobert.training.plan_data import sample_iteration
 from megatron_neobert.training.plan_schedule import draw_curve, learning_rate
 
@@ -129,14 +130,6 @@ def test_time_on_a_gpu_is_the_models_operations_over_the_stated_rate(tiny_corpus
     (line,) = [line for line in plan_of(settings, capsys, world_size=2).splitlines() if " H200 " in line]
     assert duration(seconds) in line
     assert "fits" in line
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(7, "7 s"), (306, "5 min 06 s"), (14_700, "4 h 05 min"), (86_400 * 1003 + 3_600 * 4 + 60, "1,003 d 4 h")],
-)
-def test_durations_have_two_units(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_plan_says_what_does_not_fit(tiny_corpus, tmp_path, capsys):
