@@ -18,7 +18,8 @@ if (($# < 3)); then usage >&2; exit 2; fi
 here=$(dirname "${BASH_SOURCE[0]}")
 model=$1 corpus=$2 run=$3
 shift 3
-export PYTHON=${PYTHON:-$(bash "$here/../tools/prepare_environment.sh")}
+PYTHON=${PYTHON:-$(bash "$here/../tools/prepare_environment.sh")}
+export PYTHON # for pretrain_neobert.sh
 if [[ ! -e $run.start ]]; then
     "$PYTHON" "$here/../checkpoint_conversion/convert.py" hf-to-megatron --load "$model" --output "$run.start"
 fi

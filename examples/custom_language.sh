@@ -19,7 +19,10 @@ if (($# < 2)); then usage >&2; exit 2; fi
 project=$(dirname "${BASH_SOURCE[0]}")/..
 input=$1 output=$2
 shift 2
-export PYTHON=${PYTHON:-$(bash "$project/tools/prepare_environment.sh")}
+PYTHON=${PYTHON:-$(bash "$project/tools/prepare_environment.sh")}
+export PYTHON # for stage1.sh
+key=${TEXT_KEY:-content}
+corpus=$output/corpus_${key}_document
 mkdir -p "$output"
 
 run() { # a finished step is recognised by what it leaves: run FILE COMMAND...
@@ -28,9 +31,9 @@ run() { # a finished step is recognised by what it leaves: run FILE COMMAND...
 case=--lowercase
 if [[ ${LOWERCASE-1} == 0 ]]; then case=--no-lowercase; fi
 run "$output/tokenizer/tokenizer.json" "$PYTHON" "$project/tools/train_tokenizer.py" --input "$input" \
-    --output "$output/tokenizer" --text-key "${TEXT_KEY:-content}" --vocab-size "${VOCAB_SIZE:-30522}" "$case"
-run "$output/corpus_content_document.json" "$PYTHON" "$project/tools/preprocess_data.py" --input "$input" \
-    --output-prefix "$output/corpus" --text-key "${TEXT_KEY:-content}" --tokenizer-model "$output/tokenizer" \
+    --output "$output/tokenizer" --text-key "$key" --vocab-size "${VOCAB_SIZE:-30522}" "$case"
+run "$corpus.json" "$PYTHON" "$project/tools/preprocess_data.py" --input "$input" \
+    --output-prefix "$output/corpus" --text-key "$key" --tokenizer-model "$output/tokenizer" \
     --workers "${WORKERS:-$(nproc)}" --resume
-"$PYTHON" "$project/tools/validate_data.py" "$output/corpus_content_document"
-exec bash "$project/examples/stage1.sh" "$output/corpus_content_document" "$output/tokenizer" "$output/run" "$@"
+"$PYTHON" "$project/tools/validate_data.py" "$corpus"
+exec bash "$project/examples/stage1.sh" "$corpus" "$output/tokenizer" "$output/run" "$@"

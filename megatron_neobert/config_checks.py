@@ -21,6 +21,7 @@ from megatron_neobert.data_path import parse_data_path
 from megatron_neobert.errors import ConfigError
 
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
+_NOT_IN_A_PROJECT = "/\\#?%:"
 LARGEST_DOCUMENT_BLOCK = 4096  # data/rows.py packs windows of so many documents
 
 
@@ -310,9 +311,15 @@ def _checkpoint_problems(settings: Settings) -> list[str]:
 
 
 def _logging_problems(logging: LoggingConfig) -> list[str]:
-    if logging.wandb_exp_name is None or logging.wandb_project is not None:
-        return []
-    return [
-        f"--wandb-exp-name {logging.wandb_exp_name} names a run of Weights & Biases, but none is wanted; add "
-        "--wandb-project NAME, or leave it out."
-    ]
+    project, problems = logging.wandb_project, []
+    if project is not None and (wrong := sorted(set(project) & set(_NOT_IN_A_PROJECT))):
+        problems.append(
+            f"--wandb-project {project} contains {' '.join(wrong)}, which no project's name at Weights & Biases may; "
+            "use letters, digits, - and _, and WANDB_ENTITY for its owner."
+        )
+    if project is None and logging.wandb_exp_name is not None:
+        problems.append(
+            f"--wandb-exp-name {logging.wandb_exp_name} names a run of Weights & Biases, but none is wanted; add "
+            "--wandb-project NAME, or leave it out."
+        )
+    return problems

@@ -61,7 +61,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
 
     Raises:
         ConfigError: With every problem found, in the file, the flags and their combination.
-        MissingInputError: The file does not exist.
+        MissingInputError: The file does not exist, or several inputs of a dry run do not.
     """
     parsed, unknown = _build_parser().parse_known_args(arguments)
     problems = [_unknown_flag(word) for word in unknown if word.startswith("-")]
@@ -79,6 +79,9 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
     if problems:
         raise ConfigError(problems + _missing_inputs(settings.data))
+    # One that is missing is named by whoever opens it; of several only the first would be.
+    if parsed.dry_run and len(missing := _missing_inputs(settings.data)) > 1:
+        raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
     return Command(settings=settings, dry_run=parsed.dry_run)
 
 
@@ -190,8 +193,9 @@ def _strays(unknown: list[str]) -> list[str]:
 
 
 def _suggestion(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else "; see --help for the list."
+    names = {name.lstrip("-"): name for name in known}  # the hyphens that all flags share would make them alike
+    close = difflib.get_close_matches(word.lstrip("-"), list(names), n=1, cutoff=0.6)
+    return f"; did you mean {names[close[0]]!r}?" if close else "; see --help for the list."
 
 
 # --- YAML ---

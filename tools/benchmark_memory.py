@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.config import DataConfig, ModelConfig, Settings, TrainingConfig
-from megatron_neobert.errors import run_command
+from megatron_neobert.errors import ConfigError, OutputError, run_command
+from megatron_neobert.files import replace_file
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 DOCUMENTS = 4096
@@ -41,6 +42,10 @@ class Case:
     micro_batches: int = 1
     ranks: int = 1
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> str:
+        return f"{self.layers} x {self.hidden}, {self.rows} x {self.row_tokens}"
 
 
 BF16 = {"bf16": True}
@@ -88,7 +93,15 @@ def main() -> int:
     cases = GPU_CASES if arguments.gpu else CPU_CASES
     if unknown := [name for name in arguments.only or () if name not in cases]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(cases)}")
-    return compare({name: cases[name] for name in arguments.only or cases}, output=arguments.output)
+    output = arguments.output
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise OutputError(f"--output {output}: is a folder, or lies in none; name a file in a folder that exists.")
+    if arguments.gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--gpu: torch reaches no GPU; see tools/check_environment.py, or leave the flag out.")
+    return compare({name: cases[name] for name in arguments.only or cases}, output=output)
 
 
 def compare(cases: dict[str, Case], *, output: Path | None) -> int:
@@ -99,10 +112,7 @@ def compare(cases: dict[str, Case], *, output: Path | None) -> int:
     for name, case in cases.items():
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             figures = max(start_ranks(case, Path(folder)), key=lambda rank: rank["measured peak"])
-        row: dict[str, object] = {
-            "case": name,
-            "size": f"{case.layers} x {case.hidden}, {case.rows} x {case.row_tokens}",
-        }
+        row: dict[str, object] = {"case": name, "size": case.size}
         for what in ("kept", "peak"):
             planned, measured = figures[f"planned {what}"], figures[f"measured {what}"]
             row |= {f"{what} MiB": measured and measured / (1 << 20), f"planned {what}": planned / (1 << 20)}
@@ -115,7 +125,7 @@ def compare(cases: dict[str, Case], *, output: Path | None) -> int:
         print("{}: {}".format(*item))
     print_table(rows)
     if output is not None:
-        output.write_text(json.dumps({"machine": machine, "cases": rows}, indent=1) + "\n", encoding="utf-8")
+        replace_file(output, json.dumps({"machine": machine, "cases": rows}, indent=1) + "\n")
     return 0
 
 
@@ -135,7 +145,10 @@ def start_ranks(case: Case, folder: Path) -> list[dict[str, Any]]:
         ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True))
     answers = [rank.communicate()[0] for rank in ranks]
     if codes := [rank.returncode for rank in ranks if rank.returncode]:
-        raise RuntimeError(f"a process ended with exit code {codes[0]}")
+        raise ConfigError(
+            f"{case.size}: a process ended with exit code {codes[0]} (-9: most likely no memory was left); what it "
+            "said stands above; name cases that this machine can train after --only."
+        )
     return [json.loads(answer.splitlines()[-1]) for answer in answers]
 
 

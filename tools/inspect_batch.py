@@ -15,9 +15,13 @@ import io
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_neobert.config import ParallelConfig, Settings, flag_of
 from megatron_neobert.errors import ConfigError, OutputError, run_command
+
+if TYPE_CHECKING:
+    from megatron_neobert.inspection.found_batch import FoundBatch
 
 
 def main() -> None:
@@ -69,6 +73,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--world-size {arguments.world_size} is below 1; give the number of ranks of the run.")
     if arguments.html is not None and not arguments.html.parent.is_dir():
         raise OutputError(f"--html {arguments.html}: there is no folder {arguments.html.parent}; create it first.")
+    if arguments.html is not None and arguments.html.is_dir():
+        raise OutputError(f"--html {arguments.html} is a folder; name a file in it.")
 
 
 def _choose(arguments: argparse.Namespace, flags: list[str]) -> tuple[Path | None, Settings]:
@@ -101,7 +107,7 @@ def _flags_of_one_rank() -> list[str]:
     return words
 
 
-def _show(found: object, arguments: argparse.Namespace) -> None:
+def _show(found: "FoundBatch", arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from megatron_neobert.files import replace_file
@@ -109,9 +115,7 @@ def _show(found: object, arguments: argparse.Namespace) -> None:
     from megatron_neobert.inspection.batch_rows import rows_of
     from megatron_neobert.inspection.batch_summary import summarize
     from megatron_neobert.inspection.batch_text import print_rows, print_summary
-    from megatron_neobert.inspection.found_batch import FoundBatch
 
-    assert isinstance(found, FoundBatch), f"{type(found)=}"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
     console = Console(highlight=False, markup=False, emoji=False)
@@ -123,7 +127,11 @@ def _show(found: object, arguments: argparse.Namespace) -> None:
     if arguments.html is None:
         print_rows(console, found, rows)
     else:
-        replace_file(arguments.html, to_html(found, summary, list(rows)))
+        page = to_html(found, summary, list(rows))
+        try:
+            replace_file(arguments.html, page)
+        except OSError as error:
+            raise OutputError(f"--html {arguments.html} cannot be written ({error.strerror}); name another.") from error
         console.print(f"wrote {arguments.html}")
 
 

@@ -31,16 +31,20 @@ def main() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is not installed, which draws the curves; pip install -e '.[eval]' brings it.")
 
-    from megatron_neobert.inspection.run_figure import write_curves
+    from megatron_neobert.inspection.run_figure import letters_without_picture, write_curves
     from megatron_neobert.inspection.run_log import read_run
+    from megatron_neobert.inspection.visible_text import visible
 
-    runs = [read_run(path, name=name) for path, name in zip(arguments.runs, _names(arguments.runs), strict=True)]
+    names = [visible(name) for name in _names(arguments.runs)]
+    runs = [read_run(path, name=name) for path, name in zip(arguments.runs, names, strict=True)]
     metrics = _choose_metrics(arguments.metrics, runs)
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
+        written = write_curves(arguments.output, runs, metrics, x=arguments.x, smooth=arguments.smooth)
     except OSError as error:
-        raise OutputError(f"--output {arguments.output} cannot be created ({error.strerror}); name another.") from error
-    written = write_curves(arguments.output, runs, metrics, x=arguments.x, smooth=arguments.smooth)
+        raise OutputError(f"--output {arguments.output} cannot be written ({error.strerror}); name another.") from error
+    if letters := letters_without_picture(names):
+        print(f"warning: the font of the pictures has no {letters}; they may be drawn as boxes", file=sys.stderr)
     for run in runs:
         print(_describe(run))
         if run.unreadable:

@@ -13,6 +13,7 @@ from megatron_neobert.data.rows import Cursor
 from megatron_neobert.inspection.batch_rows import corpus_name
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, MicroBatch, Share
 from megatron_neobert.inspection.visible_text import visible
+from megatron_neobert.training.metrics_line import percent
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,16 @@ def describe(found: FoundBatch, summary: Summary) -> dict[str, str]:
         "of": _whose(found.share),
         "starts at": _place(found.cursor),
         "rows": f"{one.rows:,} of {data.seq_length:,} slots, in {len(found.parts):,} micro-batches; {alone}",
-        "fill": f"{percent(one.tokens, one.slots)}: {one.tokens:,} tokens, {one.slots - one.tokens:,} slots unused",
+        "fill": f"{percent(one.tokens / one.slots, digits=2)}: {one.tokens:,} tokens, "
+        f"{one.slots - one.tokens:,} slots unused",
         "documents": f"{len(lengths_n):,} pieces, {len(lengths_n) / one.rows:.1f} per row; {one.shortened:,} of them "
         "do not reach the end of their document",
         "lengths": f"{lengths_n.min():,} to {lengths_n.max():,} slots, median {int(np.median(lengths_n)):,}, mean "
         f"{lengths_n.mean():,.0f}",
-        "predicted": f"{one.predicted:,} tokens, {percent(one.predicted, one.ordinary)} of the {one.ordinary:,} that "
-        f"may be (--mask-prob {data.mask_prob:g}): "
+        "predicted": f"{one.predicted:,} tokens, {percent(one.predicted / max(one.ordinary, 1), digits=2)} of the "
+        f"{one.ordinary:,} that may be (--mask-prob {data.mask_prob:g}): "
         + (", ".join(f"{count:,} {name}" for name, count in fates.items() if count) or "none"),
-        "unknown": f"{one.unknown:,} tokens, {percent(one.unknown, one.tokens)} of all",
+        "unknown": f"{one.unknown:,} tokens, {percent(one.unknown / one.tokens, digits=2)} of all",
     }
     if len(found.sources) > 1:
         lines["blend"] = ", ".join(f"{visible(name)} {count:,} rows" for name, count in one.rows_of_corpora.items())
@@ -146,7 +148,3 @@ def _whose(share: Share | None) -> str:
 def _place(cursor: Cursor | BlendCursor) -> str:
     places = cursor.sources if isinstance(cursor, BlendCursor) else (cursor,)
     return "; ".join(f"epoch {place.epoch}, window {place.window:,}, row {place.row:,}" for place in places)
-
-
-def percent(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.2f} %"

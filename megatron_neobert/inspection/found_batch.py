@@ -19,6 +19,7 @@ from megatron_neobert.data.packing import PackedRows
 from megatron_neobert.data.rows import Cursor, Source
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
+from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint
 
 NO_LABEL = -1
 
@@ -67,15 +68,18 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     """The batch of an iteration.
 
     Args:
-        place: A checkpoint before it; None starts at the beginning of the data.
+        place: A checkpoint before it; None starts at the beginning of the data, which the first iteration of the run
+            reads, also of one that continues another.
 
     Raises:
-        MissingInputError, DataError, ConfigError: Of what the settings name.
+        MissingInputError, DataError, ConfigError: Of what the settings name; the run has no such iteration.
         CheckpointError: The checkpoint is of other data.
     """
+    first = 1 if place is not None else _first_iteration(settings)
+    _refuse_none_of_the_run(settings, iteration, first=first)
     inputs = open_inputs(settings.data)
     stream = BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer))
-    between = iteration - 1
+    between = iteration - first
     if place is not None:
         done, cursor = _place_of(place, inputs)
         stream, between = replace(stream, cursor=cursor), between - done
@@ -124,6 +128,26 @@ def share_of_rank(settings: Settings, *, rank: int, world_size: int) -> Share:
         context_parallel_rank=rank // tp % cp,
         context_parallel_size=cp,
     )
+
+
+def _first_iteration(settings: Settings) -> int:
+    """That of a run which starts with these settings: one that continues another counts on from it."""
+    other = settings.checkpoint.continue_from
+    return 1 if other is None else iteration_of(latest_checkpoint(Path(other))) + 1
+
+
+def _refuse_none_of_the_run(settings: Settings, iteration: int, *, first: int) -> None:
+    last = settings.training.train_iters
+    if iteration > last:
+        raise ConfigError(
+            f"--iteration {iteration} is none of this run, which has {last} (--train-iters); name one of them, or give "
+            "a larger --train-iters."
+        )
+    if iteration < first:
+        raise ConfigError(
+            f"--iteration {iteration} is before this run, whose first is {first}: it counts on from the newest "
+            f"checkpoint of --continue-from {settings.checkpoint.continue_from}. Name {first} or a later one."
+        )
 
 
 def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor | BlendCursor]:

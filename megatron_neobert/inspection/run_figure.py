@@ -8,6 +8,7 @@ files, each of which is replaced as a whole.
 import csv
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
@@ -76,10 +78,10 @@ def write_curves(
     """
     figure = draw(runs, metrics, x=x, smooth=smooth)
     png, svg, table = (folder / f"curves.{kind}" for kind in ("png", "svg", "csv"))
+    replace_file(table, to_csv(runs))
     _save(figure, png, metadata={"Software": None})
     with matplotlib.rc_context({"svg.hashsalt": "curves"}):  # or every file would have other ids
         _save(figure, svg, metadata={"Date": None, "Creator": None})
-    replace_file(table, to_csv(runs))
     return png, svg, table
 
 
@@ -102,16 +104,26 @@ def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str, smooth: int)
 
 
 def to_csv(runs: Sequence[RunLog]) -> str:
-    """Everything that was logged, as it was; `restarts` counts those before the line."""
+    """Everything that was logged, as it was; `restarts` counts those before the line.
+
+    A name that a spreadsheet would take for a formula gets `./` before it.
+    """
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", "iteration", "restarts", *metrics])
     for run in runs:
+        name = f"./{run.name}" if run.name.startswith(("=", "+", "-", "@")) else run.name
         for iteration, values in run.values.items():
             restarts = sum(at < iteration for at in run.restarts)
-            writer.writerow([run.name, iteration, restarts, *(values.get(metric, "") for metric in metrics)])
+            writer.writerow([name, iteration, restarts, *(values.get(metric, "") for metric in metrics)])
     return text.getvalue()
+
+
+def letters_without_picture(names: Sequence[str]) -> str:
+    """Letters of the names that the font of the pictures does not have; it draws a box for each."""
+    font = get_font(findfont(FontProperties()))
+    return "".join(sorted({letter for letter in "".join(names) if not font.get_char_index(ord(letter))}))
 
 
 def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_factor: float, smooth: int) -> None:
@@ -172,9 +184,9 @@ def trailing_mean(
     if count == 1 or not len(values):
         return values
     finite = np.isfinite(values)
-    sums = np.cumsum(np.where(finite, values, 0.0))
-    counts = np.cumsum(finite)
-    sums[count:], counts[count:] = sums[count:] - sums[:-count], counts[count:] - counts[:-count]
+    ones = np.ones(min(count, len(values)))
+    # Each window is added up for itself: in differences of a running total a spike would drown all that follows it.
+    sums, counts = (np.convolve(one, ones)[: len(values)] for one in (np.where(finite, values, 0.0), finite * 1.0))
     return np.where(finite, sums / np.maximum(counts, 1), np.nan)
 
 
@@ -236,7 +248,9 @@ def _shortened(name: str) -> str:
 def _save(figure: Figure, path: Path, *, metadata: dict[str, None]) -> None:
     temporary = own_name(path)
     try:
-        figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # `letters_without_picture` tells it once
+            figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,11 +1,13 @@
 """The history of a run out of its metrics.jsonl, which may be growing, and which kills may have torn.
 
 A run that was killed trains again on what came after its last checkpoint, and logs it again: the later line counts. A
-line that a kill has cut is left out, also where the next start has written on behind it.
+line that a kill has cut is left out, also where the next start has written on behind it. So is a value that no run
+writes: its name, which will stand in files and on terminals, is no word, or its number cannot be drawn.
 """
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from megatron_neobert.errors import DataError, MissingInputError
 _LOG = "metrics.jsonl"
 _BEGINNING = '{"iteration"'  # of every line
 _LARGEST = 2**53  # what a float can count to
+_LARGEST_VALUE = 1e39  # fp32 ends below it, and axes fail far above
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{0,63}")
 _ONCE = ("consumed_tokens", "validation_loss")  # for each interval, and each validation
 RESTARTED = "restarted"  # a line with this key: the run goes on behind this iteration
 
@@ -96,7 +100,7 @@ def _parse(line: str) -> dict[str, float] | None:
         return None
     if not isinstance(content, dict) or not _is_count(content.get("iteration")):
         return None
-    return {name: value for name, value in content.items() if _is_number(value)}
+    return {name: value for name, value in content.items() if _NAME.fullmatch(name) and _is_number(value)}
 
 
 def _is_count(value: Any) -> bool:
@@ -106,7 +110,7 @@ def _is_count(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) <= _LARGEST if isinstance(value, int) else math.isfinite(value)
+    return abs(value) <= (_LARGEST if isinstance(value, int) else _LARGEST_VALUE)  # false for NaN
 
 
 def _merge(entries: list[dict[str, float]], name: str, *, unreadable: int) -> RunLog:

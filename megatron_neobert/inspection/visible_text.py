@@ -1,7 +1,8 @@
-"""Tokens as text that cannot act: pieces in readable form, control characters and changes of direction as escapes.
+"""Tokens as text that cannot act: pieces in readable form, control and format characters as escapes.
 
-Corpora come from strangers. A terminal obeys escape sequences, and a character that turns the text around can make
-one word look like another.
+Corpora come from strangers. A terminal obeys escape sequences, and a format character that turns the text around or
+cannot be seen makes one word look like another. The two joiners stay: whole scripts and many emoji are written with
+them. Letters that merely resemble each other stay too.
 """
 
 import unicodedata
@@ -9,25 +10,25 @@ from functools import cache
 
 from megatron_neobert.data.tokenizer import Tokenizer
 
-_REORDERING = {0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_JOINERS = ("\u200c", "\u200d")
+_ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format, half a surrogate pair, separators of lines, of paragraphs
 _REPLACEMENT = "\ufffd"
 _BEFORE = "a"  # decoders treat the first piece apart: what a piece adds is seen behind another one
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """The text with escapes for what would make a terminal do something else than show a character.
+    """The text with escapes for what would do something else than show a character.
 
     Args:
         keep: Control characters that stay, as line feeds where lines are printed.
     """
     return "".join(
-        ascii(character)[1:-1] if _acts_on_terminal(character) and character not in keep else character
-        for character in text
+        ascii(character)[1:-1] if _acts(character) and character not in keep else character for character in text
     )
 
 
-def _acts_on_terminal(character: str) -> bool:
-    return ord(character) in _REORDERING or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+def _acts(character: str) -> bool:
+    return unicodedata.category(character) in _ESCAPED and character not in _JOINERS
 
 
 class TokenTexts:

@@ -6,7 +6,7 @@ fewer watts differs by a word. Needs no torch.
 
 Source: NVIDIA's data sheets of A100, A10, A30, A40, L4, L40S, H100, H100 NVL, H200, GH200 and DGX B200; for GeForce and
 RTX the appendices of its white papers on GA102 and Ada. Memory: what CUDA leaves a program, whole GiB below the sheet's
-figure (GDDR6 boards give a sixteenth to error correction); seen on one H100 SXM and one H200, the others are estimates.
+figure (GDDR6 boards give a sixteenth to error correction): estimates.
 """
 
 from dataclasses import dataclass

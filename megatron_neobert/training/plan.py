@@ -1,7 +1,7 @@
 """What a run would be, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
 
-Documents, fill and epochs come from the first iteration's rows, packed as training packs them; everything else from
-the settings. Memory is that of the fullest rank. Times are stated for a share of a GPU's peak rate, which nobody knows
+Documents, fill and epochs come from whole windows of rows, packed as training packs them; everything else from the
+settings. Memory is that of the fullest rank. Times are stated for a share of a GPU's peak rate, which nobody knows
 before a run has been measured.
 """
 
@@ -17,6 +17,7 @@ from megatron_neobert.config import CheckpointConfig, Settings, flag_of
 from megatron_neobert.data.inputs import Inputs, open_inputs
 from megatron_neobert.training.checkpoint_files import iteration_of, list_checkpoints
 from megatron_neobert.training.flops import count_parameters, training_flops_per_token
+from megatron_neobert.training.metrics_line import percent
 from megatron_neobert.training.plan_costs import checkpoint_lines, counted, gpu_lines, memory_lines, plan_memories
 from megatron_neobert.training.plan_data import IterationSample, sample_iteration
 from megatron_neobert.training.plan_schedule import draw_curve, learning_rate
@@ -43,7 +44,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         "ranks": [_describe_ranks(settings, world_size)],
         "iteration": _iteration_lines(settings, sample, world_size=world_size),
         "corpus": [
-            f"{_small(epochs * left)} epochs of {line}"
+            f"about {_small(epochs * left)} epochs of {line}"
             for line, epochs in zip(inputs.description, sample.epochs, strict=True)
         ],
         "run": _run_lines(settings, inputs, sample, first=first, left=left),
@@ -117,12 +118,12 @@ def _describe_ranks(settings: Settings, world_size: int) -> str:
 def _iteration_lines(settings: Settings, sample: IterationSample, *, world_size: int) -> list[str]:
     training, data = settings.training, settings.data
     micro_batches = counted(settings.micro_batches_per_rank(world_size), "micro-batch", "micro-batches")
-    mean = sample.tokens / max(1, sample.documents)
+    mean = sample.tokens / sample.documents
     return [
         f"{training.global_batch_size:,} rows x {data.seq_length:,} tokens = {settings.tokens_per_iteration:,} tokens, "
         f"in {micro_batches} of {counted(training.micro_batch_size, 'row')} per rank",
-        f"{counted(sample.documents, 'document')} of {mean:,.0f} tokens on average; {sample.fill:.2%} of the slots "
-        "filled (the first iteration)",
+        f"about {sample.documents:,.{0 if sample.documents >= 10 else 1}f} documents of {mean:,.0f} tokens; "
+        f"{percent(sample.fill, digits=2)} of the slots filled",
     ]
 
 
@@ -159,7 +160,8 @@ def _rate_lines(settings: Settings, *, first: int) -> list[str]:
     optimizer, decay = settings.optimizer, "constant"
     if optimizer.lr_decay_style != "constant":
         decay = f"{optimizer.lr_decay_style} to {optimizer.min_lr:g} at {settings.lr_decay_end:,}"
-    lines.append(f"{'':>9}0 to {optimizer.lr:g} by iteration {optimizer.lr_warmup_iters:,}, then {decay}")
+    warmup = f"0 to {optimizer.lr:g} by iteration {optimizer.lr_warmup_iters:,}"
+    lines.append(f"{'':>9}{warmup if optimizer.lr_warmup_iters else f'{optimizer.lr:g}'}, then {decay}")
     return lines
 
 

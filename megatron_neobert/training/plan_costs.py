@@ -10,7 +10,7 @@ from megatron_neobert.training.flops import checkpoint_bytes
 from megatron_neobert.training.gpus import GPUS
 from megatron_neobert.training.memory import RankMemory, plan_memory
 from megatron_neobert.training.memory_activations import Kernels
-from megatron_neobert.training.metrics_line import duration
+from megatron_neobert.training.metrics_line import duration, percent
 
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
 _SHOWN_MFU = (0.2, 0.4)
@@ -75,7 +75,7 @@ def gpu_lines(settings: Settings, memories: dict[Kernels, RankMemory], *, flops:
     """Which GPU has the room, and how long it would take."""
     memory = next(iter(memories.values()))
     shares = _SHOWN_MFU if settings.training.bf16 else ()
-    header = "".join(f"{f'at {mfu:.0%} MFU':>14}" for mfu in shares)
+    header = "".join(f"{f'at {percent(mfu, digits=0)} MFU':>14}" for mfu in shares)
     lines = [f"{f'{world_size} x':<24}{header}  memory"]
     for gpu in GPUS:
         if gpu.name not in _SHOWN_GPUS:

@@ -26,19 +26,25 @@ class Trackers:
         self.save = None if settings.checkpoint.save is None else Path(settings.checkpoint.save)
         self.tensorboard = _open_tensorboard(settings, iteration)
         self.wandb = None if settings.logging.wandb_project is None else WandbRun(settings, say=say)
-        if iteration > 0 and self.save is not None and (self.save / _RECORD).exists():
-            self._append({"iteration": iteration, "restarted": 1})  # what plot_run.py marks
+        # Not said yet: a run that has nothing left to do, or is stopped before it does anything, has not gone on.
+        self.goes_on_from = iteration if iteration > 0 and self._has_record() else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
         """Keeps those of the values that are finite; JSON knows no others."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
+            if self.goes_on_from is not None:
+                self._append({"iteration": self.goes_on_from, "restarted": 1})  # what plot_run.py marks
+                self.goes_on_from = None
             self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
         if self.tensorboard is not None:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, iteration)
         if self.wandb is not None:
             self.wandb.record(iteration, values)
+
+    def _has_record(self) -> bool:
+        return self.save is not None and (self.save / _RECORD).exists()
 
     def _append(self, values: dict[str, Any]) -> None:
         assert self.save is not None

@@ -1,11 +1,13 @@
-"""A run at Weights & Biases, whose package is imported only with --wandb-project.
+"""A run at Weights & Biases, which only --wandb-project starts.
 
 It is known by an id in the save folder, so that the same command goes on with the same run; WANDB_MODE, WANDB_ENTITY
 and the like are W&B's own. Training outlives it: W&B hands values to a process of its own, and should that end, the run
-says so once and goes on. (megatron.core imports the package wherever it is installed, which starts nothing.)
+says so once and goes on. Imported where it is used, but megatron.core imports the package wherever it is installed;
+that starts nothing and sends nothing.
 """
 
 import importlib.util
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -17,6 +19,8 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.files import replace_file
 
 _ID_FILE = "wandb_id.txt"
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_REASON_LINES = 3  # of an error of W&B: a heading, the setting, what is wrong with it
 
 
 def refuse_missing_wandb(settings: Settings) -> None:
@@ -80,11 +84,11 @@ def _start(settings: Settings) -> Any:
             allow_val_change=True,  # of that config: a run may go on with another learning rate
             settings=wandb.Settings(console="off"),  # it would catch what the progress bar writes
         )
-    except wandb.Error as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
+    except (wandb.Error, ValueError, OSError) as error:  # ValueError: what it makes of a wrong WANDB_ variable
+        reason = " ".join(" ".join(str(error).splitlines()[:_REASON_LINES]).split()).rstrip(".")
         raise ConfigError(
-            f"--wandb-project {project}: W&B did not start ({reason}); log in with wandb login, set "
-            "WANDB_MODE=offline, or leave the flag out."
+            f"--wandb-project {project}: W&B did not start ({reason}); correct what it names (a variable WANDB_...?), "
+            "log in with wandb login or set WANDB_MODE=offline if it asks for a key, or leave the flag out."
         ) from error
     # W&B's own counter cannot go back, which a run does that was killed behind its last checkpoint.
     run.define_metric("iteration")
@@ -93,8 +97,18 @@ def _start(settings: Settings) -> Any:
 
 
 def _id_of(save: Path) -> str:
-    """Drawn once per save folder: a run that branches off to another folder is another run."""
+    """Drawn once per save folder: a run that branches off to another folder is another run.
+
+    Raises:
+        ConfigError: The file holds something else.
+    """
     path = save / _ID_FILE
     if not path.exists():
         replace_file(path, secrets.token_hex(4) + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    identity = path.read_text(encoding="utf-8", errors="replace").strip()
+    if not _ID.fullmatch(identity):
+        raise ConfigError(
+            f"{path} holds {identity[:80]!r}, which is no id of a run at W&B (letters, digits, - and _); write "
+            "the id of this folder's run there, or delete the file to begin a new run at W&B."
+        )
+    return identity

@@ -17,7 +17,7 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 
 
-def start(script: str, *words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(script: str | Path, *words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     # `python` as with the environment active, which is what glue.sh and mteb.sh begin with.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -107,15 +107,27 @@ def test_custom_language_goes_from_raw_text_to_a_plan_and_keeps_finished_steps(t
     rng = random.Random(0)
     words = ["".join(rng.choices("aäeioöuklmnprstvy", k=rng.randint(2, 8))) for _ in range(300)]
     texts = [" ".join(rng.choices(words, k=rng.randint(5, 80))) for _ in range(300)]
-    (tmp_path / "shard.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    (tmp_path / "shard.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = ("*.jsonl", "out", "--dry-run", *TINY.split())
-    variables = {"VOCAB_SIZE": "400", "WORKERS": "1", "LOWERCASE": "0"}
+    variables = {"VOCAB_SIZE": "400", "WORKERS": "1", "LOWERCASE": "0", "TEXT_KEY": "text"}
     plan = succeed("custom_language.sh", *flags, cwd=tmp_path, **variables)
     vocabulary = (tmp_path / "out" / "tokenizer" / "vocab.txt").read_text(encoding="utf-8").splitlines()
     assert len(vocabulary) <= 400 and any("ä" in piece for piece in vocabulary), "capitals and accents were to be kept"
     assert f"vocabulary {len(vocabulary)}" in plan
     again = succeed("custom_language.sh", *flags, cwd=tmp_path, **variables)
     assert again.count("already there:") == 2
+
+
+@pytest.mark.parametrize("script", ["continue_pretraining.sh", "custom_language.sh"])
+def test_environment_that_cannot_be_prepared_ends_the_script_before_it_makes_anything(script, tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "examples" / script).write_bytes((EXAMPLES / script).read_bytes())
+    (tmp_path / "tools" / "prepare_environment.sh").write_text("echo no network >&2; exit 7\n")
+    before = sorted(tmp_path.rglob("*"))
+    ended = start(tmp_path / "examples" / script, "input", "output", "run", cwd=tmp_path, PYTHON="")
+    assert (ended.returncode, ended.stderr) == (7, "no network\n")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_glue_script_without_its_data_names_the_command_that_fetches_them(tmp_path):

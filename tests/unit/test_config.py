@@ -139,6 +139,7 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
         (1, {"checkpoint": {"allow_changed": ("seed,num_layers",)}}, ["--allow-changed num_layers", "seed, "]),
         (1, {"training": {"loss_spike_window": 64}}, ["--loss-spike-window 64", "--loss-spike-sigma"]),
         (1, {"logging": {"wandb_exp_name": "one"}}, ["--wandb-exp-name one", "--wandb-project"]),
+        (1, {"logging": {"wandb_project": "pro ject/x?"}}, ["--wandb-project pro ject/x?", "contains / ?,"]),
     ],
 )
 def test_an_impossible_setting_is_named_with_its_numbers(world_size, sections, words):

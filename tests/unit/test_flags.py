@@ -75,6 +75,12 @@ def test_a_misspelt_flag_is_refused_with_a_suggestion():
         parse("--hidden-sise", "768")
 
 
+@pytest.mark.parametrize("word", ["--nproc", "--gpus", "--x"])
+def test_a_flag_like_no_other_is_refused_without_a_suggestion(word):
+    with pytest.raises(ConfigError, match=rf"unknown flag {word}; see --help for the list\."):
+        parse(f"{word}=2")
+
+
 def test_flags_are_not_abbreviated():
     with pytest.raises(ConfigError, match="unknown flag --num-lay"):
         parse("--num-lay", "3")
@@ -191,6 +197,14 @@ def test_missing_inputs_are_said_with_whatever_else_is_wrong(tiny_corpus):
     with pytest.raises(ConfigError) as refused:
         parse_command_line([*there, "--num-layers", "0"], world_size=1)
     assert len(refused.value.problems) == 1
+
+
+def test_all_missing_inputs_of_a_dry_run_are_said_at_once(tiny_corpus):
+    blend = ["--data-path", "0.5", "no/corpus", "0.5", "no/other", "--tokenizer-model", str(tiny_corpus.tokenizer)]
+    with pytest.raises(MissingInputError, match=r"(?s)no/corpus\.json; .*no/other\.json; "):
+        parse_command_line([*blend, "--dry-run"], world_size=1)
+    one = ["--data-path", "no/corpus", "--tokenizer-model", str(tiny_corpus.tokenizer), "--dry-run"]
+    assert parse_command_line(one, world_size=1).dry_run, "whoever opens it says so"
 
 
 def test_help_and_dry_run_do_not_import_torch(tiny_corpus):

@@ -65,6 +65,7 @@ class Disk:
     total_gib: float
     kind: str  # of file system
     writable: bool
+    obstacle: str = ""  # what lies where a folder is wanted, and is none
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ class Limits:
     open_files: int | None = None
     most_open_files: int | None = None  # up to which one may raise it oneself
     locked_bytes: int | None = None
-    core_dump_bytes: int | None = None
     has_infiniband: bool = False
 
 

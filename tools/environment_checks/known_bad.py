@@ -25,25 +25,6 @@ class Pair:
 
 
 PAIRS = (
-    # Source: the extra `dev` of megatron-core 0.16.1. Up to 2.20.2 all that it imports is there; behaviour is unknown.
-    Pair(
-        "transformer-engine",
-        ">=2.12",
-        "megatron-core",
-        ">=0.16.1,<0.17",
-        WARNING,
-        "megatron-core 0.16.1 declares Transformer Engine 2.9 to 2.11",
-        "install transformer-engine[core_cu13,pytorch]==2.11.0, or [core_cu12,pytorch] beside CUDA 12",
-    ),
-    Pair(
-        "transformer-engine",
-        "<2.9",
-        "megatron-core",
-        ">=0.16.1,<0.17",
-        PROBLEM,
-        "megatron-core 0.16.1 imports parts that only Transformer Engine 2.9 and later have",
-        "install transformer-engine[core_cu13,pytorch]==2.11.0, or remove it: the layers are then torch's",
-    ),
     # Source: TransformerEngine 2.16 pytorch/module/base.py, set_extra_state.
     Pair(
         "transformer-engine",
@@ -73,24 +54,6 @@ PAIRS = (
         "pip uninstall transformer-engine-cu13, and install transformer-engine[core_cu12,pytorch]==2.11.0",
     ),
     Pair(
-        "megatron-core",
-        ">=0.17",
-        "python",
-        "<3.12",
-        PROBLEM,
-        "megatron-core 0.17 and later need Python 3.12",
-        "install megatron-core==0.16.1, the release that this project is written for",
-    ),
-    Pair(
-        "mteb",
-        "",
-        "python",
-        "<3.11",
-        WARNING,
-        "the releases of mteb that tools/evaluate_mteb.py drives need Python 3.11",
-        "evaluate in an environment of Python 3.11 or 3.12; training does not need it",
-    ),
-    Pair(
         "nvidia-dali-cuda120",
         "",
         "cuda",
@@ -113,13 +76,17 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable that does harm with one of these values; no values: with any."""
+    """An environment variable that does harm with one of these values; no values: with any but the harmless ones."""
 
     name: str
     values: tuple[str, ...]
     status: str
     cost: str
     remedy: str = "unset it"
+    harmless: tuple[str, ...] = ("",)
+
+    def is_harmful(self, value: str) -> bool:
+        return value.lower() in self.values if self.values else value not in self.harmless
 
 
 _ON = ("1", "y", "yes", "true", "on")
@@ -146,7 +113,13 @@ VARIABLES = (
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, WARNING, "lets the other ranks wait for ever when one has died"),
     Variable("NCCL_ASYNC_ERROR_HANDLING", _OFF, WARNING, "lets the other ranks wait for ever when one has died"),
     Variable("NVTE_FUSED_ATTN", ("0",), WARNING, "keeps Transformer Engine from cuDNN's attention, Hopper's fastest"),
-    Variable("PYTHONOPTIMIZE", (), WARNING, "removes every assert, also those that guard tensors' shapes"),
+    Variable(
+        "PYTHONOPTIMIZE",
+        (),
+        WARNING,
+        "removes every assert, also those that guard tensors' shapes",
+        harmless=("", "0"),
+    ),
     Variable(
         "RANK",
         (),

@@ -19,14 +19,13 @@ def read_limits() -> Limits:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Limits(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        cgroup_cores=cgroup_cores(CGROUP),
+        cgroup_cores=cgroup_cores(CGROUP, PROC / "self" / "cgroup"),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
-        cgroup_memory_gib=cgroup_memory_gib(CGROUP),
+        cgroup_memory_gib=cgroup_memory_gib(CGROUP, PROC / "self" / "cgroup"),
         shm_gib=shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else None,
         open_files=finite(soft),
         most_open_files=finite(hard),
         locked_bytes=finite(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        core_dump_bytes=finite(resource.getrlimit(resource.RLIMIT_CORE)[0]),
         has_infiniband=INFINIBAND.is_dir(),
     )
 
@@ -35,22 +34,39 @@ def finite(limit: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def cgroup_cores(root: Path) -> float | None:
-    """What a container may use of all cores together, in version 2 or 1 of cgroups; None: all."""
-    quota = words_of(root / "cpu.max")
-    if len(quota) != 2:
-        quota = words_of(root / "cpu" / "cpu.cfs_quota_us") + words_of(root / "cpu" / "cpu.cfs_period_us")
-    if len(quota) != 2 or quota[0] in ("max", "-1"):
-        return None
-    return int(quota[0]) / int(quota[1])
+def cgroup_cores(root: Path, own: Path) -> float | None:
+    """What this process may use of all cores together, in version 2 or 1 of cgroups; None: all."""
+    quotas = [words_of(folder / "cpu.max") for folder in cgroup_folders(root, own, "")]
+    for folder in cgroup_folders(root, own, "cpu"):
+        quotas.append(words_of(folder / "cpu.cfs_quota_us") + words_of(folder / "cpu.cfs_period_us"))
+    limits = [int(quota[0]) / int(quota[1]) for quota in quotas if len(quota) == 2 and quota[0] not in ("max", "-1")]
+    return min(limits, default=None)
 
 
-def cgroup_memory_gib(root: Path) -> float | None:
+def cgroup_memory_gib(root: Path, own: Path) -> float | None:
     """Likewise, of memory. Version 1 writes a number beyond any machine for no limit."""
-    words = words_of(root / "memory.max") or words_of(root / "memory" / "memory.limit_in_bytes")
-    if not words or words[0] == "max" or int(words[0]) >= 2**60:
-        return None
-    return int(words[0]) / GIB
+    written = [words_of(folder / "memory.max") for folder in cgroup_folders(root, own, "")]
+    written += [words_of(folder / "memory.limit_in_bytes") for folder in cgroup_folders(root, own, "memory")]
+    limits = [int(words[0]) for words in written if words and words[0] != "max" and int(words[0]) < 2**60]
+    return min(limits) / GIB if limits else None
+
+
+def cgroup_folders(root: Path, own: Path, controller: str) -> list[Path]:
+    """The root, and below it this process's cgroup and those that hold it: each may set a limit, the least counts.
+
+    Args:
+        root: Where cgroups are mounted.
+        own: /proc/self/cgroup. A Slurm job is named there; a container is its own root, and its name is "/" or leads
+            to no folder.
+        controller: Of version 1, or "" for version 2, which has one tree.
+    """
+    folders = [root / controller]
+    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            for part in Path(path).parts[1:]:
+                folders.append(folders[-1] / part)
+    return folders
 
 
 def words_of(path: Path) -> list[str]:
@@ -59,9 +75,10 @@ def words_of(path: Path) -> list[str]:
 
 def read_disk(flag: str, path: Path) -> Disk:
     """The file system that a folder lies on, or will lie on: its nearest parent that exists."""
-    folder = path.absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
+    nearest = path.absolute()
+    while not os.path.lexists(nearest):  # which a link to nothing does, and no folder can be made there
+        nearest = nearest.parent
+    folder = nearest if nearest.is_dir() else nearest.parent
     usage = shutil.disk_usage(folder)
     return Disk(
         flag=flag,
@@ -70,6 +87,7 @@ def read_disk(flag: str, path: Path) -> Disk:
         total_gib=usage.total / GIB,
         kind=kind_of_file_system(folder, PROC / "mounts"),
         writable=os.access(folder, os.W_OK | os.X_OK),
+        obstacle="" if folder == nearest else str(nearest),
     )
 
 

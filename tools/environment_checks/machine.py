@@ -17,10 +17,9 @@ def limit_findings(facts: Facts) -> list[Finding]:
 
 def _core_findings(facts: Facts) -> list[Finding]:
     limits = facts.limits
-    found = [Finding(OK, f"{limits.cores} core(s)", facts.platform)]
     usable = limits.cores if limits.cgroup_cores is None else limits.cgroup_cores
     if usable < limits.cores:
-        found = [
+        return [
             Finding(
                 WARNING,
                 f"{limits.cores} core(s)",
@@ -28,17 +27,7 @@ def _core_findings(facts: Facts) -> list[Finding]:
                 f"set OMP_NUM_THREADS to at most {max(1, int(usable))} / ranks, or give the container more cores",
             )
         ]
-    threads = facts.variables.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > limits.cores:
-        found.append(
-            Finding(
-                WARNING,
-                "OMP_NUM_THREADS",
-                f"is {threads} on {limits.cores} core(s)",
-                "set it to cores / ranks, or unset it",
-            )
-        )
-    return found
+    return [Finding(OK, f"{limits.cores} core(s)", facts.platform)]
 
 
 def _memory_findings(facts: Facts) -> list[Finding]:
@@ -102,14 +91,6 @@ def _file_findings(facts: Facts) -> list[Finding]:
                 "ulimit -l unlimited, or the container's --ulimit memlock=-1",
             )
         )
-    if limits.core_dump_bytes is None or limits.core_dump_bytes > 0:
-        found.append(
-            Finding(
-                OK,
-                "core dumps",
-                "are written: a crash of all ranks writes the memory of each; ulimit -c 0 keeps the disk",
-            )
-        )
     return found
 
 
@@ -121,6 +102,8 @@ def _judge_disk(disk: Disk) -> Finding:
     subject = f"disk of {disk.flag}"
     words = f"{disk.free_gib:.1f} of {disk.total_gib:.0f} GiB free ({disk.kind}) at {disk.path}"
     is_save = disk.flag == "--save"
+    if disk.obstacle:
+        return Finding(PROBLEM, subject, f"{disk.obstacle} is no folder", "name a folder, or a place for a new one")
     if not disk.writable:
         status = PROBLEM if is_save else WARNING
         return Finding(status, subject, f"{disk.path} cannot be written to", "name a folder that you may write to")
@@ -146,7 +129,7 @@ def variable_findings(facts: Facts) -> list[Finding]:
     found = []
     for line in VARIABLES:
         value = facts.variables.get(line.name)
-        if value is not None and (value.lower() in line.values if line.values else value not in ("", "0")):
+        if value is not None and line.is_harmful(value):
             found.append(Finding(line.status, f"{line.name}={value}", line.cost, line.remedy))
     fused = facts.variables.get("NVTE_FUSED_ATTN"), facts.variables.get("NVTE_FLASH_ATTN")
     if fused == ("0", "0"):

@@ -20,6 +20,12 @@ _WHY = {
     "psutil": "without it the launcher does not start and megatron.core's checkpoint writers hang",
     "transformers": "EuroBERT's classes, by which exports load without remote code, came with 5.3",
     "megatron-core": "inner functions of 0.16.1 are used, to save safely and on CPU",
+    # Source: the extra `dev` of megatron-core 0.16.1. Up to 2.20.2 all that it imports is there; behaviour is unknown.
+    "transformer-engine": "megatron-core 0.16.1 declares 2.9 to 2.11, and imports what earlier ones lack",
+}
+# How to install one that pip alone would install without its compiled parts.
+_REMEDIES = {
+    "transformer-engine": "install transformer-engine[core_cu13,pytorch]==2.11.0, or [core_cu12,pytorch] beside CUDA 12"
 }
 _EXTRAS_SHOWN = ("gpu", "fast", "dali", "wandb", "eval")
 
@@ -92,8 +98,7 @@ def _core_finding(facts: Facts, line: Requirement) -> Finding:
     bad = PROBLEM if line.package in FOR_TRAINING else WARNING
     version = facts.packages[line.package]
     if not fits(version, line.versions):
-        why = f": {_WHY[line.package]}" if line.package in _WHY else ""
-        words = f"is not {line.versions}, which setup.py asks for{why}"
+        words = f"is not {line.versions}, which setup.py asks for{_why(line)}"
         return Finding(bad, f"{line.package} {version}", words, PREPARE)
     if line.package in facts.import_errors:
         return _broken(facts, line.package, bad)
@@ -104,14 +109,18 @@ def _extra_finding(facts: Facts, line: Requirement) -> Finding:
     version = facts.packages[line.package]
     if line.package in facts.import_errors:
         return _broken(facts, line.package, WARNING)
-    if not fits(version, line.versions) and not any(pair.first == line.package for pair in PAIRS):
+    if not fits(version, line.versions):
         return Finding(
             WARNING,
             f"{line.package} {version}",
-            f"is not {line.versions}, which the extra {line.extra} asks for",
-            f"pip install '{line.package}{line.versions}'",
+            f"is not {line.versions}, which the extra {line.extra} asks for{_why(line)}",
+            _REMEDIES.get(line.package, f"pip install '{line.package}{line.versions}'"),
         )
     return Finding(OK, f"{line.package} {version}", "")
+
+
+def _why(line: Requirement) -> str:
+    return f": {_WHY[line.package]}" if line.package in _WHY else ""
 
 
 def _absent_findings(facts: Facts, optional: list[Requirement]) -> list[Finding]:

@@ -98,6 +98,7 @@ def to_json(facts: Facts, sections: dict[str, list[Finding]]) -> str:
     """What was found and what is said about it. Of the variables those that are spoken of: others may be secrets."""
     named = {finding.subject.split("=")[0] for finding in sections["Machine"]}
     found = asdict(facts)
+    del found["requirements"]  # setup.py's own lines
     found["variables"] = {name: value for name, value in facts.variables.items() if name in named}
     findings = [{"section": title, **asdict(one)} for title, several in sections.items() for one in several]
     return json.dumps({"status": worst(sections), "findings": findings, "facts": found}, indent=2)

@@ -135,3 +135,8 @@ def test_a_part_of_a_character_and_a_bare_space_show_the_piece_itself():
 def test_what_a_terminal_would_act_upon_is_escaped_unless_it_is_kept():
     assert visible("a\nb\x1b\u202e\u2028é") == r"a\nb\x1b\u202e\u2028é"
     assert visible("a\nb\t", keep="\n") == "a\nb\\t"
+
+
+def test_format_characters_which_nobody_sees_are_escaped_but_joiners_stay():
+    assert visible("a\u200bb\ufeff\U000e0041\u00ad") == r"a\u200bb\ufeff\U000e0041\xad"
+    assert visible("\u0915\u094d\u200d \u200c") == "\u0915\u094d\u200d \u200c"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from unit.inspection.batch_places import LENGTHS, settings_of, write_checkpoint
 
-from megatron_neobert.config import ParallelConfig
+from megatron_neobert.config import CheckpointConfig, ParallelConfig
 from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.inspection.batch_rows import rows_of
@@ -85,6 +85,26 @@ def test_a_checkpoint_of_other_documents_is_refused(place, tmp_path):
     folder = write_checkpoint(tmp_path, settings_of(place), iteration=1, cursor={"epoch": 0, "window": 0, "row": 8})
     with pytest.raises(CheckpointError, match=r"was trained on the corpus with sha256 .{12}, --data-path names"):
         find_batch(settings_of(place, data_path=(str(place / "Q"),)), 3, place=folder)
+
+
+def test_a_run_that_continues_another_reads_its_data_from_the_beginning(place, tmp_path):
+    settings = settings_of(place)
+    behind_4 = asdict(find_batch(settings, 5, place=None).cursor)
+    write_checkpoint(tmp_path, settings, iteration=4, cursor=behind_4)
+    second = replace(settings, checkpoint=CheckpointConfig(continue_from=str(tmp_path)))
+    found = find_batch(second, 6, place=None)
+    assert found.cursor == find_batch(settings, 6 - 4, place=None).cursor
+    assert contents(found) != contents(find_batch(settings, 6, place=None))
+    with pytest.raises(ConfigError, match="--iteration 4 is before this run, whose first is 5"):
+        find_batch(second, 4, place=None)
+
+
+def test_an_iteration_behind_the_last_is_refused(place):
+    settings = settings_of(place)
+    settings = replace(settings, training=replace(settings.training, train_iters=3))
+    assert find_batch(settings, 3, place=None).iteration == 3
+    with pytest.raises(ConfigError, match="--iteration 4 is none of this run, which has 3"):
+        find_batch(settings, 4, place=None)
 
 
 def test_the_summary_counts_what_is_in_the_rows(place):

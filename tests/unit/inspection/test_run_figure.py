@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import struct
+import warnings
 from xml.etree import ElementTree
 
 import numpy as np
@@ -11,7 +12,14 @@ import pytest
 from matplotlib.colors import to_hex
 
 from megatron_neobert.evaluation.plots import COLOURS
-from megatron_neobert.inspection.run_figure import LOOKS, draw, to_csv, trailing_mean, write_curves
+from megatron_neobert.inspection.run_figure import (
+    LOOKS,
+    draw,
+    letters_without_picture,
+    to_csv,
+    trailing_mean,
+    write_curves,
+)
 from megatron_neobert.inspection.run_log import RunLog
 
 TOKENS = 1_000_000  # per iteration
@@ -76,6 +84,11 @@ def test_a_gap_stays_a_gap_and_enters_no_mean():
     assert trailing_mean(values[:1], 10).tolist() == [1.0]
 
 
+def test_a_spike_enters_no_mean_behind_its_window():
+    values = np.array([1.0, 1e30, 1.0, 1.0, 1.0, 2.0])
+    assert trailing_mean(values, 2).tolist() == [1.0, 1e30 / 2, 1e30 / 2, 1.0, 1.0, (1 + 2) / 2]
+
+
 def test_a_gradient_norm_that_spikes_is_drawn_on_a_logarithmic_axis():
     figures = [draw([run_of(losses=(1,) * 9)], ["loss", "grad_norm"], x="tokens", smooth=1)]
     for last in (1.2, 4000.0):
@@ -103,6 +116,12 @@ def test_the_table_holds_every_number_as_it_was_logged():
     assert (rows[3]["loss"], rows[3]["mfu"]) == ("1.25", "0.4")
 
 
+@pytest.mark.parametrize("beginning", ["=", "+", "-", "@"])
+def test_a_run_is_no_formula_to_a_spreadsheet(beginning):
+    rows = list(csv.DictReader(io.StringIO(to_csv([run_of(f"{beginning}1"), run_of("a=1", losses=(1.0,))]))))
+    assert [row["run"] for row in rows] == [f"./{beginning}1"] * 3 + ["a=1"]
+
+
 def test_the_same_logs_give_the_same_files_and_names_are_not_markup(tmp_path):
     name = r"_$\frac$ <b>&--"
     written = []
@@ -116,6 +135,20 @@ def test_the_same_logs_give_the_same_files_and_names_are_not_markup(tmp_path):
     width, height = struct.unpack(">II", png[16:24])
     assert png[:4] == b"\x89PNG" and width == 1536 and height > 400
     assert not [tag for tag in ElementTree.fromstring(svg).iter() if tag.tag.endswith(("script", "}b"))]
+
+
+def test_letters_that_the_font_lacks_are_named_instead_of_a_warning_of_matplotlib(tmp_path):
+    names = ["größe", "\u5b9f\u9a13"]
+    assert letters_without_picture(names) == "\u5b9f\u9a13"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_curves(tmp_path, [run_of(name) for name in names], ["loss"], x="tokens", smooth=1)
+
+
+def test_values_as_large_as_fp32_has_them_can_be_drawn(tmp_path):
+    write_curves(tmp_path, [run_of(losses=(1.0, -1e39, 1e39), grad_norm=1e39)], ["loss", "grad_norm"], x="tokens",
+                 smooth=2)  # fmt: skip
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_an_odd_panel_is_as_wide_as_two_and_an_unknown_metric_has_its_name(tmp_path):

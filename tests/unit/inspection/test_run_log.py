@@ -93,6 +93,17 @@ def test_only_finite_numbers_are_values(tmp_path):
     assert read(tmp_path, interval(10), line).values[20] == {"g": 2}
 
 
+@pytest.mark.parametrize("name", ["a\ud800b", "\x1b[31mred", '=HYPERLINK("http://x")', "a b", "x" * 65, "", "\u5b9f"])
+def test_only_words_are_names_of_metrics(tmp_path, name):
+    line = json.dumps({"iteration": 20, name: 1.0, "good_1": 2.0, "x" * 64: 3.0}) + "\n"
+    assert read(tmp_path, interval(10), line).values[20] == {"good_1": 2.0, "x" * 64: 3.0}
+
+
+def test_a_number_beyond_all_that_can_be_drawn_is_no_value(tmp_path):
+    line = json.dumps({"iteration": 20, "a": 1e300, "b": -1e300, "c": 3e38}) + "\n"
+    assert read(tmp_path, interval(10), line).values[20] == {"c": 3e38}
+
+
 def test_an_interval_without_a_loss_is_a_gap_in_it(tmp_path):
     skipped = json.dumps({"iteration": 20, "lr": 1e-3, "consumed_tokens": 20000}) + "\n"
     iterations, losses = read(tmp_path, interval(10), skipped, interval(30)).series("loss")

@@ -161,7 +161,28 @@ def test_limits_of_a_container_are_read_from_both_versions_of_cgroups(tmp_path, 
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert (cgroup_cores(tmp_path), cgroup_memory_gib(tmp_path)) == (cores, gib)
+    nowhere = tmp_path / "no_listing"
+    assert (cgroup_cores(tmp_path, nowhere), cgroup_memory_gib(tmp_path, nowhere)) == (cores, gib)
+
+
+def test_limits_of_a_job_lie_in_its_own_cgroup_or_one_above_it_and_the_least_counts(tmp_path):
+    """As Slurm writes them, where the root of cgroups has no limit."""
+    (tmp_path / "v2" / "job_7" / "step_0").mkdir(parents=True)
+    (tmp_path / "v2" / "job_7" / "memory.max").write_text(f"{16 * 2**30}\n")
+    (tmp_path / "v2" / "job_7" / "step_0" / "memory.max").write_text(f"{20 * 2**30}\n")
+    (tmp_path / "v2" / "job_7" / "step_0" / "cpu.max").write_text("400000 100000\n")
+    (tmp_path / "v2" / "job_8").mkdir()
+    (tmp_path / "v2" / "job_8" / "memory.max").write_text("1\n")
+    own = tmp_path / "own"
+    own.write_text("0::/job_7/step_0\n")
+    assert (cgroup_cores(tmp_path / "v2", own), cgroup_memory_gib(tmp_path / "v2", own)) == (4.0, 16.0)
+
+    for name, text in {"memory/uid/job_7/memory.limit_in_bytes": 2**34, "memory/memory.limit_in_bytes": 2**40}.items():
+        (tmp_path / "v1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "v1" / name).write_text(f"{text}\n")
+    (tmp_path / "v1" / "cpu").mkdir()
+    own.write_text("4:memory:/uid/job_7\n2:cpu,cpuacct:/\n0::/\n")
+    assert (cgroup_cores(tmp_path / "v1", own), cgroup_memory_gib(tmp_path / "v1", own)) == (None, 16.0)
 
 
 def test_file_system_is_that_of_the_longest_mount_point(tmp_path):
@@ -176,7 +197,17 @@ def test_file_system_is_that_of_the_longest_mount_point(tmp_path):
 def test_folder_that_is_not_there_yet_is_judged_by_the_one_it_will_lie_in(tmp_path):
     disk = read_disk("--save", tmp_path / "runs" / "first")
     assert (disk.path, disk.writable) == (str(tmp_path / "runs" / "first"), True)
-    assert disk.free_gib > 0
+    assert disk.free_gib > 0 and disk.obstacle == ""
+
+
+def test_place_that_is_a_file_or_lies_in_one_or_is_a_link_to_nothing_is_no_place_for_a_run(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to(tmp_path / "nothing")
+    places = {file: file, file / "runs" / "first": file, link: link, link / "first": link}
+    assert {place: read_disk("--save", place).obstacle for place in places} == {
+        place: str(obstacle) for place, obstacle in places.items()
+    }
 
 
 def test_requirements_with_extras_and_markers_are_read():

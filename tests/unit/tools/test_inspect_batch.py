@@ -65,6 +65,11 @@ def test_a_page_is_written_whole_and_the_numbers_are_printed(place, inspect, tmp
     assert page.read_text().count("<section>") == 3 and [path.name for path in tmp_path.iterdir()] == ["batch.html"]
 
 
+def test_a_page_that_cannot_be_written_is_an_error_of_the_output(place, inspect):
+    with pytest.raises(OutputError, match=r"--html /proc/batch.html cannot be written"):
+        inspect("--load", place / "run", "--iteration", 6, "--rows", 1, "--html", "/proc/batch.html")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -74,6 +79,8 @@ def test_a_page_is_written_whole_and_the_numbers_are_printed(place, inspect, tmp
         (["--iteration", "1", "--rank", "2", "--world-size", "2"], ConfigError, "--rank 2 is none of --world-size 2"),
         (["--iteration", "1", "--rank", "0", "--world-size", "0"], ConfigError, "--world-size 0 is below 1"),
         (["--iteration", "1", "--html", "nowhere/b.html"], OutputError, "there is no folder nowhere"),
+        (["--iteration", "1", "--html", "/"], OutputError, "--html / is a folder"),
+        (["--iteration", "101"], ConfigError, "--iteration 101 is none of this run, which has 100"),
         (["--iteration", "1", "--sead", "3"], ConfigError, "unknown flag --sead; did you mean '--seed'"),
         (["--iteration", "1", "--load", "nowhere"], MissingInputError, "nowhere holds no checkpoint"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from unit.tools.commands import import_tool, run
@@ -70,6 +71,18 @@ def test_chosen_metrics_are_drawn_in_their_order_and_no_other(tmp_path, plot, mo
     assert drawn == [["lr", "loss"], ["loss", "lr"]]
 
 
+def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_the_files(tmp_path, plot):
+    folder = write_run(tmp_path / "\x1b[31mred\udc80\u5b9f")
+    hostile = {"iteration": 50, "loss": 1.0, "consumed_tokens": 5000, "\x1b]0;owned\x07": 1.0, "a\ud800b": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(hostile) + "\n")
+    said = plot(folder, "--output", tmp_path)
+    assert said.out.startswith(r"\x1b[31mred\udc80") and "\x1b" not in said.out
+    assert said.err == "warning: the font of the pictures has no \u5b9f; they may be drawn as boxes\n"
+    ElementTree.parse(tmp_path / "curves.svg")  # raises where a name has brought a control character
+    with pytest.raises(ConfigError, match="they have loss, consumed_tokens"):
+        plot(folder, "--output", tmp_path, "--metrics", "nope")
+
+
 def test_what_cannot_be_drawn_is_refused_with_the_reason(tmp_path, plot):
     folder = write_run(tmp_path / "a")
     with pytest.raises(MissingInputError, match="holds no metrics"):
@@ -81,5 +94,7 @@ def test_what_cannot_be_drawn_is_refused_with_the_reason(tmp_path, plot):
     with pytest.raises(ConfigError, match="is named more than once"):
         plot(folder, folder / "metrics.jsonl", "--output", tmp_path / "p")
     assert not (tmp_path / "p").exists()
-    with pytest.raises(OutputError, match="cannot be created"):
+    with pytest.raises(OutputError, match="cannot be written"):
         plot(folder, "--output", folder / "metrics.jsonl" / "p")
+    with pytest.raises(OutputError, match="--output /proc cannot be written"):
+        plot(folder, "--output", "/proc")

@@ -135,5 +135,11 @@ def test_run_that_goes_on_says_so_in_its_record_and_one_that_begins_does_not(tmp
     first.add(report(), progress_of(1))
     first.close_interval(progress_of(1), lr=1e-4, grad_norm=1.0)
     assert ["restarted" in line for line in recorded(first)] == [False]
-    last = recorded(start(tmp_path, iteration=1))[-1]
-    assert (last["iteration"], last["restarted"]) == (1, 1)
+    again = start(tmp_path, iteration=1)
+    for iteration in (2, 3):
+        again.add(report(), progress_of(iteration))
+        again.close_interval(progress_of(iteration), lr=1e-4, grad_norm=1.0)
+    lines = [(line["iteration"], line.get("restarted")) for line in recorded(again)]
+    assert lines == [(1, None), (1, 1), (2, None), (3, None)]
+    start(tmp_path, iteration=3)  # which finds nothing to do
+    assert len(recorded(again)) == len(lines)

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests_tiny import tiny_settings
 
-from megatron_neobert import distributed
 from megatron_neobert.config import CheckpointConfig, Settings
-from megatron_neobert.data.inputs import open_inputs
-from megatron_neobert.training.build import build_run, join
+from megatron_neobert.data import rows
+from megatron_neobert.data.batches import BatchStream
+from megatron_neobert.data.inputs import batch_settings, open_inputs
+from megatron_neobert.training import plan_data
 from megatron_neobert.training.checkpoint_files import MANIFEST
 from megatron_neobert.training.flops import training_flops_per_token
 from megatron_neobert.training.gpus import find_gpu
@@ -50,41 +50,67 @@ def test_curve_is_as_high_as_its_values():
 # ---- what an iteration reads
 
 
-@pytest.fixture
-def no_process_group_left() -> Iterator[None]:
-    yield
-    if torch.distributed.is_initialized():
-        distributed.shut_down()
+EPOCHS = 2
+PACKINGS = [
+    {"long_documents": "truncate"},
+    {"long_documents": "chunk"},
+    {"batch_layout": "concatenated"},
+    {"document_block_size": 4},
+]
 
 
-@pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
-def test_sample_counts_what_the_first_iteration_trains_on(long_documents, tiny_corpus, no_process_group_left):
-    settings = tiny_settings(tiny_corpus, data={"seq_length": 64, "long_documents": long_documents})
-    sample = sample_iteration(settings, open_inputs(settings.data))
-    run = build_run(settings, *join(settings))
-    batches = next(run.training_stream.steps())
-    assert sample.tokens == batches.real_tokens
-    assert sample.fill == batches.real_tokens / (8 * 64)
-    pieces = [int((batch.tokens_t == run.tokenizer.cls_id).sum()) for batch in batches.micro_batches]
-    # A document that is cut into several begins once, and may have begun in a later row than its second piece.
-    assert (sample.documents == sum(pieces)) == (long_documents == "truncate")
-    lengths = [n for batch in batches.micro_batches for n in batch.cu_seqlens_n.diff().tolist()]
-    unused = 8 * 64 - batches.real_tokens
-    squares = sum(length**2 for length in lengths)
-    assert squares - unused**2 <= sample.tokens_of_a_tokens_document * sample.tokens <= squares
+@pytest.mark.parametrize("data", PACKINGS, ids=lambda data: str(*data.values()))
+def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, tiny_corpus, monkeypatch):
+    """A source of several windows, read until its cursor has left two epochs behind."""
+    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 128)
+    monkeypatch.setattr(plan_data, "WINDOW_DOCUMENTS", 128)
+    one_row = {"global_batch_size": 1, "micro_batch_size": 1}
+    settings = tiny_settings(tiny_corpus, data={"seq_length": 64, **data}, training=one_row)
+    inputs = open_inputs(settings.data)
+    sample = sample_iteration(settings, inputs)
+    iterations, tokens, squares = 0, 0, 0
+    for step in BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer)).steps():
+        iterations += 1
+        (batch,) = step.micro_batches
+        tokens += batch.real_tokens
+        bounds = batch.cu_seqlens_n[batch.cu_seqlens_n <= batch.real_tokens]
+        squares += int((bounds.diff() ** 2).sum())
+        if step.cursor_after.epoch == EPOCHS:
+            break
+    documents = EPOCHS * len(inputs.training[0].documents)
+    # The second epoch shares its documents out to windows anew, which takes a row more or less in each of them.
+    assert sample.epochs == (pytest.approx(EPOCHS / iterations, rel=0.02),)
+    assert sample.documents == pytest.approx(documents / iterations, rel=0.02)
+    assert sample.tokens == pytest.approx(tokens / iterations, rel=0.02)
+    assert sample.fill == pytest.approx(tokens / (iterations * 64), rel=0.02)
+    assert sample.tokens_of_a_tokens_document == pytest.approx(squares / tokens, rel=0.02)
 
 
-def test_epochs_are_documents_over_those_for_training(tiny_corpus):
-    """600 documents, of which 99 % are for training; two components of one corpus share the rows 3 to 1."""
+def test_epochs_of_a_corpus_too_long_to_pack_are_those_of_its_first_windows(tiny_corpus, monkeypatch):
+    """Of eight windows out of nineteen; they are no special ones."""
     settings = tiny_settings(tiny_corpus)
-    sample = sample_iteration(settings, open_inputs(settings.data))
-    assert sample.epochs == (sample.documents / 594,)
-    blend = tiny_settings(
-        tiny_corpus, data={"data_path": ("0.75", f"{tiny_corpus.prefix}", "0.25", f"{tiny_corpus.prefix}:min=20")}
-    )
-    sample = sample_iteration(blend, open_inputs(blend.data))
-    assert len(sample.epochs) == 2
-    assert sample.epochs[0] * 594 > sample.epochs[1] * 594 / 2 > 0
+    inputs = open_inputs(settings.data)
+    monkeypatch.setattr(plan_data, "WINDOW_DOCUMENTS", 32)
+    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 32)
+    some = sample_iteration(settings, inputs)
+    monkeypatch.setattr(plan_data, "_MOST_WINDOWS", 19)
+    every = sample_iteration(settings, inputs)
+    assert some.epochs != every.epochs
+    assert some.epochs[0] == pytest.approx(every.epochs[0], rel=0.1)
+
+
+def test_components_of_a_blend_take_their_shares_of_the_rows(tiny_corpus):
+    """3 to 1; each has as many epochs as alone, at its share."""
+    names = (tiny_corpus.prefix, f"{tiny_corpus.prefix}:min=20")
+
+    def epochs_of(*data_path: str) -> tuple[float, ...]:
+        settings = tiny_settings(tiny_corpus, data={"data_path": data_path})
+        return sample_iteration(settings, open_inputs(settings.data)).epochs
+
+    blend = epochs_of("0.75", names[0], "0.25", names[1])
+    for epochs, share, name in zip(blend, (0.75, 0.25), names, strict=True):
+        # The second is packed in another order as a component than alone.
+        assert epochs == pytest.approx(share * epochs_of(name)[0], rel=0.02)
 
 
 # ---- checkpoints
@@ -151,6 +177,12 @@ def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
     settings = tiny_settings(tiny_corpus, checkpoint={"continue_from": str(tmp_path)})
     assert "6 iterations, 4 of them done" in plan_of(settings, capsys)
     assert "done" not in plan_of(tiny_settings(tiny_corpus), capsys)
+
+
+def test_plan_says_a_warmup_only_where_there_is_one(tiny_corpus, capsys):
+    with_it = tiny_settings(tiny_corpus, optimizer={"lr_warmup_iters": 2, "lr_decay_style": "constant"})
+    assert "   0 to 0.002 by iteration 2, then constant\n" in plan_of(with_it, capsys)
+    assert "   0.002, then constant\n" in plan_of(with_it.with_section("optimizer", lr_warmup_iters=0), capsys)
 
 
 def test_plan_is_plain_where_the_terminal_is(tiny_corpus, monkeypatch):
