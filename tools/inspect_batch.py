@@ -108,19 +108,18 @@ def _flags_of_one_rank() -> list[str]:
 
 
 def _show(found: "FoundBatch", arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from megatron_neobert.files import replace_file
     from megatron_neobert.inspection.batch_html import to_html
     from megatron_neobert.inspection.batch_rows import rows_of
     from megatron_neobert.inspection.batch_summary import summarize
     from megatron_neobert.inspection.batch_text import print_rows, print_summary
+    from megatron_neobert.terminal import Terminal
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = Terminal(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=120)
+        console = Terminal(highlight=False, markup=False, emoji=False, width=120)
     summary = summarize(found)
     print_summary(console, found, summary)
     rows = islice(rows_of(found), arguments.rows)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import psutil
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import StepBatches
 from megatron_neobert.environment import is_rank_zero, world_size
+from megatron_neobert.terminal import Terminal
 from megatron_neobert.training.flops import training_flops_per_token
 from megatron_neobert.training.gpus import find_gpu
 from megatron_neobert.training.metrics_line import Interval, say_quality
@@ -62,7 +62,7 @@ class Monitor:
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
         self.largest_memory_mib = 0  # of all ranks, as the loop has learnt
-        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.console = Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
         # Not console.is_terminal alone: FORCE_COLOR makes a terminal of any file.
         shows_bar = sys.stdout.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
         self.bar = ProgressBar(

@@ -26,6 +26,7 @@ PLACES = {
     "megatron_neobert.errors": Place(0, "errors"),
     "megatron_neobert.environment": Place(1, "environment"),
     "megatron_neobert.files": Place(1, "files"),
+    "megatron_neobert.terminal": Place(1, "terminal"),
     "megatron_neobert.config": Place(1, "config"),
     "megatron_neobert.config_checks": Place(1, "config"),
     "megatron_neobert.compute_checks": Place(1, "config"),
