@@ -8,4 +8,4 @@ class Terminal(Console):
 
     def on_broken_pipe(self) -> None:
         """Called by rich while it handles a BrokenPipeError."""
-        raise  # the one that is being handled
+        raise  # noqa: PLE0704 (rich is handling it)
