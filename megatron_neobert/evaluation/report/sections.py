@@ -170,7 +170,7 @@ def _perplexity_cells(run: Run) -> list[str]:
 
 def _perplexity_curve(run: Run) -> Curve:
     points = run.results["curve"]
-    columns = ([point[name] for point in points] for name in ("mean_length", "pseudo_perplexity"))
+    columns = [round(point["mean_length"]) for point in points], [point["pseudo_perplexity"] for point in points]
     nan = float("nan")
     bands = ([nan if point[name] is None else point[name] for point in points] for name in ("low", "high"))
     return Curve(run.model, *columns, *bands)
