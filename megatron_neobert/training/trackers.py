@@ -50,7 +50,7 @@ class Trackers:
         assert self.save is not None
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         with (self.save / _RECORD).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"time": now, **values}) + "\n")
+            stream.write(json.dumps({**values, "time": now}) + "\n")  # "iteration" first: run_log.py finds lines by it
 
     def close(self, *, failed: bool) -> None:
         if self.tensorboard is not None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_neobert.config import CheckpointConfig, Settings, TrainingConfig
+from megatron_neobert.inspection.run_log import read_run
 from megatron_neobert.training.flops import training_flops_per_token
 from megatron_neobert.training.metrics import Averages, Monitor
 from megatron_neobert.training.run import Progress
@@ -143,3 +144,12 @@ def test_run_that_goes_on_says_so_in_its_record_and_one_that_begins_does_not(tmp
     assert lines == [(1, None), (1, 1), (2, None), (3, None)]
     start(tmp_path, iteration=3)  # which finds nothing to do
     assert len(recorded(again)) == len(lines)
+
+
+def test_line_behind_one_that_a_kill_has_torn_can_still_be_read(tmp_path):
+    monitor = start(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("w") as stream:
+        stream.write('{"iteration": 1, "cursor": {"epo')
+    monitor.add(report(2.0), progress_of(2))
+    monitor.close_interval(progress_of(2), lr=1e-4, grad_norm=1.0)
+    assert read_run(tmp_path, name="torn").series("loss") == ([2], [2.0])
