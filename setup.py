@@ -33,6 +33,7 @@ REQUIREMENTS = [
     "tensorboard>=2.16",
     "rich>=13",
     "tqdm>=4.66",
+    "matplotlib>=3.8",  # the curves of a run, and the figures of evaluations
     "packaging>=24.2",  # megatron.core imports it
     "psutil>=5.9",  # the launcher; megatron.core's checkpoint writers hang without it
 ]
@@ -54,7 +55,6 @@ EXTRAS = {
         "scikit-learn>=1.6",
         "scipy>=1.13",
         "optuna>=4",
-        "matplotlib>=3.8",
         "accelerate>=1",  # transformers' Trainer
     ],
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what tools/export_onnx.py writes and runs

@@ -9,7 +9,6 @@ tick; what it had logged beyond its checkpoint is replaced by what it logged lat
 """
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +27,6 @@ def main() -> None:
         raise ConfigError(
             f"--smooth {arguments.smooth} is below 1; it is a number of intervals, and 1 smooths nothing."
         )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed, which draws the curves; pip install -e '.[eval]' brings it.")
 
     from megatron_neobert.inspection.run_figure import letters_without_picture, write_curves
     from megatron_neobert.inspection.run_log import read_run

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.data.order import COMPONENT_SHIFT
 from megatron_neobert.data.rows import Source
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch
@@ -80,7 +81,8 @@ def rows_of(found: FoundBatch) -> Iterator[Row]:
 
 def corpus_name(source: Source) -> str:
     """The path that a corpus was named by."""
-    return str(getattr(source.corpus, "prefix", "corpus"))
+    assert isinstance(source.corpus, Corpus), "the inputs of a run are opened from files"
+    return str(source.corpus.prefix)
 
 
 def _document_of(sources: tuple[Source, ...], tagged: int) -> tuple[str, int, int]:

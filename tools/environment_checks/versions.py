@@ -36,8 +36,3 @@ def _release(version: str) -> tuple[int, ...]:
 def _is_final(version: str) -> bool:
     public = version.split("+")[0]
     return re.search(r"(a|b|rc|dev)\d*", public) is None
-
-
-def minor(version: str) -> tuple[int, ...]:
-    """(2, 11) of 2.11.0+cu130."""
-    return _release(version)[:2]
