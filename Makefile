@@ -1,11 +1,12 @@
 # Each target prepares its environment itself: an active one, or .venv (see tools/prepare_environment.sh).
-.PHONY: help quickstart test fuzz lint docs clean
+.PHONY: help quickstart test test-all fuzz lint docs clean
 
 environment = python="$$(bash tools/prepare_environment.sh --dev)"
 
 help:
 	@echo "make quickstart   train, stop, resume, convert and try a tiny NeoBERT on this machine"
-	@echo "make test         ruff, mypy and the whole test suite"
+	@echo "make test         ruff, mypy and the tests that guard every promise once: ten minutes on two idle cores"
+	@echo "make test-all     the same with everything: every layout, storms of kills, fuzzing, the walk through the README"
 	@echo "make fuzz         mutated corpora, settings, tokenizers, checkpoints and model folders; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make docs         the documentation as a site in build/site, every link and anchor checked"
@@ -18,8 +19,9 @@ quickstart:
 	@bash examples/quickstart.sh
 
 # The linters' verdict waits until the tests have spoken, so that one run shows everything.
-test:
-	@$(environment) && lint=0 && { $(MAKE) --no-print-directory lint || lint=$$?; } && "$$python" -m pytest && exit $$lint
+test: selection = -m "not slow"
+test test-all:
+	@$(environment) && lint=0 && { $(MAKE) --no-print-directory lint || lint=$$?; } && "$$python" -m pytest -n auto $(selection) && exit $$lint
 
 fuzz:
 	@$(environment) && FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) "$$python" -m pytest tests/bad_inputs -k fuzz

@@ -5,8 +5,10 @@ gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; witho
 
 import datetime
 import os
+import socket
 from collections.abc import Sequence
 
+import psutil
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
@@ -33,6 +35,7 @@ def initialize(settings: Settings) -> torch.device:
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=_MARGIN_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
+        _listen_on_one_interface()
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
         # torchrun keeps its store when it starts the ranks again; they would read their predecessors' addresses there.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -53,6 +56,24 @@ def initialize(settings: Settings) -> torch.device:
     # Nothing is random in a step, but Megatron's sequence parallelism and recomputation want the states to exist.
     tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed)
     return device
+
+
+def _listen_on_one_interface() -> None:
+    """Keeps the sockets between ranks off the other networks: on one node loopback, else the way to MASTER_ADDR.
+
+    gloo would listen on the address of the host's name, NCCL on the first interface that is up.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        address = "127.0.0.1"
+    else:
+        family, *_, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing
+            way.connect(master)
+            address = way.getsockname()[0]
+    for interface, own in psutil.net_if_addrs().items():
+        if any(one.address == address for one in own):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def shut_down() -> None:

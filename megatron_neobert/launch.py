@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron_neobert.errors import (
     run_command,
 )
 from megatron_neobert.flags import parse_command_line
-from megatron_neobert.meeting import Meeting
+from megatron_neobert.meeting import Meeting, serve_store
 from megatron_neobert.nodes import Place, find_place, whole_number
 from megatron_neobert.training.checkpoint_files import check_folders
 from megatron_neobert.training.stopping import (
@@ -163,12 +163,13 @@ def _run_torchrun(job: _Job) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     place = job.place
-    options = [f"--nnodes={place.nodes}", f"--nproc-per-node={job.nproc}"]
     if place.nodes == 1:
-        options.append("--standalone")
-    else:
-        options += [f"--node-rank={place.rank}", f"--master-addr={place.address}", f"--master-port={place.port}"]
-        options.append(f"--rdzv-conf=timeout={job.rendezvous_seconds}")
+        # Not --standalone: its store listens on all interfaces, and torchrun unpickles what a stranger writes there.
+        store = serve_store("127.0.0.1", 0, nodes=1)  # kept until the ranks have ended; a restart gets an empty one
+        place = replace(place, address=store.host, port=store.port)
+    options = [f"--nnodes={place.nodes}", f"--node-rank={place.rank}", f"--nproc-per-node={job.nproc}"]
+    options += [f"--master-addr={place.address}", f"--master-port={place.port}"]
+    options.append(f"--rdzv-conf=timeout={job.rendezvous_seconds}")
     # Not torchrun's way with the others: it would kill the ranks 30 s later, in the middle of saving.
     options.append("--signals-to-handle=SIGHUP,SIGQUIT")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message says more

@@ -6,18 +6,23 @@ time limit, no more. The store's address and port are those that torchrun uses a
 """
 
 import contextlib
+import errno
 import json
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError
 from megatron_neobert.nodes import Place
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # slow to import
+
 _POLL_SECONDS = 0.2
+_BACKLOG = 4096  # connections that wait to be accepted: the ranks of a large run come all together
 _FAREWELL_SECONDS = 30  # how long a node that refuses its start tries to reach the others
 
 
@@ -105,15 +110,9 @@ class Meeting:
         place, deadline = self.place, time.monotonic() + seconds
         if place.rank > 0:
             _wait_for_port(place, deadline)
-        # Several stores of a process share one server at a port (multi_tenant): torchrun's will be the second.
-        self.store = TCPStore(
-            place.address if place.rank > 0 else "localhost",
-            place.port,
-            world_size=place.nodes,
-            is_master=place.rank == 0,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+            self.store = TCPStore(place.address, place.port, world_size=place.nodes, wait_for_workers=False)
+        else:
+            self.store = serve_store(place.address, place.port, nodes=place.nodes)
         return deadline
 
     @contextlib.contextmanager
@@ -125,14 +124,9 @@ class Meeting:
         try:
             yield
         except DistError as error:
-            if place.rank > 0:
-                problem = f"node 0 at {place.address} port {place.port} ended before the start; look at its output."
-            else:
-                problem = (
-                    f"MASTER_PORT {place.port} cannot be used on node 0 ({str(error).splitlines()[0]}); choose a free "
-                    "port, the same on all nodes."
-                )
-            raise ConnectionError(problem) from error
+            raise ConnectionError(
+                f"node 0 at {place.address} port {place.port} ended before the start; look at its output."
+            ) from error
 
     def _judge(self, deadline: float) -> Report:
         keys = [f"start/report/{rank}" for rank in range(self.place.nodes)]
@@ -178,6 +172,47 @@ class Meeting:
 
     def _get(self, key: str) -> Report:
         return Report(**json.loads(self.store.get(key)))
+
+
+def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
+    """The store at which nodes and ranks find each other; it listens on this one address, torch's own on all.
+
+    torchrun's store for the same port shares its server (multi_tenant), so it must live as long as the ranks.
+
+    Args:
+        address: Of this machine as the others know it. One that is not this machine's own (NAT), or that only this
+            machine takes for loopback (a line of /etc/hosts), is served on all interfaces: nobody could connect else.
+        port: 0 for one that the system chooses.
+
+    Raises:
+        OSError: The address cannot be resolved, or the port is taken.
+    """
+    from torch.distributed import TCPStore
+
+    try:
+        family, *_, (host, *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if host.startswith("127.") and address not in ("localhost", host):
+            host = ""
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener = socket.create_server(("", port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConnectionError(
+            f"MASTER_PORT {port} cannot be used on node 0 at {address} ({error.strerror}); choose a free port, the same "
+            "on all nodes, and check MASTER_ADDR."
+        ) from error
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size=nodes,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _wait_for_port(place: Place, deadline: float) -> None:

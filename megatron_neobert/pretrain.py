@@ -26,6 +26,9 @@ def main() -> int:
     from megatron_neobert.model.kernels import check_hardware
 
     check_hardware(command.settings)  # before Megatron is imported: it imports whatever package is called apex
+    from megatron_neobert.megatron_imports import import_megatron
+
+    import_megatron()
     from megatron_neobert.training.loop import run_training
 
     return run_training(command.settings)

@@ -14,6 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -40,17 +41,22 @@ def build_loader(stream: BatchStream, *, num_workers: int) -> DataLoader[StepBat
         _Steps(stream),
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=_survive_stop_signals if num_workers else None,
+        worker_init_fn=_leave_the_run_alone if num_workers else None,
         pin_memory=torch.cuda.is_available(),
     )
 
 
-def _survive_stop_signals(worker: int) -> None:
-    """Leaves it to the parent to end this worker.
+def _leave_the_run_alone(worker: int) -> None:
+    """Leaves the network to the parent, and it to the parent to end this worker.
+
+    A forked worker inherits the parent's sockets, those that listen too: they would outlive the parent, and strangers'
+    connections would wait in them unseen.
 
     torchrun and Slurm send their stop signals to every process of a job. The trainer answers by finishing its step and
     saving; a worker that died of the same signal would make DataLoader raise in the middle of that.
     """
+    for connection in psutil.Process().net_connections("inet"):
+        os.close(connection.fd)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

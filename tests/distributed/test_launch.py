@@ -6,8 +6,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import read_metrics
+from torch.distributed import TCPStore
 from training_command import BASH, REPOSITORY, SCRIPT, TORCHRUN, environment
 
 TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
@@ -69,6 +71,32 @@ def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tin
     iteration = int(stopped.split()[3])
     assert (tmp_path / f"iter_{iteration:07d}" / "MANIFEST.json").is_file()
     assert max(read_metrics(tmp_path)) == iteration
+
+
+def test_nothing_that_one_node_starts_listens_beyond_loopback_and_loader_workers_listen_nowhere(tiny_corpus):
+    command = [*BASH, *flags(tiny_corpus, train_iters=100_000, num_workers=1)]
+    with subprocess.Popen(
+        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("iteration 1/"))
+        launcher = psutil.Process(process.pid)
+        ranks = launcher.children()
+        listeners = {one.pid: listening(one) for one in (launcher, *ranks)}
+        workers = {worker.pid: listening(worker) for rank in ranks for worker in rank.children()}
+        host, port = listeners[launcher.pid][0]
+        keys = TCPStore(host, port, is_master=False).list_keys()
+        process.kill()
+        process.stdout.read()
+    assert len(listeners) == 3 and all(listeners.values())  # the store, and gloo's sockets in each rank
+    assert {host for found in listeners.values() for host, _ in found} == {"127.0.0.1"}
+    assert len(workers) == 2 and not any(workers.values())
+    # torchrun unpickles what it finds under its dynamic rendezvous, wherever that came from; a static one has none.
+    assert keys and not any("torch.rendezvous" in key for key in keys)
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    return [tuple(one.laddr) for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)

@@ -44,6 +44,7 @@ PLACES = {
     "megatron_neobert.distributed": Place(3, "platform"),
     "megatron_neobert.cpu_backend": Place(3, "platform"),
     "megatron_neobert.megatron_fixes": Place(3, "platform"),
+    "megatron_neobert.megatron_imports": Place(3, "platform"),
     "megatron_neobert.model": Place(4, "model"),
     "megatron_neobert.data": Place(4, "data"),
     "megatron_neobert.training": Place(5, "training"),

@@ -4,10 +4,11 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_neobert.meeting import Meeting, Report
+from megatron_neobert.meeting import Meeting, Report, serve_store
 from megatron_neobert.nodes import Place
 
 START = {"--lr": "0.1", "NPROC_PER_NODE": "8"}
@@ -107,3 +108,11 @@ def test_port_that_somebody_else_uses_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(ConnectionError, match=f"MASTER_PORT {port} cannot be used on node 0 .*choose a free port"):
             meeting(0, port).agree(START)
+
+
+def test_store_listens_on_its_address_alone_and_torch_on_every_one():
+    ours = serve_store("127.0.0.1", 0, nodes=1)
+    torchs = TCPStore("127.0.0.1", 0, world_size=1, is_master=True, wait_for_workers=False)
+    heard = {one.laddr.port: one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == "LISTEN"}
+    assert heard[ours.port] == "127.0.0.1"
+    assert heard[torchs.port] in ("::", "0.0.0.0")
