@@ -125,7 +125,10 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
         if row.rule is STRIP_PADDING:
             _check_padding(row.internal, source, shape)
         parts = row.rule.publish(source, shape)
-        published |= {name: part.contiguous() for name, part in zip(row.published, parts, strict=True)}
+        for name, part in zip(row.published, parts, strict=True):
+            # Writers of safetensors refuse tensors that share memory, as views of one tensor do.
+            is_view = part.untyped_storage().nbytes() != part.nbytes
+            published[name] = part.clone(memory_format=torch.contiguous_format) if is_view else part.contiguous()
         published |= {name: source.new_zeros(len(parts[0])) for name in row.zero_biases}
     _check_tensors(published, _shapes_of(rows, shape))
     return published
@@ -159,6 +162,12 @@ def expand_table(table: Table, num_layers: int) -> list[Row]:
     for row in table:
         expanded += [row.for_layer(layer) for layer in range(num_layers)] if "{i}" in row.internal else [row]
     return expanded
+
+
+def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Internal weights as views without the rows that pad the vocabulary."""
+    padded = {row.internal for row in NEOBERT if row.rule is STRIP_PADDING}
+    return {name: tensor[: shape.vocab_size] if name in padded else tensor for name, tensor in internal.items()}
 
 
 def unstack_layers(stacked: dict[str, Tensor]) -> dict[str, Tensor]:

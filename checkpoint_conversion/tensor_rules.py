@@ -2,7 +2,7 @@
 
 Only three things ever differ beyond names: the padding of the vocabulary, fused matrices, and the rotary convention
 (NeoBERT pairs adjacent channels of a head; Megatron, EuroBERT and Llama pair its halves). Every rule is exact in both
-directions: values are moved, never computed. What is published has memory of its own, as writers of safetensors want.
+directions: values are moved, never computed. A rule may give views; mapping.py copies those before they are written.
 """
 
 from collections.abc import Callable
@@ -70,9 +70,7 @@ def _pad_vocabulary(parts: list[Tensor], shape: ModelShape) -> Tensor:
 
 
 COPY = Rule(lambda tensor, shape: [tensor], lambda parts, shape: parts[0])
-STRIP_PADDING = Rule(lambda tensor, shape: [tensor[: shape.vocab_size].clone()], _pad_vocabulary)
-SPLIT_HALVES = Rule(
-    lambda tensor, shape: [half.clone() for half in tensor.chunk(2)], lambda parts, shape: torch.cat(parts)
-)
+STRIP_PADDING = Rule(lambda tensor, shape: [tensor[: shape.vocab_size]], _pad_vocabulary)
+SPLIT_HALVES = Rule(lambda tensor, shape: list(tensor.chunk(2)), lambda parts, shape: torch.cat(parts))
 SPLIT_HEADS = Rule(_split_heads, _join_heads)
 PAIR_ADJACENT = Rule(_pair_adjacent, _pair_halves)

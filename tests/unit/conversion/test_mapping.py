@@ -92,6 +92,15 @@ def test_gate_is_the_first_half_of_the_fused_matrix():
     assert torch.equal(published["model.layers.0.mlp.up_proj.weight"], fused[6:])
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_published_tensors_share_no_memory_which_safetensors_would_refuse(table: Table, heads: int):
+    shape = replace(SHAPE, num_attention_heads=heads)
+    for name, tensor in to_published(build_internal(shape), shape, table).items():
+        assert tensor.is_contiguous(), name
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+
+
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_no_name_stands_twice_in_a_table(table: Table):
     rows = expand_table(table, 3)
