@@ -1,8 +1,9 @@
-"""Logits of two models side by side, on prompts that every model of one vocabulary can read.
+"""Two models side by side: logits on fixed prompts, settings, and weights bit for bit.
 
 `convert.py` uses it to refuse a wrong export, `verify.py` to compare two folders, `tools/check_parity.py` to measure.
-What is compared is the function that the weights compute, so a wrong permutation, epsilon or rotary base cannot hide
-behind names and shapes that fit.
+Logits show the function, so a wrong permutation cannot hide behind names and shapes that fit. They do not show all of
+it: prompts read a few hundred rows of the embedding, and an epsilon of 1e-6 for 1e-5 stays below any tolerance.
+Therefore settings and weights are compared as well.
 
 Shapes: `b` rows, `s` tokens of a row, `v` vocabulary.
 """
@@ -15,11 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_neobert.config import ModelConfig
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
 # Largest difference over largest logit that two correct implementations may show, by the precision that computes.
 # tools/check_parity.py measures 5e-15, 1.4e-6 and 0.026 at 28 x 768 on CPU; a wrong rotary convention shows 0.9.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+# What decides the function and the longest input; how weights started and how a vocabulary is padded do not.
+COMPARED_SETTINGS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_width",
+    "max_position_embeddings",
+    "rotary_base",
+    "norm_epsilon",
+)
 
 PROMPT_TOKENS = (7, 23, 64, 128)  # tokens of the four rows; all but the longest are padded
 
@@ -36,6 +49,9 @@ class LogitModel:
     max_tokens: int
     padded: PaddedFunction
     packed: PackedFunction | None  # None: the model knows no rows of several documents
+    # None: the folder has no layout that mapping.py knows.
+    settings: ModelConfig | None = None
+    weights: Callable[[], dict[str, Tensor]] | None = None  # under internal names, without padding of the vocabulary
 
 
 class Prompts(NamedTuple):
@@ -112,6 +128,24 @@ def compare_models(first: LogitModel, second: LogitModel, prompts: Prompts) -> d
     if second.packed is not None:
         found["packed"] = prompts.unpack(second.packed(*prompts.packed))
     return {how: compare_logits(expected_bsv, logits, prompts.attention_mask_bs) for how, logits in found.items()}
+
+
+def differing_settings(first: LogitModel, second: LogitModel) -> list[str]:
+    """Every setting that two models do not share, with both values."""
+    pairs = {name: (getattr(first.settings, name), getattr(second.settings, name)) for name in COMPARED_SETTINGS}
+    return [f"{name} is {one!r} and {other!r}" for name, (one, other) in pairs.items() if one != other]
+
+
+@torch.no_grad()
+def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
+    """The tensors that are not the same in every bit, and their largest difference over their largest value."""
+    differing = {}
+    for name, tensor in first.items():
+        one, other = tensor.float(), second[name].float()
+        if not torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32)):
+            largest = torch.maximum(one.abs().max(), other.abs().max())
+            differing[name] = float((one - other).abs().max() / largest) if largest else 0.0  # 0 and -0
+    return differing
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import megatron_neobert
-from checkpoint_conversion.comparison import dtype_name
+from checkpoint_conversion.comparison import COMPARED_SETTINGS, dtype_name
 from checkpoint_conversion.huggingface_model import load_logit_model
 from checkpoint_conversion.huggingface_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
@@ -23,7 +23,7 @@ from checkpoint_conversion.megatron_reader import MegatronCheckpoint
 from checkpoint_conversion.model_card import write_model_card
 from checkpoint_conversion.output_folder import build_folder
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
-from checkpoint_conversion.verification import Checks, reference_model, to_report, verify
+from checkpoint_conversion.verification import Checks, checkpoint_model, to_report, verify
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.files import sha256_of
 from megatron_neobert.training.checkpoint_files import MANIFEST
@@ -101,11 +101,11 @@ def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dty
     Raises:
         ConversionError: They compute different logits.
     """
-    source = reference_model(
-        checkpoint.build_reference(dtype), max_tokens=checkpoint.settings.model.max_position_embeddings
-    )
     return verify(
-        source, lambda precision: load_logit_model(folder, dtype=precision), stored=dtype, what="the exported model"
+        checkpoint_model(checkpoint, dtype),
+        lambda precision: load_logit_model(folder, dtype=precision),
+        stored=dtype,
+        what="the exported model",
     )
 
 
@@ -126,6 +126,8 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, 
         "options": _choices(options),
         "training": _training_settings(checkpoint) if checkpoint.iteration else {},  # 0: converted, not trained
         "verification": to_report(checks),
+        # Read back from the written folder; one that differed would not be here.
+        "compared": {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)} if checks else {},
         "files": {
             str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
         },

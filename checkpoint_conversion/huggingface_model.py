@@ -5,6 +5,7 @@ A folder of the neobert layout is loaded with our own class, which is the file t
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from checkpoint_conversion.comparison import LogitModel
 from checkpoint_conversion.huggingface_config import LAYOUTS, read_model_config
 from checkpoint_conversion.huggingface_folder import HEAD_FOLDER, check_folder
 from checkpoint_conversion.huggingface_weights import read_weights
+from checkpoint_conversion.mapping import TABLES, to_internal
+from checkpoint_conversion.megatron_reader import model_shape
+from megatron_neobert.config import Settings
 from megatron_neobert.errors import LONGEST_REASON, ConversionError, short_reason
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
@@ -108,6 +112,8 @@ class BackboneWithHead(nn.Module):
 
 def _to_logit_model(folder: Path, kind: str, model: Any) -> LogitModel:
     config = model.config
+    is_known = kind in LAYOUTS
+    settings = read_model_config(check_folder(folder), folder / "config.json").model if is_known else None
 
     def padded(tokens_bs: Tensor, attention_mask_bs: Tensor) -> Tensor:
         return model(input_ids=tokens_bs, attention_mask=attention_mask_bs).logits
@@ -125,6 +131,12 @@ def _to_logit_model(folder: Path, kind: str, model: Any) -> LogitModel:
         longest = int(cu_seqlens_n.diff().max())
         return model(input_ids=tokens_t[None], cu_seqlens=cu_seqlens_n, max_seqlen=longest).logits[0]
 
+    def weights() -> dict[str, Tensor]:
+        state = {name.removeprefix("backbone."): tensor for name, tensor in model.state_dict().items()}
+        assert settings is not None
+        shape = model_shape(Settings(model=settings), vocab_size=config.vocab_size)
+        return to_internal(state, replace(shape, padded_vocab_size=config.vocab_size), TABLES[kind])
+
     packed: Callable[[Tensor, Tensor], Tensor] | None = None
     if kind in _TAKES_BLOCKS:
         packed = packed_by_blocks
@@ -136,6 +148,8 @@ def _to_logit_model(folder: Path, kind: str, model: Any) -> LogitModel:
         max_tokens=config.max_position_embeddings,
         padded=padded,
         packed=packed,
+        settings=settings,
+        weights=weights if is_known else None,
     )
 
 

@@ -14,7 +14,7 @@ from checkpoint_conversion.mapping import TABLES, to_internal
 from checkpoint_conversion.megatron_reader import model_shape, read_checkpoint
 from checkpoint_conversion.megatron_writer import write_checkpoint
 from checkpoint_conversion.output_folder import build_folder
-from checkpoint_conversion.verification import Checks, reference_model, verify
+from checkpoint_conversion.verification import Checks, checkpoint_model, verify
 from megatron_neobert.config import Settings
 
 
@@ -39,8 +39,6 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> tuple
 
 
 def _verify_import(imported: ImportedModel, save: Path) -> Checks:
-    checkpoint = read_checkpoint(save)
-    max_tokens = imported.model.max_position_embeddings
-    written = reference_model(checkpoint.build_reference(torch.float32), max_tokens=max_tokens)
+    written = checkpoint_model(read_checkpoint(save))
     source = load_as_read(imported.folder)
     return verify(source, lambda precision: written, stored=torch.float32, what="the written checkpoint")

@@ -220,10 +220,17 @@ def _parity(facts: CardFacts) -> str:
         for key, (word, form) in _MEASURES.items()
     ]
     with_versions = f" ({tried})" if tried else ""
+    compared = facts.section("compared")
+    content = (
+        f"all {compared['weights']} weights were equal to the checkpoint's, rounded to the stored precision, bit for "
+        f"bit, and so were the settings {', '.join(compared['settings'])}. Its logits"
+        if compared
+        else "its logits"
+    )
     return (
-        "When the folder was written, its logits were compared with those of a reference implementation that held "
-        f"the checkpoint's weights, on fixed prompts{with_versions}. In float32, unless a column says otherwise:\n\n"
-        + _table(("", *runs), rows)
+        f"When the folder was written and loaded again, {content} were compared with those of a reference "
+        f"implementation that held the checkpoint's weights, on fixed rows of random tokens{with_versions}. In "
+        "float32, unless a column says otherwise:\n\n" + _table(("", *runs), rows)
     )
 
 

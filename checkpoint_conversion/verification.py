@@ -1,14 +1,17 @@
-"""Refuses a conversion whose result computes something else than its source.
+"""Refuses a conversion whose result is another model than its source.
 
-Every folder is loaded again from disk and run on fixed prompts, padded and packed, before it gets its name. In fp32
-always; where bfloat16 is stored, in bfloat16 as well, as its users will run it.
+Every folder is loaded again from disk before it gets its name: its settings must be the source's, its weights the
+same in every bit, and its logits on fixed prompts, padded and packed, close. In fp32 always; where bfloat16 is stored,
+in bfloat16 as well, as its users will run it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from checkpoint_conversion.comparison import (
     TOLERANCES,
@@ -16,8 +19,12 @@ from checkpoint_conversion.comparison import (
     LogitModel,
     build_prompts,
     compare_models,
+    differing_settings,
+    differing_weights,
     dtype_name,
 )
+from checkpoint_conversion.mapping import without_padding
+from checkpoint_conversion.megatron_reader import MegatronCheckpoint
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
@@ -35,6 +42,22 @@ def reference_model(reference: ReferenceNeoBERT, *, max_tokens: int, description
     )
 
 
+def checkpoint_model(
+    checkpoint: MegatronCheckpoint, dtype: torch.dtype = torch.float32, *, description: str = "reference"
+) -> LogitModel:
+    """A checkpoint as one side of a comparison, its weights rounded to `dtype` first."""
+    settings = checkpoint.settings.model
+    plain = reference_model(
+        checkpoint.build_reference(dtype), max_tokens=settings.max_position_embeddings, description=description
+    )
+
+    def weights() -> dict[str, Tensor]:
+        stripped = without_padding(checkpoint.tensors, checkpoint.shape)
+        return {name: tensor.to(dtype) for name, tensor in stripped.items()}
+
+    return replace(plain, settings=settings, weights=weights)
+
+
 def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, stored: torch.dtype, what: str) -> Checks:
     """Compares what `load` gives with the source.
 
@@ -45,10 +68,10 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
         what: The result, for messages.
 
     Returns:
-        Every comparison by name.
+        Every comparison of logits by name.
 
     Raises:
-        ConversionError: One of them is beyond the tolerance of its precision.
+        ConversionError: One of them is beyond the tolerance of its precision, or settings or weights differ.
     """
     checks: Checks = {}
     for dtype in dict.fromkeys((torch.float32, stored)):
@@ -57,12 +80,26 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
         for how, comparison in compare_models(source, result, prompts).items():
             _refuse_other_function(comparison, dtype, f"{what}, {how}")
             checks[how if dtype is torch.float32 else f"{how} in {dtype_name(dtype)}"] = comparison
+        if dtype is torch.float32:
+            _refuse_other_content(source, result, what)
     return checks
 
 
 def to_report(checks: Checks) -> dict[str, Any]:
     """For conversion_report.json."""
     return {name: check.to_report() for name, check in checks.items()}
+
+
+def _refuse_other_content(source: LogitModel, result: LogitModel, what: str) -> None:
+    assert source.weights is not None
+    assert result.weights is not None
+    if differing := differing_settings(source, result):
+        raise ConversionError(f"{what}: {differing[0]}, in the source and in the result; nothing was written.")
+    if weights := differing_weights(source.weights(), result.weights()):
+        raise ConversionError(
+            f"{what}: {len(weights)} weights are not the source's, the first of them {next(iter(weights))}; nothing "
+            "was written."
+        )
 
 
 def _refuse_other_function(comparison: Comparison, dtype: torch.dtype, what: str) -> None:

@@ -1,8 +1,9 @@
-"""Command: do two models compute the same logits?
+"""Command: are two models the same?
 
 Each side is a folder that training saved to, or a Hugging Face folder of a masked language model. Both run in fp32 on
-the same fixed prompts, padded and, where B's architecture can, packed into one row, each against A's padded rows. Exit
-code 0: equal within the tolerance; 1: not.
+the same fixed prompts, padded and, where B's architecture can, packed into one row, each against A's padded rows. Where
+both have a layout that conversion reads, the settings that decide the function must be equal as well, and every weight
+in every bit, or within the tolerance if one is given. Exit code 0: equal; 1: not.
 """
 
 import argparse
@@ -24,8 +25,9 @@ def main() -> int:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest difference over largest logit that still counts as equal (default 1e-4, as after a conversion; "
-        "weights rounded to bfloat16 on one side differ by 0.015)",
+        help="largest difference that still counts as equal, over the largest logit, and over the largest value of a "
+        "weight (default: 1e-4 for logits, as after a conversion, and none for weights; rounded to bfloat16 on one "
+        "side, logits differ by 0.015)",
     )
     parser.add_argument(
         "--trust-checkpoint",
@@ -50,10 +52,37 @@ def main() -> int:
     prompts = build_prompts(first.vocab_size, longest=min(first.max_tokens, second.max_tokens))
     checks = compare_models(first, second, prompts)
     tolerance = TOLERANCES[torch.float32] if arguments.tolerance is None else arguments.tolerance
-    equal = all(comparison.within(tolerance) for comparison in checks.values())
+    alike = all(comparison.within(tolerance) for comparison in checks.values())
     print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
-    print(f"{'equal' if equal else 'NOT equal'} within {tolerance:g} of the largest logit")
-    return 0 if equal else 1
+    print(f"logits: {'equal' if alike else 'NOT equal'} within {tolerance:g} of the largest")
+    alike &= compare_content(first, second, tolerance=arguments.tolerance or 0.0)
+    print("equal" if alike else "NOT equal")
+    return 0 if alike else 1
+
+
+def compare_content(first: "LogitModel", second: "LogitModel", *, tolerance: float) -> bool:
+    """Prints what settings and weights have in common, and returns whether they are equal where both are known."""
+    from checkpoint_conversion.comparison import differing_settings, differing_weights
+
+    if first.weights is None or second.weights is None:
+        print("settings and weights: not compared; one of the folders has no layout that conversion reads")
+        return True
+    settings = differing_settings(first, second)
+    print(f"settings: {'; '.join(settings) + ' in A and B' if settings else 'equal'}")
+    weights, others = first.weights(), second.weights()
+    if {name: tensor.shape for name, tensor in weights.items()} != {name: one.shape for name, one in others.items()}:
+        print("weights: not compared; their shapes differ")
+        return False
+    differing = differing_weights(weights, others)
+    if not differing:
+        print(f"weights: all {len(weights)} tensors equal bit for bit")
+        return not settings
+    worst = max(differing, key=lambda name: differing[name])
+    print(
+        f"weights: {len(differing)} of {len(weights)} tensors differ; most of all {worst}, by {differing[worst]:.2g} "
+        "of its largest value"
+    )
+    return not settings and differing[worst] <= tolerance
 
 
 def load_side(folder: Path, *, trust: bool = False) -> "LogitModel":
@@ -69,17 +98,11 @@ def load_side(folder: Path, *, trust: bool = False) -> "LogitModel":
         from checkpoint_conversion.huggingface_model import is_readable, load_as_read, load_logit_model
 
         return load_as_read(folder) if is_readable(folder) else load_logit_model(folder)
-    import torch
-
     from checkpoint_conversion.megatron_reader import read_checkpoint
-    from checkpoint_conversion.verification import reference_model
+    from checkpoint_conversion.verification import checkpoint_model
 
     checkpoint = read_checkpoint(folder, trust=trust)
-    return reference_model(
-        checkpoint.build_reference(torch.float32),
-        max_tokens=checkpoint.settings.model.max_position_embeddings,
-        description=f"{checkpoint.folder} (Megatron)",
-    )
+    return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")
 
 
 if __name__ == "__main__":

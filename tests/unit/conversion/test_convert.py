@@ -56,6 +56,26 @@ def test_wrong_mapping_is_refused_and_leaves_nothing(
     assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize("difference", ["a setting", "a weight"])
+def test_difference_that_logits_do_not_show_is_refused_and_leaves_nothing(
+    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: str
+):
+    right = export.write_folder
+
+    def write_another(folder: Path, layout: Any, config: dict[str, Any], weights: dict[str, Tensor], *others: Any, **k):
+        if difference == "a setting":
+            config = {**config, "rms_norm_eps": 1.0001e-5}
+        else:
+            weights["lm_head.bias"][3] += 1e-6
+        right(folder, layout, config, weights, *others, **k)
+
+    monkeypatch.setattr(export, "write_folder", write_another)
+    found = {"a setting": r"norm_epsilon is 1e-05 and 1\.0001e-05", "a weight": r"1 weights .* output_layer\.bias;"}
+    with pytest.raises(ConversionError, match=f"the exported model: {found[difference]}.* nothing was written"):
+        convert(saved, tmp_path / "model")
+    assert_nothing_written(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["lm_head.bias", "model.layers.1.mlp.up_proj.bias"])
 def test_weight_that_transformers_would_invent_is_refused(
     saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -110,6 +110,8 @@ def test_report_names_the_source_the_files_and_the_difference(saved: SavedModel,
         "padded": checks["padded"].max_abs,
         "packed": checks["packed"].max_abs,
     }
+    assert report["compared"]["weights"] == 16
+    assert {"rotary_base", "norm_epsilon"} <= set(report["compared"]["settings"])
     written = {path.name for path in (tmp_path / "model").iterdir()} - {"conversion_report.json", "README.md"}
     assert report["files"] == {name: sha256_of(tmp_path / "model" / name) for name in written}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= written

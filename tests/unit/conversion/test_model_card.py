@@ -33,6 +33,7 @@ REPORT = {
     "format": "eurobert",
     "source": {"checkpoint": "iter_0012000", "iteration": 12_000, "consumed_tokens": 25_165_824_000},
     "verification": {"padded": FIGURES, "packed": {**FIGURES, "tokens": 333}},
+    "compared": {"settings": ["rotary_base", "norm_epsilon"], "weights": 16},
     "training": {
         "model": {"num_layers": 2},
         "data": {"data_path": ["/ann/secret_corpus"], "seq_length": 48, "mask_prob": 0.2, "batch_layout": "packed"},
@@ -260,6 +261,8 @@ def test_settings_figures_and_sizes_are_shown_and_paths_are_not(copy):
     ):
         assert f"\n{row}\n" in text
     assert "(torch 2.13.0, transformers 5.23.0)" in text
+    assert "all 16 weights were equal to the checkpoint's" in text
+    assert "and so were the settings rotary_base, norm_epsilon." in text
     assert "no input longer than 48 tokens" in text
     assert "Pre-trained only" in text
     assert "secret" not in text

@@ -1,17 +1,20 @@
 """The verify command: a checkpoint and its export are equal, and two models are not."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from saved_model import SavedModel
+from safetensors.torch import load_file, save_file
+from saved_model import WORDS, SavedModel
 from torch import Tensor
 
-from checkpoint_conversion import verify
-from checkpoint_conversion.comparison import LogitModel
+from checkpoint_conversion import comparison, verify
+from checkpoint_conversion.comparison import LogitModel, build_prompts
 from checkpoint_conversion.export import ExportOptions, export
 from checkpoint_conversion.mapping import stack_layers
 from checkpoint_conversion.megatron_reader import read_checkpoint
@@ -39,7 +42,52 @@ def test_checkpoint_and_its_export_are_equal(
     shown = capsys.readouterr().out
     assert "iter_0000030 (Megatron)" in shown
     assert "model (EuroBertForMaskedLM)" in shown
-    assert "equal within 0.0001" in shown
+    assert "logits: equal within 0.0001" in shown
+    assert "settings: equal" in shown
+    assert "weights: all 16 tensors equal bit for bit\nequal" in shown
+
+
+def change_epsilon(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0001e-5}))
+
+
+def change_rotary_base(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 5001.0
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_unread_row(folder: Path) -> None:
+    read = set(build_prompts(len(WORDS), longest=64).tokens_bs.flatten().tolist())
+    unread = next(number for number in range(len(WORDS)) if number not in read)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][unread] += 1.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (change_epsilon, "norm_epsilon is 1e-05 and 1.0001e-05 in A and B"),
+        (change_rotary_base, "rotary_base is 5000 and 5001 in A and B"),
+        (change_unread_row, "1 of 16 tensors differ; most of all embedding.word_embeddings.weight, by 0."),
+    ],
+)
+def test_what_the_logits_of_the_prompts_do_not_show_is_not_equal(
+    saved: SavedModel,
+    exported: Path,
+    change: Callable[[Path], None],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(comparison, "PROMPT_TOKENS", (3,))  # fewer than the vocabulary has, as at full size
+    change(exported)
+    assert run_verify(monkeypatch, saved.save, exported) == 1
+    shown = capsys.readouterr().out
+    assert "logits: equal within 0.0001" in shown
+    assert found in shown
 
 
 def test_changed_weight_is_not_equal(
@@ -80,8 +128,6 @@ def test_folder_without_a_model_is_a_missing_input(exported: Path, tmp_path: Pat
 def test_damaged_export_is_refused(exported: Path, damage: str, monkeypatch: pytest.MonkeyPatch):
     weights = exported / "model.safetensors"
     if damage == "a weight left out":
-        from safetensors.torch import load_file, save_file
-
         tensors = load_file(weights)
         del tensors["lm_head.bias"]
         save_file(tensors, weights, metadata={"format": "pt"})
