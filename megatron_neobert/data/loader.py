@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_neobert.data.batches import BatchStream, PackedBatch, StepBatches
+from megatron_neobert.errors import NeoBERTError
 
 
 class _Steps(IterableDataset[StepBatches]):
@@ -29,15 +30,35 @@ class _Steps(IterableDataset[StepBatches]):
         worker = get_worker_info()
         if worker is None:
             return self.stream.steps()
-        return self.stream.steps(first=worker.id, every=worker.num_workers)
+        return _with_error(self.stream.steps(first=worker.id, every=worker.num_workers))
+
+
+def _with_error(steps: Iterator[StepBatches]) -> Iterator[Any]:
+    """The steps and then the error that ends them, as a value: DataLoader would make a traceback its message."""
+    try:
+        yield from steps
+    except NeoBERTError as error:
+        yield error
+
+
+class _Loader(DataLoader[StepBatches]):
+    def __iter__(self) -> Any:
+        return map(_or_raise, super().__iter__())
+
+
+def _or_raise(step: Any) -> StepBatches:
+    if isinstance(step, NeoBERTError):
+        raise step
+    return step
 
 
 def build_loader(stream: BatchStream, *, num_workers: int) -> DataLoader[StepBatches]:
     """The steps of `stream`, pinned for asynchronous copies where CUDA is present.
 
     Without an end: leave the loop after the last step. Each iteration over the result starts at the stream's cursor.
+    An error of a worker is raised here when its step is due.
     """
-    return DataLoader(
+    return _Loader(
         _Steps(stream),
         batch_size=None,
         num_workers=num_workers,

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import threading
 from concurrent import futures
 from pathlib import Path
@@ -17,6 +18,7 @@ from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
 
 from megatron_neobert.config import Settings
+from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.errors import NeoBERTError
 from megatron_neobert.training import checkpoint_writer, loop, saver, stopping
 from megatron_neobert.training.checkpoint_files import list_checkpoints, verify_files
@@ -176,6 +178,28 @@ def test_an_error_that_rank_0_alone_meets_ends_all_ranks(settings, function):
     run = saves_each_iteration(settings, "run")
     error = error_of_all_ranks(run, prepare=fail_in(function))
     assert error.startswith("74: iteration 1 could not be saved: rank 0 on ")
+    assert list_checkpoints(Path(run.checkpoint.save)) == []
+
+
+def plant(prefix: Path, id_: int) -> None:
+    """Puts an id into the tokens of a corpus, at the start of every fifth document; index and sizes stay right."""
+    corpus = Corpus(prefix)
+    ids, starts = corpus.volumes[0].tokens.copy(), corpus.volumes[0].pointers[::5] // corpus.dtype.itemsize
+    ids[starts] = id_
+    ids.tofile(corpus.files.bin)
+
+
+@pytest.mark.parametrize(("id_", "expected"), [(4, "no special token"), (65_000, r"an id below \d+")])
+def test_an_id_that_no_document_may_hold_ends_all_ranks_before_it_is_trained_on(settings, tmp_path, id_, expected):
+    """[MASK] and an id beyond the vocabulary; without the check the run with tensor parallelism saved both."""
+    run = saves_each_iteration(settings, "run").with_section("parallel", **TP2)
+    prefix = tmp_path / "corpus"
+    for end in ("bin", "idx", "json"):
+        shutil.copy(f"{run.data.data_path[0]}.{end}", f"{prefix}.{end}")
+    plant(prefix, id_)
+    run = run.with_section("data", data_path=(str(prefix),), num_workers=1)
+    error = error_of_all_ranks(run, prepare=lambda: None)
+    assert re.match(rf"65: {prefix}: token 0 of document \d+: expected {expected}, found {id_}; the file is", error)
     assert list_checkpoints(Path(run.checkpoint.save)) == []
 
 

@@ -1,5 +1,6 @@
 """The corpus on disk: Megatron's format to the byte, and damage that is named instead of trained on."""
 
+import json
 import pickle
 
 import numpy as np
@@ -224,7 +225,9 @@ def test_manifest_of_a_later_version_is_refused(prefix):
         (100, 4, "expected no special token, found 4"),
     ],
 )
-def test_id_that_no_corpus_may_hold_is_found_by_the_full_check(tmp_path, vocab_size, id_, message):
+def test_id_that_no_corpus_may_hold_is_found_by_the_full_check_and_wherever_it_is_read(
+    tmp_path, vocab_size, id_, message
+):
     documents = random_documents(LENGTHS, vocab_size)
     documents[2][1] = id_  # token 3 + 1 + 1 of the corpus
     write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(vocab_size))
@@ -232,11 +235,30 @@ def test_id_that_no_corpus_may_hold_is_found_by_the_full_check(tmp_path, vocab_s
     offset = 5 * corpus.dtype.itemsize
     with pytest.raises(DataError, match=rf"byte {offset}: {message} \(token 1 of document 2\)"):
         check_content(corpus)
+    chosen, starts, lengths = np.array([3, 0, 2]), np.array([0, 1, 1]), np.array([2, 2, 3])
+    with pytest.raises(DataError, match=rf"corpus: token 1 of document 2: {message}; the file is damaged"):
+        corpus.gather(chosen, starts, lengths)
+    starts[2], lengths[2] = 2, 2
+    assert corpus.gather(chosen, starts, lengths).size == 6, "it is not read"
 
 
 def test_unknown_token_is_a_legitimate_id(tmp_path):
     write_corpus(tmp_path / "corpus", [[1, 5]], numbered_tokenizer(100))
     check_content(Corpus(tmp_path / "corpus"))
+    assert Corpus(tmp_path / "corpus").gather(np.array([0]), np.array([0]), np.array([2])).tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("special_ids", [[0, 1, 2, 3, 4], [0, 50, 51, 97, 99], [95, 96, 97, 98, 99]])
+def test_every_special_id_but_that_of_the_unknown_token_is_found_wherever_the_tokenizer_has_them(tmp_path, special_ids):
+    write_corpus(tmp_path / "corpus", [[7]], numbered_tokenizer(100))
+    path = tmp_path / "corpus.json"
+    unknown = special_ids[1]
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"special_ids": special_ids, "special_tokens": {"unk": unknown}})
+    )
+    corpus = Corpus(tmp_path / "corpus")
+    allowed = [corpus.first_wrong_id(np.array([7, id_], dtype=np.uint16)) is None for id_ in range(120)]
+    assert [id_ for id_ in range(120) if allowed[id_]] == sorted({*range(100)} - {*special_ids} | {unknown})
 
 
 @pytest.mark.parametrize("end", ["bin", "idx"])

@@ -133,5 +133,5 @@ def is_running(pid: int) -> bool:
 
 def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(stream):
     other = BatchStream(stream.sources, stream.settings, cursor=Cursor(0, 0, 9999))
-    with pytest.raises(CheckpointError, match="at row 9,999 of window 0, which has"):
+    with pytest.raises(CheckpointError, match=r"^the checkpoint continues at row 9,999 of window 0, .* new run\.$"):
         next(iter(build_loader(other, num_workers=1)))
