@@ -153,7 +153,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] = setting(
         (),
-        "corpus prefix as written by tools/preprocess_data.py; or several, each after its share of the rows; "
+        "corpus prefix as written by tools/preprocess_data.py; or several, each after its share of the documents; "
         "PREFIX:min=N:max=M takes the documents of N to M tokens",
     )
     valid_data_path: str | None = setting(

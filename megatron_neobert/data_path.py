@@ -1,4 +1,4 @@
-"""What `--data-path` says: corpora, their shares of the rows, and which of their documents by length.
+"""What `--data-path` says: corpora, their shares of the documents, and which of their documents by length.
 
 Text alone: nothing is opened, and the standard library suffices. Shares are fractions, so that 0.2 is a fifth and
 proportions can be kept exactly.
@@ -24,7 +24,7 @@ class Component:
     """A corpus, or those of its documents that have minimum to maximum tokens ([CLS] and [SEP] not counted)."""
 
     prefix: str
-    weight: Fraction = Fraction(1)  # of any sum: a share of the rows once divided by the sum of all
+    weight: Fraction = Fraction(1)  # of any sum: a share of the documents once divided by the sum of all
     minimum: int = 1
     maximum: int | None = None
 

@@ -18,11 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_neobert.data.blend import BlendCursor, open_rows
 from megatron_neobert.data.masking import mask_tokens
 from megatron_neobert.data.order import COMPONENT_SHIFT
 from megatron_neobert.data.packing import PackedRows, Segments
-from megatron_neobert.data.rows import BatchSettings, Cursor, Documents, Source
+from megatron_neobert.data.rows import BatchSettings, Cursor, Documents, RowReader, Source
 from megatron_neobert.data.shapes import IGNORED_LABEL, fill_up, usual_documents, usual_masked
 from megatron_neobert.errors import ConfigError
 
@@ -68,7 +67,7 @@ class StepBatches:
 
     micro_batches: list[PackedBatch]
     # Where the next step starts, on every rank: what a checkpoint stores once this step is done.
-    cursor_after: Cursor | BlendCursor
+    cursor_after: Cursor
 
     @property
     def real_tokens(self) -> int:
@@ -96,7 +95,7 @@ class BatchStream:
 
     sources: tuple[Source, ...]  # one, or the parts of a blend
     settings: BatchSettings
-    cursor: Cursor | BlendCursor = Cursor()  # noqa: RUF009  frozen
+    cursor: Cursor = Cursor()  # noqa: RUF009  frozen
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
     context_parallel_rank: int = 0
@@ -116,7 +115,7 @@ class BatchStream:
                 f"tokens are not a multiple of --context-parallel-size {self.context_parallel_size}; its ranks share "
                 "them evenly. Change one of the three."
             )
-        open_rows(self.sources, settings, self.cursor)  # refuses a wrong cursor at once
+        RowReader(self.sources, settings, cursor=self.cursor)  # refuses a wrong cursor at once
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
         """Steps first, first + every, ... counted from the cursor; those between are packed but not read.
@@ -124,15 +123,15 @@ class BatchStream:
         Raises:
             CheckpointError: The cursor names a row that its window does not have.
         """
-        batches: Iterator[tuple[PackedRows, Cursor | BlendCursor]] = islice(self.global_batches(), first, None, every)
+        batches: Iterator[tuple[PackedRows, Cursor]] = islice(self.global_batches(), first, None, every)
         if self.settings.document_block_size > 1:
             batches = self._announce(batches)
         for rows, cursor_after in batches:
             yield StepBatches([self._build(part) for part in self._own_micro_batches(rows)], cursor_after)
 
-    def global_batches(self) -> Iterator[tuple[PackedRows, Cursor | BlendCursor]]:
+    def global_batches(self) -> Iterator[tuple[PackedRows, Cursor]]:
         """The rows of each step for all ranks, and the cursor behind them. Batches run on across windows and epochs."""
-        reader = open_rows(self.sources, self.settings, self.cursor)
+        reader = RowReader(self.sources, self.settings, cursor=self.cursor)
         while True:
             yield reader.take(self.settings.global_batch_size), reader.cursor
 
@@ -150,9 +149,7 @@ class BatchStream:
         firsts = range(0, self.settings.global_batch_size, size)[self.data_parallel_rank :: self.data_parallel_size]
         return [rows.take(first, first + size) for first in firsts]
 
-    def _announce(
-        self, batches: Iterator[tuple[PackedRows, Cursor | BlendCursor]]
-    ) -> Iterator[tuple[PackedRows, Cursor | BlendCursor]]:
+    def _announce(self, batches: Iterator[tuple[PackedRows, Cursor]]) -> Iterator[tuple[PackedRows, Cursor]]:
         """The same batches, each after the operating system has been told to read this rank's part of the next."""
         ahead = next(batches)
         for following in batches:

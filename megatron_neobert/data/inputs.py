@@ -145,9 +145,6 @@ def _identity(components: Sequence[Component], corpora: Sequence[Corpus]) -> str
 
 
 def _describe(component: Component, corpus: Corpus, source: Source) -> str:
-    """One component: the share of the rows, how many documents of how many, and the tokens of all."""
+    """One component: how many documents of how many, and the tokens of all."""
     manifest = corpus.manifest
-    return (
-        f"{component}, weight {source.weight}: {len(source.documents):,} of {manifest.documents:,} documents "
-        f"({manifest.tokens:,} tokens)"
-    )
+    return f"{component}: {len(source.documents):,} of {manifest.documents:,} documents ({manifest.tokens:,} tokens)"

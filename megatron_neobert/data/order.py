@@ -54,6 +54,47 @@ def _blocks_per_window(window_documents: int, block_size: int) -> int:
     return max(1, window_documents // block_size)
 
 
+def documents_between(
+    first: int, stop: int, *, documents: int, window_documents: int, block_size: int, seed: int, component: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Documents [first, stop) of a component's order without an end, which is one epoch after another.
+
+    An epoch comes in the order of `documents_of_window`, but for the documents behind the last whole block: they come
+    last, shuffled among themselves. So every place of the order is found by a division.
+
+    Args:
+        window_documents: About stop - first, since whole windows are computed.
+
+    Returns:
+        Indices in [0, documents), and the epoch of each.
+    """
+    in_blocks = documents - documents % block_size
+    window_documents = _blocks_per_window(window_documents, block_size) * block_size
+    indices, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    while first < stop:
+        epoch, place = divmod(first, documents)
+        if place < in_blocks:
+            window, skipped = divmod(place, window_documents)
+            found = documents_of_window(
+                window,
+                documents=in_blocks,
+                window_documents=window_documents,
+                block_size=block_size,
+                seed=seed,
+                epoch=epoch,
+                component=component,
+            )
+        else:
+            skipped, size = place - in_blocks, documents - in_blocks
+            item = (component << COMPONENT_SHIFT) + in_blocks + 1  # above those of all windows
+            found = in_blocks + permute(np.arange(size), size=size, seed=seed, epoch=epoch, item=item)
+        found = found[skipped : skipped + stop - first]
+        indices.append(found)
+        epochs.append(np.full(len(found), epoch))
+        first += len(found)
+    return np.concatenate(indices), np.concatenate(epochs)
+
+
 def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, item: int = 0) -> NDArray[np.int64]:
     """The documents that stand at `indices` in the order of an epoch.
 

@@ -26,7 +26,7 @@ BatchLayout = Literal["packed", "concatenated"]
 class Segments:
     """Pieces of documents, n of them."""
 
-    documents_n: NDArray[np.int64]  # number in the corpus; of a blend with the component above bit 48
+    documents_n: NDArray[np.int64]  # number in the corpus; of a blend with the component from bit 48 on
     epochs_n: NDArray[np.int64]
     starts_n: NDArray[np.int64]  # first token, counted in the document
     lengths_n: NDArray[np.int64]  # tokens of the document, without [CLS] and [SEP]
@@ -81,8 +81,8 @@ def join_rows(parts: Sequence[PackedRows]) -> PackedRows:
 def cut_documents(
     documents_n: NDArray[np.int64],
     lengths_n: NDArray[np.int32],
+    epochs_n: NDArray[np.int64],
     *,
-    epoch: int,
     seq_length: int,
     long_documents: LongDocuments,
 ) -> Segments:
@@ -101,7 +101,7 @@ def cut_documents(
     starts = place_in_document * segment_tokens
     return Segments(
         documents_n=documents_n[source],
-        epochs_n=np.full(len(source), epoch),
+        epochs_n=epochs_n[source],
         starts_n=starts,
         lengths_n=np.minimum(lengths_n[source] - starts, segment_tokens),
         has_cls_n=np.ones(len(source), dtype=np.bool_),
@@ -130,6 +130,7 @@ def pack_rows(segments: Segments, *, seq_length: int, seed: int, epoch: int, win
 def concatenate_rows(
     documents_n: NDArray[np.int64],
     lengths_n: NDArray[np.int32],
+    epochs_n: NDArray[np.int64],
     *,
     seq_length: int,
     long_documents: LongDocuments,
@@ -160,7 +161,7 @@ def concatenate_rows(
     starts = first_slots - 1 + has_cls
     pieces = Segments(
         documents_n=documents_n[source],
-        epochs_n=np.full(len(source), epoch),
+        epochs_n=epochs_n[source],
         starts_n=starts,
         lengths_n=end_slots - 1 - has_sep - starts,
         has_cls_n=has_cls,

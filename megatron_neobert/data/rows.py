@@ -1,9 +1,11 @@
-"""The rows of one source, window after window and epoch after epoch, and the place that has been read to.
+"""The packed rows of one corpus or of a blend, window after window, and the place that has been read to.
 
-All ranks walk the same windows of the same permuted documents and pack them alike, which reads only lengths. A `Cursor`
-names the next unread row, and starting there costs the packing of one window.
+All ranks walk the same windows of the same permuted documents and pack them alike, which reads only lengths. Which
+documents a window of a blend has follows from its number and the shares alone. A `Cursor` names the next unread row,
+and starting there costs the packing of one window.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus import Lengths
 from megatron_neobert.data.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.order import COMPONENT_SHIFT, documents_of_window, windows_of_epoch
+from megatron_neobert.data.order import COMPONENT_SHIFT, documents_between, documents_of_window, windows_of_epoch
 from megatron_neobert.data.packing import (
     BatchLayout,
     LongDocuments,
@@ -64,11 +66,11 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class Source:
-    """Documents of a corpus, and their share of a blend."""
+    """Documents of a corpus, and their share of the documents of a blend."""
 
     corpus: Documents
     documents: range | KeptDocuments  # the range: contiguous
-    weight: int = 1  # rows of every sum(weights) rows of the blend
+    weight: int = 1  # documents of every sum(weights) documents of the blend
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the corpus of the documents at `indices`, each in [0, len(self.documents))."""
@@ -79,39 +81,57 @@ class Source:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next unread row: row `row` of window `window` of epoch `epoch`, all counted from 0."""
+    """The next unread row: row `row` of window `window` of epoch `epoch`, all counted from 0.
+
+    A blend has no epoch of its own, since each of its sources has; its windows are counted on without an end.
+    """
 
     epoch: int = 0
     window: int = 0
     row: int = 0
 
 
+def read_cursor(record: dict[str, Any]) -> Cursor:
+    """What `dataclasses.asdict` made of a cursor.
+
+    Raises:
+        CheckpointError: It is of a blend whose shares counted rows, as they did before they counted documents.
+    """
+    if "sources" in record:
+        raise CheckpointError(
+            "the checkpoint continues in a blend whose shares counted rows; now they count documents, and that place "
+            "has no counterpart. Start the data anew: give the checkpoint's folder as --continue-from, and another as "
+            "--save and --load."
+        )
+    return Cursor(**record)
+
+
 class RowReader:
-    """Reads the rows of one source from a cursor on.
+    """Reads rows from a cursor on.
 
     Attributes:
         cursor: The next unread row.
 
     Raises:
-        DataError: No documents.
-        CheckpointError: The cursor lies outside the source; raised when its window is read if only the row does.
+        DataError: A source without documents.
+        CheckpointError: The cursor lies outside the sources; raised when its window is read if only the row does.
     """
 
-    def __init__(self, source: Source, settings: BatchSettings, *, cursor: Cursor, component: int = 0) -> None:
-        self.source, self.settings, self.component = source, settings, component
+    def __init__(self, sources: Sequence[Source], settings: BatchSettings, *, cursor: Cursor) -> None:
+        self.sources, self.settings = sources, settings
         self.cursor = cursor
-        if not source.documents:
-            first = source.documents.start if isinstance(source.documents, range) else 0
-            raise DataError(
-                f"documents {first:,} to {first + len(source.documents):,} of the corpus are none; batches need at "
-                "least one document. Use a larger corpus or another --split."
-            )
-        self._windows = windows_of_epoch(
-            len(source.documents), window_documents=WINDOW_DOCUMENTS, block_size=settings.document_block_size
-        )
+        for source in sources:
+            if not source.documents:
+                first = source.documents.start if isinstance(source.documents, range) else 0
+                raise DataError(
+                    f"documents {first:,} to {first + len(source.documents):,} of the corpus are none; batches need at "
+                    "least one document. Use a larger corpus or another --split."
+                )
+        self._windows = count_windows(sources, settings)
         if cursor.window >= self._windows:
+            documents = sum(len(source.documents) for source in sources)
             raise CheckpointError(
-                f"the checkpoint continues at window {cursor.window:,} of an epoch, but {len(source.documents):,} "
+                f"the checkpoint continues at window {cursor.window:,} of an epoch, but {documents:,} "
                 f"documents fill {self._windows:,} windows; the corpus or --split is not the one it was saved with. "
                 "Resume with that corpus, or start at its beginning with a new run."
             )
@@ -131,13 +151,7 @@ class RowReader:
 
     def _rows_of_window(self) -> PackedRows:
         if self._rows is None:
-            self._rows = pack_window(
-                self.source,
-                self.settings,
-                epoch=self.cursor.epoch,
-                window=self.cursor.window,
-                component=self.component,
-            )
+            self._rows = pack_window(self.sources, self.settings, epoch=self.cursor.epoch, window=self.cursor.window)
             if self.cursor.row > len(self._rows):
                 raise CheckpointError(
                     f"the checkpoint continues at row {self.cursor.row:,} of window {self.cursor.window:,}, which has "
@@ -156,35 +170,70 @@ class RowReader:
             self._rows = None
 
 
-def pack_window(source: Source, settings: BatchSettings, *, epoch: int, window: int, component: int = 0) -> PackedRows:
-    """The rows of one window. Documents are numbered with their component, which masks depend on through it."""
-    indices = documents_of_window(
-        window,
-        documents=len(source.documents),
-        window_documents=WINDOW_DOCUMENTS,
-        block_size=settings.document_block_size,
-        seed=settings.seed,
-        epoch=epoch,
-        component=component,
+def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
+    """Windows of an epoch of one source; of a blend more than any run reads, and as many as random draws can number."""
+    if len(sources) > 1:
+        return 1 << COMPONENT_SHIFT
+    return windows_of_epoch(
+        len(sources[0].documents), window_documents=WINDOW_DOCUMENTS, block_size=settings.document_block_size
     )
-    documents = source.numbers(indices)
-    lengths = source.corpus.lengths[documents]
-    tag = component << COMPONENT_SHIFT
+
+
+def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> PackedRows:
+    """The rows of one window, whose documents are packed together whatever their source.
+
+    Documents are numbered with their component, which masks depend on through it.
+    """
+    documents_n, epochs_n, lengths_n = documents_in_window(sources, settings, epoch=epoch, window=window)
     if settings.batch_layout == "concatenated":
         return concatenate_rows(
-            documents + tag,
-            lengths,
+            documents_n,
+            lengths_n,
+            epochs_n,
             seq_length=settings.seq_length,
             long_documents=settings.long_documents,
             seed=settings.seed,
             epoch=epoch,
-            window=window + tag,
+            window=window,
         )
     segments = cut_documents(
-        documents + tag,
-        lengths,
-        epoch=epoch,
-        seq_length=settings.seq_length,
-        long_documents=settings.long_documents,
+        documents_n, lengths_n, epochs_n, seq_length=settings.seq_length, long_documents=settings.long_documents
     )
-    return pack_rows(segments, seq_length=settings.seq_length, seed=settings.seed, epoch=epoch, window=window + tag)
+    return pack_rows(segments, seq_length=settings.seq_length, seed=settings.seed, epoch=epoch, window=window)
+
+
+def documents_in_window(
+    sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+    """Number, epoch and length of each document of a window, in their order.
+
+    One source gives its window of that epoch. A source with the share s of a blend has an order without an end, of one
+    epoch after another, and gives documents floor(k n s) to floor((k + 1) n s) of it to window k of n documents. So of
+    any m windows in a row it has floor or ceil of m n s documents, no other source can shift its place, and any window
+    is found directly. n is a multiple of the sum of the weights where that is at most 4,096: then n s is whole, and
+    every window has the shares exactly. Within a window the documents of each source are spread evenly.
+    """
+    period = sum(source.weight for source in sources)
+    size = WINDOW_DOCUMENTS // period * period or WINDOW_DOCUMENTS
+    columns = []
+    for component, source in enumerate(sources):
+        order: dict[str, int] = {
+            "documents": len(source.documents),
+            "block_size": settings.document_block_size,
+            "seed": settings.seed,
+            "component": component,
+        }
+        if len(sources) == 1:
+            indices = documents_of_window(window, window_documents=WINDOW_DOCUMENTS, epoch=epoch, **order)
+            epochs_n = np.full(len(indices), epoch)
+        else:
+            first, stop = (number * size * source.weight // period for number in (window, window + 1))
+            per_window = max(1, size * source.weight // period)
+            indices, epochs_n = documents_between(first, stop, window_documents=per_window, **order)
+        numbers = source.numbers(indices)
+        documents_n = numbers + (component << COMPONENT_SHIFT)
+        places_n = (np.arange(len(numbers)) + 0.5) / max(1, len(numbers))
+        columns.append((documents_n, epochs_n, source.corpus.lengths[numbers], places_n))
+    documents_n, epochs_n, lengths_n, places_n = map(np.concatenate, zip(*columns, strict=True))
+    evenly = np.argsort(places_n, kind="stable")
+    return documents_n[evenly], epochs_n[evenly], lengths_n[evenly]

@@ -27,19 +27,14 @@ def usual_masked(tokens: int, *, probability: float) -> int:
 def usual_documents(sources: Sequence[Source], settings: BatchSettings) -> int:
     """Documents to make room for in a micro-batch, dummy documents among them.
 
-    Goes by the rows of each source's first window: how many documents share a row varies a hundredfold between web
-    pages and single sentences, and empty documents cost attention kernels time. (Web pages in 64 rows of 1,024: 256 for
-    139 on average and at most 201 in 1,000 micro-batches; sentences: 5,376 for 3,804 and 4,231.)
+    Goes by the rows of the first window: how many documents share a row varies a hundredfold between web pages and
+    single sentences, and empty documents cost attention kernels time. (Web pages in 64 rows of 1,024: 256 for 139 on
+    average and at most 201 in 1,000 micro-batches; sentences: 5,376 for 3,804 and 4,231.)
     """
     if settings.batch_layout == "concatenated":
         return _round_up(settings.micro_batch_size + 1, _DOCUMENTS_MULTIPLE)
-    share = 1 / sum(source.weight for source in sources)
-    mean = square = 0.0
-    for number, source in enumerate(sources):
-        rows = pack_window(source, settings, epoch=0, window=0, component=number)
-        documents_of_rows = np.diff(rows.row_offsets)
-        mean += source.weight * share * float(documents_of_rows.mean())
-        square += source.weight * share * float((documents_of_rows**2).mean())
+    documents_of_rows = np.diff(pack_window(sources, settings, epoch=0, window=0).row_offsets)
+    mean, square = float(documents_of_rows.mean()), float((documents_of_rows**2).mean())
     rows_at_once = settings.micro_batch_size
     deviation = math.sqrt(rows_at_once * max(0.0, square - mean**2))
     return _round_up(rows_at_once * mean + _DEVIATIONS * deviation + 1, _DOCUMENTS_MULTIPLE)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.blend import BlendCursor
 from megatron_neobert.data.inputs import token_ids_of
 from megatron_neobert.data.order import COMPONENT_SHIFT
-from megatron_neobert.data.rows import Cursor
-from megatron_neobert.inspection.batch_rows import corpus_name
+from megatron_neobert.data_path import parse_data_path
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, MicroBatch, Share
 from megatron_neobert.inspection.visible_text import visible
 from megatron_neobert.training.metrics_line import percent
@@ -39,7 +37,7 @@ class Summary:
     kept: int
     lengths_n: NDArray[np.int64]  # slots of each piece
     shortened: int  # pieces behind which tokens of the document are not in this row
-    rows_of_corpora: dict[str, int]
+    blend: dict[str, list[int]]  # pieces and slots of each component of --data-path
 
     @property
     def predicted(self) -> int:
@@ -53,10 +51,11 @@ def summarize(found: FoundBatch) -> Summary:
     for part in found.parts:
         fates += _fates_of(part, found.tokenizer.mask_id, found.tokenizer.unk_id, ids.is_special_v)
     segments = [part.rows.segments for part in found.parts]
-    first_n = np.concatenate(
-        [one.documents_n[part.rows.row_offsets[:-1]] for one, part in zip(segments, found.parts, strict=True)]
-    )
-    corpora = Counter(corpus_name(found.sources[number >> COMPONENT_SHIFT]) for number in first_n.tolist())
+    components_n = np.concatenate([one.documents_n >> COMPONENT_SHIFT for one in segments])
+    lengths_n = np.concatenate([one.slots_n for one in segments])
+    names = [str(component) for component in parse_data_path(found.settings.data.data_path)]
+    pieces_c = np.bincount(components_n, minlength=len(names)).tolist()
+    slots_c = np.bincount(components_n, weights=lengths_n, minlength=len(names)).astype(np.int64).tolist()
     return Summary(
         rows=sum(len(part.rows) for part in found.parts),
         slots=sum(len(part.batch.tokens_t) for part in found.parts),
@@ -66,9 +65,9 @@ def summarize(found: FoundBatch) -> Summary:
         masked=fates["masked"],
         replaced=fates["replaced"],
         kept=fates["kept"],
-        lengths_n=np.concatenate([one.slots_n for one in segments]),
+        lengths_n=lengths_n,
         shortened=sum(_shortened(found, part) for part in found.parts),
-        rows_of_corpora=dict(sorted(corpora.items())),
+        blend={name: counts for name, *counts in zip(names, pieces_c, slots_c, strict=True)},
     )
 
 
@@ -112,12 +111,12 @@ def histogram(summary: Summary, *, seq_length: int) -> list[Bin]:
 
 def describe(found: FoundBatch, summary: Summary) -> dict[str, str]:
     """The summary in words, a name before each line."""
-    data, one, lengths_n = found.settings.data, summary, summary.lengths_n
+    data, place, one, lengths_n = found.settings.data, found.cursor, summary, summary.lengths_n
     alone = "each document sees itself alone" if data.batch_layout == "packed" else "documents see all of their row"
     fates = {"hidden": one.masked, "replaced by another token": one.replaced, "left as they are": one.kept}
     lines = {
         "of": _whose(found.share),
-        "starts at": _place(found.cursor),
+        "starts at": f"epoch {place.epoch}, window {place.window:,}, row {place.row:,}",
         "rows": f"{one.rows:,} of {data.seq_length:,} slots, in {len(found.parts):,} micro-batches; {alone}",
         "fill": f"{percent(one.tokens / one.slots, digits=2)}: {one.tokens:,} tokens, "
         f"{one.slots - one.tokens:,} slots unused",
@@ -131,7 +130,10 @@ def describe(found: FoundBatch, summary: Summary) -> dict[str, str]:
         "unknown": f"{one.unknown:,} tokens, {percent(one.unknown / one.tokens, digits=2)} of all",
     }
     if len(found.sources) > 1:
-        lines["blend"] = ", ".join(f"{visible(name)} {count:,} rows" for name, count in one.rows_of_corpora.items())
+        lines["blend"] = ", ".join(
+            f"{visible(name)} {pieces:,} pieces with {percent(slots / one.tokens)} of the tokens"
+            for name, (pieces, slots) in one.blend.items()
+        )
     return lines
 
 
@@ -143,8 +145,3 @@ def _whose(share: Share | None) -> str:
         return text
     part = f"part {share.context_parallel_rank + 1} of {share.context_parallel_size}"
     return f"{text}; of each micro-batch it holds {part} by slots, shown is the whole"
-
-
-def _place(cursor: Cursor | BlendCursor) -> str:
-    places = cursor.sources if isinstance(cursor, BlendCursor) else (cursor,)
-    return "; ".join(f"epoch {place.epoch}, window {place.window:,}, row {place.row:,}" for place in places)

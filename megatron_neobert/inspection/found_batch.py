@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import BatchStream, PackedBatch
-from megatron_neobert.data.blend import BlendCursor, read_cursor
 from megatron_neobert.data.inputs import Inputs, batch_settings, open_inputs
 from megatron_neobert.data.packing import PackedRows
-from megatron_neobert.data.rows import Cursor, Source
+from megatron_neobert.data.rows import Cursor, Source, read_cursor
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint
@@ -43,7 +42,7 @@ class FoundBatch:
     settings: Settings
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
-    cursor: Cursor | BlendCursor  # where the batch starts
+    cursor: Cursor  # where the batch starts
     parts: list["MicroBatch"]
     share: Share | None = None
 
@@ -150,7 +149,7 @@ def _refuse_none_of_the_run(settings: Settings, iteration: int, *, first: int) -
         )
 
 
-def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor | BlendCursor]:
+def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor]:
     """Iterations that a checkpoint has behind it, and where its data goes on."""
     from megatron_neobert.training.common_file import read_common  # imports megatron.core: some seconds
 

@@ -14,8 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_neobert.compatibility import changes, refuse_other_run
 from megatron_neobert.config import Settings
-from megatron_neobert.data.blend import read_cursor
-from megatron_neobert.data.rows import Cursor
+from megatron_neobert.data.rows import Cursor, read_cursor
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.errors import CheckpointError, ConfigError

@@ -1,8 +1,8 @@
 """What a run would be, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
 
-Documents, fill and epochs come from whole windows of rows, packed as training packs them; everything else from the
-settings. Memory is that of the fullest rank. Times are stated for a share of a GPU's peak rate, which nobody knows
-before a run has been measured.
+Documents, packing efficiency and epochs come from whole windows of rows, packed as training packs them; everything else
+from the settings. Memory is that of the fullest rank. Times are stated for a share of a GPU's peak rate, which nobody
+knows before a run has been measured.
 """
 
 import shlex
@@ -43,10 +43,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         "model": _model_lines(settings, inputs),
         "ranks": [_describe_ranks(settings, world_size)],
         "iteration": _iteration_lines(settings, sample, world_size=world_size),
-        "corpus": [
-            f"about {_small(epochs * left)} epochs of {line}"
-            for line, epochs in zip(inputs.description, sample.epochs, strict=True)
-        ],
+        "corpus": _corpus_lines(inputs, sample, left=left),
         "run": _run_lines(settings, inputs, sample, first=first, left=left),
         "rate": _rate_lines(settings, first=first),
         "memory": memory_lines(memories, stages=settings.parallel.pipeline_model_parallel_size),
@@ -122,8 +119,22 @@ def _iteration_lines(settings: Settings, sample: IterationSample, *, world_size:
     return [
         f"{training.global_batch_size:,} rows x {data.seq_length:,} tokens = {settings.tokens_per_iteration:,} tokens, "
         f"in {micro_batches} of {counted(training.micro_batch_size, 'row')} per rank",
-        f"about {sample.documents:,.{0 if sample.documents >= 10 else 1}f} documents of {mean:,.0f} tokens; "
-        f"{percent(sample.fill, digits=2)} of the slots filled",
+        f"about {sample.documents:,.{0 if sample.documents >= 10 else 1}f} documents of {mean:,.0f} tokens; packing "
+        f"efficiency {percent(sample.packing_efficiency, digits=2)}",
+    ]
+
+
+def _corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
+    lines = [
+        f"about {_small(epochs * left)} epochs of {line}"
+        for line, epochs in zip(inputs.description, sample.epochs, strict=True)
+    ]
+    if len(lines) == 1:
+        return lines
+    shares = zip(lines, sample.document_shares, sample.token_shares, strict=True)
+    return [
+        f"{percent(documents, digits=2)} of the documents, {percent(tokens, digits=2)} of the tokens: {line}"
+        for line, documents, tokens in shares
     ]
 
 

@@ -8,7 +8,6 @@ import torch
 
 from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import BatchStream
-from megatron_neobert.data.blend import BlendCursor
 from megatron_neobert.data.rows import Cursor
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.model.neobert import NeoBERTModel
@@ -20,7 +19,7 @@ class Progress:
 
     corpus_sha256: str  # of what `cursor` points into: a corpus, or a blend of several
     iteration: int = 0
-    cursor: Cursor | BlendCursor = field(default_factory=Cursor)  # the next unread row
+    cursor: Cursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
     consumed_tokens: int = 0  # tokens of documents; unused slots are not counted
     skipped_iterations: int = 0  # without an update, for a loss or a gradient that would have spoilt the weights

@@ -47,6 +47,7 @@ def test_a_window_holds_every_document_whole_between_one_cls_and_one_sep(corpus,
     rows = concatenate_rows(
         numbers,
         corpus.lengths[numbers],
+        np.full(150, 3),
         seq_length=64,
         long_documents=long_documents,
         seed=1,
@@ -80,7 +81,7 @@ def test_a_window_holds_every_document_whole_between_one_cls_and_one_sep(corpus,
 
 def test_rows_are_not_in_the_order_of_their_documents(corpus):
     rows = concatenate_rows(
-        np.arange(150), corpus.lengths, seq_length=64, long_documents="chunk", seed=1, epoch=0, window=0
+        np.arange(150), corpus.lengths, np.zeros(150), seq_length=64, long_documents="chunk", seed=1, epoch=0, window=0
     )
     first_documents = rows.segments.documents_n[rows.row_offsets[:-1]]
     assert abs(np.corrcoef(np.arange(len(rows)), first_documents)[0, 1]) < 4 / np.sqrt(len(rows))

@@ -108,10 +108,7 @@ def test_a_blend_cuts_every_component_alike_and_then_chooses_by_length(place):
     assert isinstance(inputs.training[0].documents, range)
     assert isinstance(inputs.training[1].documents, KeptDocuments)
     assert len(inputs.description) == 3
-    assert (
-        f"{path}:min=100, weight 2: {len(inputs.training[1].documents)} of {len(corpus)} docu"
-        in (inputs.description[1])
-    )
+    assert f"{path}:min=100: {len(inputs.training[1].documents)} of {len(corpus)} docu" in (inputs.description[1])
 
 
 def test_corpus_for_validation_can_be_chosen_by_length(place):

@@ -17,7 +17,7 @@ def cut(lengths, *, seq_length=1024, long_documents="truncate", epoch=0) -> Segm
     return cut_documents(
         np.arange(len(lengths)) + 100,
         np.asarray(lengths, dtype=np.int32),
-        epoch=epoch,
+        np.full(len(lengths), epoch),
         seq_length=seq_length,
         long_documents=long_documents,
     )

@@ -122,6 +122,9 @@ def test_the_summary_counts_what_is_in_the_rows(place):
     assert sorted(summary.lengths_n.tolist()) == sorted(len(piece.seen_s) for piece in pieces)
     cut = [piece.first_token + piece.text_tokens < piece.document_tokens for piece in pieces]
     assert 0 < summary.shortened == sum(cut) < len(cut)
-    assert summary.rows_of_corpora == {str(place / "P"): 6, str(place / "Q"): 2}
+    for name in ("P", "Q"):
+        own = [len(piece.seen_s) for piece in pieces if piece.corpus == str(place / name)]
+        assert summary.blend[str(place / name)] == [len(own), sum(own)]
+        assert own
     assert sum(one.pieces for one in histogram(summary, seq_length=64)) == len(pieces)
     assert [(one.first, one.last) for one in histogram(summary, seq_length=64)][-1] == (33, 64)

@@ -1,15 +1,14 @@
 """common.pt: what a run saves is read back, and nothing else is computed with."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_neobert.data.blend import BlendCursor
-from megatron_neobert.data.rows import Cursor
+from megatron_neobert.data.rows import Cursor, read_cursor
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.training.common_file import read_common
 from megatron_neobert.training.run import Progress
@@ -17,13 +16,19 @@ from megatron_neobert.training.run import Progress
 PROGRESS = Progress(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3), recent_updates=((2.5, 0.5),))
 
 
-@pytest.mark.parametrize(
-    "cursor", [Cursor(1, 2, 3), BlendCursor((Cursor(), Cursor(0, 0, 9)), (1, 2))], ids=["one", "blend"]
-)
-def test_progress_that_a_run_saves_is_read_back(tmp_path: Path, cursor: Cursor | BlendCursor):
-    common = {"progress": asdict(replace(PROGRESS, cursor=cursor)), "optimizer": {"param_groups": [{"step": 7}]}}
+def test_progress_that_a_run_saves_is_read_back(tmp_path: Path):
+    common = {"progress": asdict(PROGRESS), "optimizer": {"param_groups": [{"step": 7}]}}
     torch.save(common, tmp_path / "common.pt")
     assert read_common(tmp_path) == common
+    assert read_cursor(common["progress"]["cursor"]) == PROGRESS.cursor
+
+
+def test_place_in_a_blend_by_rows_is_refused_but_its_checkpoint_is_read(tmp_path: Path):
+    retired = {"sources": (asdict(Cursor()), asdict(Cursor(0, 0, 9))), "rows": (1, 2)}
+    common = {"progress": {**asdict(PROGRESS), "cursor": retired}, "optimizer": {}}
+    torch.save(common, tmp_path / "common.pt")
+    with pytest.raises(CheckpointError, match=r"a blend whose shares counted rows.* as --continue-from"):
+        read_cursor(read_common(tmp_path)["progress"]["cursor"])
 
 
 def test_progress_of_an_older_version_is_read(tmp_path: Path):
@@ -42,7 +47,7 @@ def test_progress_of_an_older_version_is_read(tmp_path: Path):
         (lambda common: common["progress"].update(iteration="7"), r"has iteration '7';"),
         (lambda common: common["progress"].update(iteration=torch.ones(2)), r"has iteration of type Tensor;"),
         (lambda common: common["progress"].update(cursor={"epoch": "a"}), r"has cursor of type dict;"),
-        (lambda common: common["progress"].update(cursor={"sources": 3, "rows": ()}), r"has cursor of type dict;"),
+        (lambda common: common["progress"].update(cursor={"sources": 3, "row": ()}), r"has cursor of type dict;"),
         (lambda common: common["progress"].update(recent_updates=((1.0,),)), r"has recent_updates of type tuple;"),
         (lambda common: common["progress"].update(corpus_sha256=3, more=1), r"has an unknown 'more', corpus_sha256 3;"),
     ],

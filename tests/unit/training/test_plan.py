@@ -4,6 +4,7 @@ import io
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -13,6 +14,7 @@ from megatron_neobert.config import CheckpointConfig, Settings
 from megatron_neobert.data import rows
 from megatron_neobert.data.batches import BatchStream
 from megatron_neobert.data.inputs import batch_settings, open_inputs
+from megatron_neobert.data.order import COMPONENT_SHIFT
 from megatron_neobert.training import plan_data
 from megatron_neobert.training.checkpoint_files import MANIFEST
 from megatron_neobert.training.flops import training_flops_per_token
@@ -63,7 +65,6 @@ PACKINGS = [
 def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, tiny_corpus, monkeypatch):
     """A source of several windows, read until its cursor has left two epochs behind."""
     monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 128)
-    monkeypatch.setattr(plan_data, "WINDOW_DOCUMENTS", 128)
     one_row = {"global_batch_size": 1, "micro_batch_size": 1}
     settings = tiny_settings(tiny_corpus, data={"seq_length": 64, **data}, training=one_row)
     inputs = open_inputs(settings.data)
@@ -82,7 +83,7 @@ def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, 
     assert sample.epochs == (pytest.approx(EPOCHS / iterations, rel=0.02),)
     assert sample.documents == pytest.approx(documents / iterations, rel=0.02)
     assert sample.tokens == pytest.approx(tokens / iterations, rel=0.02)
-    assert sample.fill == pytest.approx(tokens / (iterations * 64), rel=0.02)
+    assert sample.packing_efficiency == pytest.approx(tokens / (iterations * 64), rel=0.02)
     assert sample.tokens_of_a_tokens_document == pytest.approx(squares / tokens, rel=0.02)
 
 
@@ -90,7 +91,6 @@ def test_epochs_of_a_corpus_too_long_to_pack_are_those_of_its_first_windows(tiny
     """Of eight windows out of nineteen; they are no special ones."""
     settings = tiny_settings(tiny_corpus)
     inputs = open_inputs(settings.data)
-    monkeypatch.setattr(plan_data, "WINDOW_DOCUMENTS", 32)
     monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 32)
     some = sample_iteration(settings, inputs)
     monkeypatch.setattr(plan_data, "_MOST_WINDOWS", 19)
@@ -99,18 +99,30 @@ def test_epochs_of_a_corpus_too_long_to_pack_are_those_of_its_first_windows(tiny
     assert some.epochs[0] == pytest.approx(every.epochs[0], rel=0.1)
 
 
-def test_components_of_a_blend_take_their_shares_of_the_rows(tiny_corpus):
-    """3 to 1; each has as many epochs as alone, at its share."""
-    names = (tiny_corpus.prefix, f"{tiny_corpus.prefix}:min=20")
-
-    def epochs_of(*data_path: str) -> tuple[float, ...]:
-        settings = tiny_settings(tiny_corpus, data={"data_path": data_path})
-        return sample_iteration(settings, open_inputs(settings.data)).epochs
-
-    blend = epochs_of("0.75", names[0], "0.25", names[1])
-    for epochs, share, name in zip(blend, (0.75, 0.25), names, strict=True):
-        # The second is packed in another order as a component than alone.
-        assert epochs == pytest.approx(share * epochs_of(name)[0], rel=0.02)
+def test_plan_of_a_blend_states_the_shares_and_the_epochs_that_its_batches_have(tiny_corpus, monkeypatch, capsys):
+    """Of eight windows, read one row at a time until the cursor has left them behind."""
+    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 64)
+    blend = ("0.75", tiny_corpus.prefix, "0.25", f"{tiny_corpus.prefix}:min=20")
+    settings = tiny_settings(
+        tiny_corpus, data={"data_path": blend}, training={"global_batch_size": 1, "micro_batch_size": 1}
+    )
+    inputs = open_inputs(settings.data)
+    sample = sample_iteration(settings, inputs)
+    read, tokens_c, documents_c = 0, np.zeros(2), np.zeros(2)
+    for packed, cursor in BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer)).global_batches():
+        components_n = packed.segments.documents_n >> COMPONENT_SHIFT
+        read += 1
+        documents_c += np.bincount(components_n, minlength=2)
+        tokens_c += np.bincount(components_n, weights=packed.segments.slots_n, minlength=2)
+        if cursor.window == 8:
+            break
+    assert sample.document_shares == (0.75, 0.25)
+    assert sample.token_shares == tuple(tokens_c / tokens_c.sum())
+    assert sample.packing_efficiency == pytest.approx(tokens_c.sum() / (read * settings.data.seq_length))
+    sizes = [len(source.documents) for source in inputs.training]
+    assert sample.epochs == pytest.approx(documents_c / sizes / read)
+    line = f"75.00 % of the documents, {100 * sample.token_shares[0]:.2f} % of the tokens: about"
+    assert line in " ".join(plan_of(settings, capsys).split())
 
 
 # ---- checkpoints
