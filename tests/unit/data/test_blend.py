@@ -1,5 +1,6 @@
 """Several sources in fixed proportions of documents, packed together, each through its own epochs."""
 
+import hashlib
 import json
 from collections import defaultdict
 from dataclasses import asdict, replace
@@ -159,6 +160,20 @@ def test_the_order_without_an_end_is_the_same_however_it_is_asked_for():
     for first, stop in ((0, 1), (143, 152), (17, 460), (299, 300), (300, 300)):
         for values, expected in zip(documents_between(first, stop, **order), whole, strict=True):
             assert np.array_equal(values, expected[first:stop])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "expected"),
+    [(1, "0248e945d748388a"), (16, "c70b4476ccbe2b7c")],
+)
+def test_the_documents_of_a_window_are_those_that_earlier_runs_resumed_with(corpora, block_size, expected):
+    """Pinned, by the number of the window alone: a change here would make every checkpoint continue elsewhere."""
+    settings = batch_settings(document_block_size=block_size)
+    content = hashlib.sha256()
+    for window in (0, 1, 987_654):
+        numbers, epochs, _ = documents_in_window(blend(corpora).sources, settings, epoch=0, window=window)
+        content.update(numbers.tobytes() + epochs.tobytes())
+    assert content.hexdigest()[:16] == expected
 
 
 # --- batches ---
