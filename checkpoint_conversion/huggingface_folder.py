@@ -6,23 +6,31 @@ that an adapter belongs to, and to attention kernels on the network. Those are r
 
 The files themselves may be symbolic links, as they are in Hugging Face's cache. Listing tensors reads the files'
 headers alone; nothing is allocated for a size that a header only claims.
+
+What NeoBERT's own training code saves is a pickle. It is read by torch's weights-only loader, which creates tensors and
+plain values and nothing else, and mapped from the file, of which nothing may be compressed.
 """
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
 from megatron_neobert.training.checkpoint_files import POINTER
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 MODELING_FILE = "modeling_neobert.py"  # in a folder of the neobert layout that we wrote
+# Of accelerate, and of DeepSpeed up to ZeRO-2, whose weights lie under "module" in the precision of the forward.
+DEEPSPEED_WEIGHTS = "mp_rank_00_model_states.pt"
+_STATE_DICTS = ("state_dict.pt", DEEPSPEED_WEIGHTS)
 HEAD_FOLDER = "mlm_head"  # below a folder whose layout has no place for a masked-language-model head
 
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
@@ -30,6 +38,7 @@ _OWN_ATTENTION = (None, "eager", "sdpa")
 _LARGEST_JSON_BYTES = 64 << 20  # an index of 100,000 tensors takes 10 MB
 _MOST_LABELS = 10_000  # transformers makes a name for each before it looks at the weights; no key of ours needs any
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class StoredTensor(NamedTuple):
@@ -65,6 +74,11 @@ def check_folder(folder: Path) -> dict[str, Any]:
             f"{config_path}: num_labels is {quote(labels)}, and at most {_MOST_LABELS:,} are accepted, because "
             "transformers allocates them unseen. Remove the key."
         )
+    if config.get("transformers_weights") is not None:
+        raise ConversionError(
+            f"{config_path}: transformers_weights is {quote(config['transformers_weights'])}; weights are read from "
+            f"{WEIGHTS} or its index alone. Remove the key."
+        )
     if (folder / "adapter_config.json").exists():
         raise ConversionError(
             f"{folder / 'adapter_config.json'}: an adapter changes a model that lies elsewhere; merge it into a whole "
@@ -76,11 +90,11 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of model.safetensors, or of the files that its index names.
+    """Every tensor of model.safetensors, of the files that its index names, or of a state dict of NeoBERT's own code.
 
     Raises:
         MissingInputError: There are no weights, or a file that the index names is not there.
-        ConversionError: The weights are pickled, a file is damaged, or index and files do not agree.
+        ConversionError: The weights are pickled otherwise, a file is damaged, or index and files do not agree.
     """
     single, index_path = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index_path.is_file():
@@ -88,7 +102,13 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     if single.is_file():
         return _list_file(single)
     if not index_path.is_file():
-        raise _no_weights(folder)
+        pickled = [folder / name for name in _STATE_DICTS if (folder / name).is_file()]
+        if len(pickled) != 1:
+            raise _no_weights(folder)
+        return {
+            name: StoredTensor(pickled[0], _DTYPE_NAMES.get(one.dtype, str(one.dtype)), tuple(one.shape))
+            for name, one in _read_state_dict(pickled[0]).items()
+        }
     weight_map = _read_weight_map(index_path)
     tensors: dict[str, StoredTensor] = {}
     for file in sorted({folder / name for name in weight_map.values()}):
@@ -118,6 +138,10 @@ def load_tensors(stored: Mapping[str, StoredTensor], names: Mapping[str, str]) -
     """
     tensors: dict[str, Tensor] = {}
     for file in sorted({stored[name].file for name in names.values()}):
+        if file.name in _STATE_DICTS:
+            state = _read_state_dict(file)
+            tensors |= {new: state[name].detach().clone() for new, name in names.items()}
+            continue
         with _opened(file) as reader:
             tensors |= {new: reader.get_tensor(name) for new, name in names.items() if stored[name].file == file}
     return tensors
@@ -132,8 +156,9 @@ def _no_weights(folder: Path) -> ConversionError | MissingInputError:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return ConversionError(
-            f"{folder}: the weights are pickled ({quote(pickles[0])}), which can run code, and are not read; save "
-            f"them as {WEIGHTS}."
+            f"{folder}: the weights are pickled ({quote(pickles[0])}). Beside safetensors, one file of the names "
+            f"{' and '.join(_STATE_DICTS)} is read, as NeoBERT's own code writes them. Save the weights as {WEIGHTS}, "
+            "or name the file that holds a state dict so and move other weights away."
         )
     return MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder that holds weights.")
 
@@ -142,6 +167,35 @@ def _list_file(file: Path) -> dict[str, StoredTensor]:
     with _opened(file) as reader:
         slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (it is no mapping)
         return {name: StoredTensor(file, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+def _read_state_dict(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of torch.save, mapped and not yet read.
+
+    Raises:
+        ConversionError: It holds something else, asks for other objects, or is compressed.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+        if any(one.compress_type for one in entries) or sum(one.file_size for one in entries) > file.stat().st_size:
+            raise ValueError("compressed; torch.save compresses nothing")  # and a few bytes could fill the memory
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged byte makes torch.load raise almost anything
+        raise ConversionError(
+            f"{file}: cannot be read safely ({short_reason(error)}); save the state dict alone as {WEIGHTS}."
+        ) from error
+    if file.name == DEEPSPEED_WEIGHTS and isinstance(state, dict):
+        state = state.get("module")
+    is_plain = isinstance(state, dict) and all(
+        isinstance(name, str) and isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta
+        for name, one in state.items()
+    )
+    if not is_plain or not state:
+        raise ConversionError(f"{file}: holds no state dict of plain tensors; save the weights as {WEIGHTS}.")
+    return dict(state)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaModel
 from transformers.utils import logging as transformers_logging
 
 from checkpoint_conversion.comparison import LogitModel
@@ -24,10 +24,12 @@ from checkpoint_conversion.megatron_reader import model_shape
 from megatron_neobert.config import Settings
 from megatron_neobert.errors import LONGEST_REASON, ConversionError, short_reason
 from megatron_neobert.huggingface.auto_classes import register_neobert
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTLMHead
 
 # Of a forward, whatever config.json says.
 _OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _OWN_TYPE = "neobert"
+_CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTLMHead, "llama": LlamaModel}
 _TAKES_BLOCKS = ("eurobert", "llama")  # models that accept a mask per pair of tokens, and positions that restart
 
 
@@ -70,23 +72,35 @@ def load_logit_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Log
 def load_as_read(folder: Path) -> LogitModel:
     """The same in fp32 for a folder that conversion can read: its weights as they are read, what is absent filled in.
 
-    transformers would draw a bias that such a folder leaves out, and knows no halves of a feed-forward apart.
-
     Raises:
         MissingInputError, ConversionError: As `huggingface_weights.read_weights` and `load_model`.
     """
     parsed = read_model_config(check_folder(folder), folder / "config.json")
-    weights = read_weights(folder, parsed)
-    kind = AutoModel if parsed.layout == "llama" else AutoModelForMaskedLM
-    changes = {"tie_word_embeddings": False} | ({"mlp_bias": True} if parsed.layout == "eurobert" else {})
-    absent = ("missing_keys", "unexpected_keys")
-    model = _load(kind, folder, torch.float32, ignored=absent, changes=changes)
-    tensors = _join_halves(weights.tensors)
-    if parsed.layout == "llama":
+    return build_logit_model(folder, parsed.layout, read_weights(folder, parsed).tensors)
+
+
+def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
+    """The model that transformers makes of a folder's config.json and of weights that were read from it, in fp32.
+
+    Of the folder's files transformers would draw a bias that is left out, and it knows neither halves of a feed-forward
+    apart nor the names and pickles of training code.
+
+    Args:
+        layout: Of mapping.TABLES.
+        weights: Of all its published names.
+
+    Raises:
+        ConversionError: As `load_model`.
+    """
+    kind = layout.removesuffix("-unpacked")
+    changes = {"tie_word_embeddings": False} | ({"mlp_bias": True} if kind == "eurobert" else {})
+    tensors = _join_halves(weights)
+    head = {} if kind != "llama" else {name: tensors.pop(name) for name in list(tensors) if name.startswith("decoder.")}
+    model = _load(_CLASSES[kind], folder, torch.float32, tensors=tensors, changes=changes)
+    if head:
         model = BackboneWithHead(model)
-        tensors = {name if name.startswith("decoder.") else f"backbone.{name}": one for name, one in tensors.items()}
-    model.load_state_dict(tensors)  # of all names, and no other
-    return _to_logit_model(folder, parsed.layout, model)
+        model.decoder.load_state_dict({name.removeprefix("decoder."): one for name, one in head.items()})
+    return _to_logit_model(folder, kind, model)
 
 
 def is_readable(folder: Path) -> bool:
@@ -168,27 +182,26 @@ def _load(
     dtype: torch.dtype,
     *,
     ignored: tuple[str, ...] = (),
+    tensors: Mapping[str, Tensor] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Any:
     """What transformers makes of a folder.
 
     Args:
         ignored: Kinds of differences between files and model that do not matter.
+        tensors: Instead of those in its files.
         changes: Of the config.
     """
     register_neobert()
+    local = {"local_files_only": True, **_OUTPUTS, **(changes or {})}
     try:
         with _silence():
-            model, info = kind.from_pretrained(
-                folder,
-                dtype=dtype,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **_OUTPUTS,
-                **(changes or {}),
-            )
+            if tensors is None:
+                options = {"trust_remote_code": False, "use_safetensors": True, **local}
+                model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+            else:
+                options = {"config": kind.config_class.from_pretrained(folder, **local), "state_dict": dict(tensors)}
+                model, info = kind.from_pretrained(None, dtype=dtype, output_loading_info=True, **options)
     except Exception as error:  # a strange config.json makes transformers raise almost anything
         reason = short_reason(error)
         raise ConversionError(

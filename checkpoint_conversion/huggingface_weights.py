@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpoint_conversion.huggingface_config import FolderConfig
 from checkpoint_conversion.huggingface_folder import (
+    DEEPSPEED_WEIGHTS,
     HEAD_FOLDER,
     WEIGHTS,
     StoredTensor,
@@ -59,13 +60,14 @@ def read_weights(folder: Path, config: FolderConfig) -> Weights:
     layout = _find_layout(config, kept)
     shapes = _expected_shapes(folder, layout, config, kept)
     names = _match_names(folder, kept, shapes)
+    wrapped = [source for source in kept if _unwrapped(source) != source]
     absent = _find_absent(folder, layout, config, names, shapes)
     for name, source in names.items():
         _check_entry(source, kept[source], shapes[name])
     tensors = load_tensors(kept, names)
     if config.tied and not absent.tied:
         _check_tied(folder, layout, tensors)
-    notes = _describe_leftovers(stored, kept) + _widen_halves(tensors)
+    notes = _describe_leftovers(stored, kept) + _describe_pickle(kept, wrapped) + _widen_halves(tensors)
     embedding = tensors[_embedding(layout)]
     tensors |= {name: embedding.clone() for name in absent.tied}
     tensors |= {name: embedding.new_zeros(shapes[name]) for name in absent.zero}
@@ -114,15 +116,24 @@ def _expected_shapes(folder: Path, layout: str, config: FolderConfig, stored: Ma
 
 
 def _match_names(folder: Path, stored: Mapping[str, StoredTensor], shapes: _Shapes) -> dict[str, str]:
-    """Published name -> name in the files, which may lack the prefix "model." or have one too many."""
+    """Published name -> name in the files, which may lack the prefix "model." or have one too many, or others'."""
     names: dict[str, str] = {}
     for source in stored:
-        spellings = (source, f"model.{source}", source.removeprefix("model."))
+        plain = _unwrapped(source)
+        spellings = (plain, f"model.{plain}", plain.removeprefix("model."))
         name = next((one for one in spellings if one in shapes), source)
         if name in names:
             raise ConversionError(f"{folder}: {quote(names[name])} and {quote(source)} are one weight; remove either.")
         names[name] = source
     return names
+
+
+def _unwrapped(name: str) -> str:
+    """A name without what DDP, DeepSpeed and torch.compile put before it."""
+    name = name.replace("_orig_mod.", "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
 
 
 def _find_absent(folder: Path, layout: str, config: FolderConfig, names: dict[str, str], shapes: _Shapes) -> _Absent:
@@ -189,6 +200,20 @@ def _check_tied(folder: Path, layout: str, tensors: Mapping[str, Tensor]) -> Non
 def _describe_leftovers(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTensor]) -> list[str]:
     left_out = [name for name in stored if name not in kept]
     return [f"left out {_join(left_out)}: rotary angles follow from the base"] if left_out else []
+
+
+def _describe_pickle(kept: Mapping[str, StoredTensor], wrapped: list[str]) -> list[str]:
+    """What a file of training code differs in from a published one."""
+    notes = []
+    if wrapped:
+        notes.append(f"'module.' and '_orig_mod.' are left out of {len(wrapped)} names, such as {quote(wrapped[0])}")
+    entry = next(iter(kept.values()))
+    if entry.file.name == DEEPSPEED_WEIGHTS and entry.dtype != "F32":
+        notes.append(
+            f"the weights of {entry.file.name} are {entry.dtype}, as the forward rounds them; the optimizer's fp32 "
+            "weights lie in other files, out of which DeepSpeed's zero_to_fp32.py makes a state dict"
+        )
+    return notes
 
 
 def _widen_halves(tensors: dict[str, Tensor]) -> list[str]:

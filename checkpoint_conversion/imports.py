@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.huggingface_model import load_as_read
+from checkpoint_conversion.huggingface_model import build_logit_model
 from checkpoint_conversion.huggingface_reader import ImportedModel, read_folder
 from checkpoint_conversion.mapping import TABLES, to_internal
 from checkpoint_conversion.megatron_reader import model_shape, read_checkpoint
@@ -40,5 +40,5 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> tuple
 
 def _verify_import(imported: ImportedModel, save: Path) -> Checks:
     written = checkpoint_model(read_checkpoint(save))
-    source = load_as_read(imported.folder)
+    source = build_logit_model(imported.folder, imported.layout, imported.weights)
     return verify(source, lambda precision: written, stored=torch.float32, what="the written checkpoint")

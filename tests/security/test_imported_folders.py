@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,44 @@ def test_tokenizer_with_its_own_code_is_refused(commands: Commands, folder: Path
 def test_pickled_weights_are_refused(commands: Commands, folder: Path, canary: Canary):
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.bias": canary}, folder / "pytorch_model.bin")
-    assert_refused(commands, folder, "pytorch_model.bin", "save them as model.safetensors")
+    assert_refused(commands, folder, "pytorch_model.bin", "Save the weights as model.safetensors")
     (folder / "model.safetensors").write_bytes(pickle.dumps(canary))
     assert_refused(commands, folder, "model.safetensors: not a safetensors file")
     assert not canary.has_run
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert canary.has_run
+
+
+@pytest.mark.parametrize("name", ["state_dict.pt", "mp_rank_00_model_states.pt"])
+def test_state_dict_of_training_code_that_runs_code_is_refused(folder: Path, canary: Canary, name: str):
+    (folder / "model.safetensors").unlink()
+    torch.save({"module": {"lm_head.bias": canary}}, folder / name)
+    assert_lie_refused(folder, name, "cannot be read safely", "posix.mkdir")
+    assert not canary.has_run
+    torch.load(folder / name, weights_only=False)
+    assert canary.has_run
+
+
+def test_compressed_state_dict_is_refused_before_it_fills_the_memory(folder: Path):
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.bias": torch.zeros(1 << 20)}, folder / "whole.pt")
+    with (
+        zipfile.ZipFile(folder / "whole.pt") as whole,
+        zipfile.ZipFile(folder / "state_dict.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in whole.namelist():
+            packed.writestr(entry, whole.read(entry))
+    (folder / "whole.pt").unlink()
+    assert_lie_refused(folder, "state_dict.pt", "compressed")
+    state = torch.load(folder / "state_dict.pt", weights_only=True)  # the control: torch does unpack it
+    assert state["lm_head.bias"].nbytes > 100 * (folder / "state_dict.pt").stat().st_size
+
+
+@pytest.mark.parametrize("state", [torch.zeros(3), {"a": 1}, {"lm_head.bias": torch.zeros(4).to_sparse()}, {}], ids=str)
+def test_pickle_of_something_else_than_plain_tensors_is_refused(folder: Path, state: object):
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "state_dict.pt")
+    assert_lie_refused(folder, "state_dict.pt: holds no state dict of plain tensors")
 
 
 def test_adapter_that_belongs_to_another_model_is_refused(commands: Commands, folder: Path):

@@ -260,7 +260,7 @@ def test_one_file_beside_an_index_is_refused(write: WriteFolder):
 def test_pickled_weights_are_refused(write: WriteFolder):
     folder = write("neobert")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "the weights are pickled ('pytorch_model.bin'), which can run code" in refusal(folder)
+    assert "the weights are pickled ('pytorch_model.bin'). Beside safetensors, one file of the names" in refusal(folder)
 
 
 def test_what_is_not_there_is_named(write: WriteFolder, tmp_path: Path):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,6 +155,44 @@ def test_what_a_folder_leaves_to_a_rule_is_filled_in_and_verified(
     imported, checks = import_folder(published, tmp_path / "imported")
     assert any(note in one for one in imported.notes), imported.notes
     assert checks["padded"].relative < 1e-5 > checks["packed"].relative
+
+
+def save_as_accelerate(weights: dict[str, Tensor], folder: Path) -> None:
+    torch.save({f"module.{name}": tensor for name, tensor in weights.items()}, folder / "state_dict.pt")
+
+
+def save_as_deepspeed(weights: dict[str, Tensor], folder: Path) -> None:
+    module = OrderedDict((name, tensor.bfloat16()) for name, tensor in weights.items())
+    shapes = [OrderedDict((name, tensor.shape) for name, tensor in weights.items())]
+    others = {"optimizer": None, "param_shapes": shapes, "global_steps": 7, "csr_tensor_module_names": set()}
+    torch.save({"module": module, **others}, folder / "mp_rank_00_model_states.pt")
+
+
+def save_as_compiled(weights: dict[str, Tensor], folder: Path) -> None:
+    renamed = {f"module._orig_mod.{name}": tensor for name, tensor in weights.items()}
+    save_file(renamed, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("save", "note"),
+    [
+        (save_as_accelerate, "left out of 16 names, such as 'module.decoder.bias'"),
+        (save_as_deepspeed, "mp_rank_00_model_states.pt are BF16, as the forward rounds them"),
+        (save_as_compiled, "left out of 16 names, such as 'module._orig_mod.decoder.bias'"),
+    ],
+)
+def test_what_neoberts_own_training_code_saves_is_imported_bit_for_bit(
+    published: Path, tmp_path: Path, save: Callable[[dict[str, Tensor], Path], None], note: str
+):
+    weights = dict(sorted(load_file(published / "model.safetensors").items()))
+    (published / "model.safetensors").unlink()
+    save(weights, published)
+    imported, checks = import_folder(published, tmp_path / "imported")
+    assert any(note in one for one in imported.notes), imported.notes
+    assert checks["padded"].relative < 1e-5
+    dtype = torch.bfloat16 if save is save_as_deepspeed else torch.float32
+    found = read_checkpoint(tmp_path / "imported").build_reference(torch.float32).state_dict()
+    assert_same_bits(found, {name: tensor.to(dtype).float() for name, tensor in build_reference().state_dict().items()})
 
 
 @pytest.fixture
