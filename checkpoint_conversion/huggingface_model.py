@@ -193,15 +193,21 @@ def _load(
         changes: Of the config.
     """
     register_neobert()
-    local = {"local_files_only": True, **_OUTPUTS, **(changes or {})}
+    source: Path | None = folder
+    options: dict[str, Any] = {"local_files_only": True, **_OUTPUTS, **(changes or {})}
     try:
         with _silence():
-            if tensors is None:
-                options = {"trust_remote_code": False, "use_safetensors": True, **local}
-                model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-            else:
-                options = {"config": kind.config_class.from_pretrained(folder, **local), "state_dict": dict(tensors)}
-                model, info = kind.from_pretrained(None, dtype=dtype, output_loading_info=True, **options)
+            if tensors is not None:
+                config = kind.config_class.from_pretrained(folder, trust_remote_code=False, **options)
+                source, options = None, {"config": config, "state_dict": dict(tensors)}
+            model, info = kind.from_pretrained(
+                source,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
     except Exception as error:  # a strange config.json makes transformers raise almost anything
         reason = short_reason(error)
         raise ConversionError(
