@@ -201,8 +201,8 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
             listener = socket.create_server(("", port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConnectionError(
-            f"MASTER_PORT {port} cannot be used on node 0 at {address} ({error.strerror}); choose a free port, the same "
-            "on all nodes, and check MASTER_ADDR."
+            f"MASTER_PORT {port} cannot be used on node 0 at {address} ({error.strerror}); choose a free port, the "
+            "same on all nodes, and check MASTER_ADDR."
         ) from error
     return TCPStore(
         address,

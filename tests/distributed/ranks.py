@@ -1,21 +1,13 @@
-"""Real training runs on several gloo ranks, each a forked process of this one.
-
-Imports are paid once, by the parent; a run of two ranks then takes about a second.
-"""
+"""Real training runs on several gloo ranks, each a forked process: a run of two ranks takes about a second."""
 
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import multiprocessing
+from processes import run_on_ranks
 
 from megatron_neobert.config import Settings
 from megatron_neobert.training.loop import run_training
-
-torch.set_num_threads(1)  # a forked child must not wait for the threads of its parent
 
 
 def train_on_ranks(settings: Settings, *, world_size: int = 1, prepare: Any = None) -> None:
@@ -24,18 +16,10 @@ def train_on_ranks(settings: Settings, *, world_size: int = 1, prepare: Any = No
     Args:
         prepare: Called in each process before training, for controls that break something on purpose.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.start_processes(
-        _train, args=(settings, world_size, port, prepare), nprocs=world_size, start_method="fork"
-    )
+    run_on_ranks(_train, settings, prepare, world_size=world_size)
 
 
-def _train(rank: int, settings: Settings, world_size: int, port: int, prepare: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
-    )
+def _train(settings: Settings, prepare: Any) -> None:
     if prepare is not None:
         prepare()
     run_training(settings)

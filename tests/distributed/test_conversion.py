@@ -1,24 +1,20 @@
 """A checkpoint that training wrote, on any number of ranks, is read as the model that was trained."""
 
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from processes import run_on_ranks
 from ranks import train_on_ranks
 from tolerances import MEGATRON_LOGITS
-from torch import multiprocessing
 
 from checkpoint_conversion.mapping import unstack_layers
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.config import Settings
 from megatron_neobert.training.build import build_run, join
 from megatron_neobert.training.saver import Saver
-
-torch.set_num_threads(1)  # a forked child must not wait for the threads of its parent
 
 LENGTHS = (9, 1, 30, 4)
 STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -27,15 +23,10 @@ TOKENS = torch.randint(280, (sum(LENGTHS),), generator=torch.Generator().manual_
 
 def save_loud_weights(settings: Settings, *, world_size: int, logits: Path | None = None) -> None:
     """Saves iteration 7 of a run whose fresh weights were made larger, and what the model computes with them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (settings, world_size, port, logits)
-    multiprocessing.start_processes(_save_on_rank, args=arguments, nprocs=world_size, start_method="fork")
+    run_on_ranks(_save_on_rank, settings, logits, world_size=world_size)
 
 
-def _save_on_rank(rank: int, settings: Settings, world_size: int, port: int, logits: Path | None) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _save_on_rank(settings: Settings, logits: Path | None) -> None:
     run = build_run(settings, *join(settings))
     (model,) = run.unwrapped_models
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,15 @@ import pytest
 import ranks
 from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
-from unit.tools.commands import import_tool, run
+from unit.tools.commands import run
 
 from megatron_neobert.config import CheckpointConfig, ParallelConfig
 from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.flags import write_record
 from megatron_neobert.training import step
+from tools import replay_batch as tool
 
-tool = import_tool("replay_batch")
 LAST = 5  # its batch is skipped
 LAST_SPECIAL_TOKEN = 4
 RARE_TOKEN = 240  # which is in some micro-batches of the last batch, not in all
@@ -34,7 +35,7 @@ def note_batches(folder: Path, *, poisoned: bool) -> None:
         if poisoned and iteration == LAST:
             run.unwrapped_models[0].embedding.word_embeddings.weight.data[RARE_TOKEN] = float("nan")
         tokens = [batch.tokens_t.tolist() for batch in batches.micro_batches]
-        with (folder / f"batches.{ranks.os.environ['RANK']}.jsonl").open("a") as stream:
+        with (folder / f"batches.{os.environ['RANK']}.jsonl").open("a") as stream:
             stream.write(json.dumps(tokens) + "\n")
         return original(run, batches)
 

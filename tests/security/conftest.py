@@ -1,35 +1,18 @@
-"""A checkpoint that training wrote, copies of it to spoil, and commands that are quick to run."""
+"""A checkpoint that training wrote, copies of it to spoil, and the flags of a tiny run."""
 
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import Canary, Checkpoint, Commands
+from hostile import Canary, Checkpoint
+from processes import run_command
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
     "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr-warmup-iters 1 --lr-decay-iters 2 --eval-iters 0 "
     "--num-workers 0 --log-interval 1"
 )
-
-
-@pytest.fixture(scope="session")
-def commands() -> Iterator[Commands]:
-    server = [sys.executable, str(Path(__file__).with_name("command_server.py"))]
-    with subprocess.Popen(
-        server,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env=Commands.environment(REPOSITORY),
-    ) as process:
-        yield Commands(process)
 
 
 @pytest.fixture(scope="session")
@@ -39,10 +22,10 @@ def training(tiny_corpus: Any) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def trained(commands: Commands, training: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(training: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A save folder with the checkpoint of iteration 1."""
     save = tmp_path_factory.mktemp("trained") / "save"
-    result = commands.run("megatron_neobert.pretrain", *training, "--train-iters", "1", "--save", save)
+    result = run_command("megatron_neobert.pretrain", *training, "--train-iters", "1", "--save", save)
     assert result.code == 0, result.output
     return save
 

@@ -1,12 +1,11 @@
-"""Hostile files that do nothing but leave a mark, and the commands that are given them."""
+"""Hostile files that do nothing but leave a mark."""
 
 import json
 import os
 import pickle
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,40 +30,6 @@ class Canary:
     def source(self) -> str:
         """Python that leaves the same mark."""
         return f"import os\nos.makedirs({str(self.mark)!r}, exist_ok=True)\n"
-
-
-class Result(NamedTuple):
-    """How a command ended, and all that it printed."""
-
-    code: int
-    output: str
-
-    @property
-    def errors(self) -> list[str]:
-        return [line for line in self.output.splitlines() if line.startswith("error")]
-
-    def refused(self, code: int) -> bool:
-        """One sentence, this exit code, no traceback."""
-        return self.code == code and len(self.errors) == 1 and "Traceback" not in self.output
-
-
-class Commands:
-    """Runs commands through command_server.py."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    @staticmethod
-    def environment(repository: Path) -> dict[str, str]:
-        launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        clean = {name: value for name, value in os.environ.items() if name not in launchers and "SLURM" not in name}
-        return {**clean, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
-
-    def run(self, module: str, *arguments: str | Path, environment: dict[str, str] | None = None) -> Result:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps([environment or {}, module, *map(str, arguments)]) + "\n")
-        self._process.stdin.flush()
-        return Result(*json.loads(self._process.stdout.readline()))
 
 
 class Checkpoint:

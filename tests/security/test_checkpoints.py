@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from hostile import Canary, Checkpoint, Commands, Result
+from hostile import Canary, Checkpoint
+from processes import Ended, run_command
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -19,20 +20,18 @@ from megatron_neobert.errors import CheckpointError
 from megatron_neobert.training.common_file import read_common
 from megatron_neobert.training.safe_reading import open_reader
 
-Reader = Callable[..., Result]
+Reader = Callable[..., Ended]
 
 
 @pytest.fixture(params=["training", "convert"])
-def read(
-    request: pytest.FixtureRequest, commands: Commands, training: list[str], checkpoint: Checkpoint, tmp_path: Path
-) -> Reader:
+def read(request: pytest.FixtureRequest, training: list[str], checkpoint: Checkpoint, tmp_path: Path) -> Reader:
     """Runs a command that reads the checkpoint; each is a door of its own."""
     save = checkpoint.save
     return {
-        "training": lambda *more: commands.run(
+        "training": lambda *more: run_command(
             "megatron_neobert.pretrain", *training, "--save", save, "--load", save, *more
         ),
-        "convert": lambda *more: commands.run(
+        "convert": lambda *more: run_command(
             "checkpoint_conversion.convert", "megatron-to-hf", "--load", save, "--output", tmp_path / "hf", *more
         ),
     }[request.param]
@@ -52,9 +51,9 @@ def test_table_of_contents_that_runs_code_is_refused(read: Reader, checkpoint: C
     assert canary.has_run
 
 
-def test_verify_goes_through_the_same_door(commands: Commands, checkpoint: Checkpoint, canary: Canary):
+def test_verify_goes_through_the_same_door(checkpoint: Checkpoint, canary: Canary):
     checkpoint.replace(".metadata", pickle.dumps(canary))
-    result = commands.run("checkpoint_conversion.verify", checkpoint.save, checkpoint.save)
+    result = run_command("checkpoint_conversion.verify", checkpoint.save, checkpoint.save)
     assert result.refused(78), result.output
     assert not canary.has_run
 
@@ -116,19 +115,17 @@ def test_extra_state_of_transformer_engine_is_not_unpickled(read: Reader, checkp
 
 
 @pytest.mark.parametrize("content", [b'{"sharded_backend": "zarr"}', b"[]", b"{", b"[" * 100_000], ids=len)
-def test_other_format_is_refused(commands: Commands, training: list[str], checkpoint: Checkpoint, content: bytes):
+def test_other_format_is_refused(training: list[str], checkpoint: Checkpoint, content: bytes):
     checkpoint.replace("metadata.json", content)
-    result = commands.run("megatron_neobert.pretrain", *training, "--save", checkpoint.save, "--load", checkpoint.save)
+    result = run_command("megatron_neobert.pretrain", *training, "--save", checkpoint.save, "--load", checkpoint.save)
     assert result.refused(78), result.output
     assert "metadata.json: " in result.output
 
 
-def test_common_file_that_runs_code_is_refused(
-    commands: Commands, training: list[str], checkpoint: Checkpoint, canary: Canary
-):
+def test_common_file_that_runs_code_is_refused(training: list[str], checkpoint: Checkpoint, canary: Canary):
     torch.save({"progress": canary}, checkpoint.folder / "common.pt")
     checkpoint.seal()
-    result = commands.run("megatron_neobert.pretrain", *training, "--save", checkpoint.save, "--load", checkpoint.save)
+    result = run_command("megatron_neobert.pretrain", *training, "--save", checkpoint.save, "--load", checkpoint.save)
     assert result.refused(78), result.output
     assert "common.pt: cannot be read safely (it asks for posix.mkdir, which no tensor needs)" in result.output
     assert not canary.has_run
@@ -170,7 +167,7 @@ def test_table_of_one_rank_is_no_way_round(checkpoint: Checkpoint, canary: Canar
 
 @pytest.mark.parametrize("command", ["training", "convert", "verify"])
 def test_variable_that_makes_torch_unpickle_is_refused(
-    commands: Commands, training: list[str], checkpoint: Checkpoint, tmp_path: Path, command: str
+    training: list[str], checkpoint: Checkpoint, tmp_path: Path, command: str
 ):
     save = checkpoint.save
     module, *words = {
@@ -178,6 +175,6 @@ def test_variable_that_makes_torch_unpickle_is_refused(
         "convert": ["checkpoint_conversion.convert", "megatron-to-hf", "--load", save, "--output", tmp_path / "hf"],
         "verify": ["checkpoint_conversion.verify", save, save],
     }[command]
-    result = commands.run(str(module), *words, environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
+    result = run_command(str(module), *words, environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
     assert result.refused(2), result.output
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 lets checkpoints run code; unset it" in result.output

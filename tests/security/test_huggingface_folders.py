@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import Canary, Commands, Result
+from hostile import Canary
+from processes import Ended, run_command
 from transformers import AutoModelForMaskedLM, EuroBertConfig, EuroBertForMaskedLM
 
 TINY = {
@@ -44,8 +45,8 @@ def change_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def verify(commands: Commands, folder: Path) -> Result:
-    return commands.run("checkpoint_conversion.verify", folder, folder)
+def verify(folder: Path) -> Ended:
+    return run_command("checkpoint_conversion.verify", folder, folder)
 
 
 def add_code(folder: Path, canary: Canary, config_class: str) -> None:
@@ -62,35 +63,35 @@ def add_code(folder: Path, canary: Canary, config_class: str) -> None:
     )
 
 
-def test_untouched_folder_is_equal_to_itself(commands: Commands, folder: Path):
-    assert verify(commands, folder).code == 0
+def test_untouched_folder_is_equal_to_itself(folder: Path):
+    assert verify(folder).code == 0
 
 
-def test_model_with_its_own_code_is_refused(commands: Commands, folder: Path, canary: Canary):
+def test_model_with_its_own_code_is_refused(folder: Path, canary: Canary):
     add_code(folder, canary, "own_model")
-    result = verify(commands, folder)
+    result = verify(folder)
     assert result.refused(78), result.output
     assert not canary.has_run
     AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     assert canary.has_run
 
 
-def test_code_beside_a_model_that_transformers_has_is_left_alone(commands: Commands, folder: Path, canary: Canary):
+def test_code_beside_a_model_that_transformers_has_is_left_alone(folder: Path, canary: Canary):
     add_code(folder, canary, "eurobert")
-    assert verify(commands, folder).code == 0
+    assert verify(folder).code == 0
     assert not canary.has_run
 
 
 @pytest.mark.parametrize(
     "outside", ["../outside.safetensors", "/etc/outside.safetensors", "sub/w.safetensors", "w.bin"]
 )
-def test_weights_outside_the_folder_are_refused(commands: Commands, folder: Path, outside: str):
+def test_weights_outside_the_folder_are_refused(folder: Path, outside: str):
     tensors = folder / "model.safetensors"
     names = list(AutoModelForMaskedLM.from_pretrained(folder).state_dict())
     tensors.rename(folder.parent / "outside.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, outside)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    result = verify(commands, folder)
+    result = verify(folder)
     assert result.refused(78), result.output
     assert f"shall be read from {outside!r}, which is no safetensors file of the folder" in result.output
 
@@ -104,10 +105,10 @@ def test_transformers_would_read_weights_outside_the_folder(folder: Path):
     assert AutoModelForMaskedLM.from_pretrained(folder).config.vocab_size == TINY["vocab_size"]
 
 
-def test_pickled_weights_are_refused(commands: Commands, folder: Path, canary: Canary):
+def test_pickled_weights_are_refused(folder: Path, canary: Canary):
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.bias": canary}, folder / "pytorch_model.bin")
-    result = verify(commands, folder)
+    result = verify(folder)
     assert result.refused(78), result.output
     assert not canary.has_run
     torch.load(folder / "pytorch_model.bin", weights_only=False)
@@ -115,9 +116,9 @@ def test_pickled_weights_are_refused(commands: Commands, folder: Path, canary: C
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
-def test_attention_that_would_be_fetched_is_refused(commands: Commands, folder: Path, key: str):
+def test_attention_that_would_be_fetched_is_refused(folder: Path, key: str):
     change_config(folder, **{key: "somebody/kernel"})
-    result = verify(commands, folder)
+    result = verify(folder)
     assert result.refused(78), result.output
     assert f"{key} is 'somebody/kernel', which transformers may fetch code for" in result.output
 
@@ -127,21 +128,21 @@ def test_attention_that_would_be_fetched_is_refused(commands: Commands, folder: 
     [b"[" * 100_000, b"\xff", b"3", b'{"model_type": 7}', b'{"model_type": "eurobert", "hidden_size": "x"}', b"{}"],
     ids=["nested", "not UTF-8", "number", "type is a number", "width is a word", "empty"],
 )
-def test_config_that_is_nonsense_is_refused(commands: Commands, folder: Path, content: bytes):
+def test_config_that_is_nonsense_is_refused(folder: Path, content: bytes):
     (folder / "config.json").write_bytes(content)
-    result = verify(commands, folder)
+    result = verify(folder)
     assert result.refused(78), result.output
 
 
-def test_adapter_that_belongs_to_another_model_is_refused(commands: Commands, folder: Path):
+def test_adapter_that_belongs_to_another_model_is_refused(folder: Path):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": os.fspath(folder.parent)}))
-    result = verify(commands, folder)
+    result = verify(folder)
     assert result.refused(78), result.output
     assert "adapter_config.json: an adapter changes a model that lies elsewhere" in result.output
 
 
-def test_pickle_in_the_place_of_weights_is_refused(commands: Commands, folder: Path, canary: Canary):
+def test_pickle_in_the_place_of_weights_is_refused(folder: Path, canary: Canary):
     (folder / "model.safetensors").write_bytes(pickle.dumps(canary))
-    result = verify(commands, folder)
+    result = verify(folder)
     assert result.refused(78), result.output
     assert not canary.has_run

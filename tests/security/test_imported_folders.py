@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import Canary, Commands, Result
+from hostile import Canary
+from processes import Ended, run_command
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM
 
@@ -62,15 +63,15 @@ def change_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def convert(commands: Commands, folder: Path) -> Result:
-    return commands.run(
+def convert(folder: Path) -> Ended:
+    return run_command(
         "checkpoint_conversion.convert", "hf-to-megatron", "--load", folder, "--output", folder.parent / "imported"
     )
 
 
-def assert_refused(commands: Commands, folder: Path, *words: str, code: int = 78) -> None:
+def assert_refused(folder: Path, *words: str, code: int = 78) -> None:
     """The command ends with one sentence with these words, this exit code, and nothing written."""
-    result = convert(commands, folder)
+    result = convert(folder)
     assert result.refused(code), result.output
     assert_says(result.errors[0], words)
     assert_nothing_written(folder)
@@ -94,8 +95,8 @@ def assert_nothing_written(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith("imported")] == []
 
 
-def assert_imported(commands: Commands, folder: Path) -> None:
-    result = convert(commands, folder)
+def assert_imported(folder: Path) -> None:
+    result = convert(folder)
     assert result.code == 0, result.output
     assert (folder.parent / "imported" / "latest_checkpointed_iteration.txt").is_file()
 
@@ -103,11 +104,11 @@ def assert_imported(commands: Commands, folder: Path) -> None:
 # --- code ---
 
 
-def test_untouched_folder_is_imported(commands: Commands, folder: Path):
-    assert_imported(commands, folder)
+def test_untouched_folder_is_imported(folder: Path):
+    assert_imported(folder)
 
 
-def test_architecture_with_its_own_code_is_refused(commands: Commands, folder: Path, canary: Canary):
+def test_architecture_with_its_own_code_is_refused(folder: Path, canary: Canary):
     (folder / "own_code.py").write_text(canary.source)
     change_json(
         folder / "config.json",
@@ -115,12 +116,12 @@ def test_architecture_with_its_own_code_is_refused(commands: Commands, folder: P
         auto_map={"AutoConfig": "own_code.OwnConfig", "AutoModelForMaskedLM": "own_code.Own"},
         trust_remote_code=True,
     )
-    assert_refused(commands, folder, "model_type is 'own_model'", "eurobert, neobert, llama")
+    assert_refused(folder, "model_type is 'own_model'", "eurobert, neobert, llama")
     assert not canary.has_run
 
 
 @pytest.mark.usefixtures("only_remote_code")
-def test_code_that_a_neobert_folder_brings_is_left_alone(commands: Commands, folder: Path, canary: Canary):
+def test_code_that_a_neobert_folder_brings_is_left_alone(folder: Path, canary: Canary):
     config = NeoBERTConfig(**TINY, intermediate_size=12, dim_head=8)
     (folder / "model.safetensors").unlink()
     NeoBERTLMHead(config).save_pretrained(folder)
@@ -129,31 +130,31 @@ def test_code_that_a_neobert_folder_brings_is_left_alone(commands: Commands, fol
     )
     classes = {"AutoConfig": "own_code.NeoBERTConfig", "AutoModelForMaskedLM": "own_code.NeoBERTLMHead"}
     change_json(folder / "config.json", auto_map=classes, trust_remote_code=True)
-    assert_imported(commands, folder)
+    assert_imported(folder)
     assert not canary.has_run
     AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     assert canary.has_run
 
 
-def test_tokenizer_with_its_own_code_is_refused(commands: Commands, folder: Path, canary: Canary):
+def test_tokenizer_with_its_own_code_is_refused(folder: Path, canary: Canary):
     (folder / "own_code.py").write_text(
         f"{canary.source}from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
     )
     change_json(
         folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own_code.Own"]}, tokenizer_class="Own"
     )
-    assert_refused(commands, folder, "the tokenizer's own Python code, which is never run", code=65)
+    assert_refused(folder, "the tokenizer's own Python code, which is never run", code=65)
     assert not canary.has_run
     AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert canary.has_run
 
 
-def test_pickled_weights_are_refused(commands: Commands, folder: Path, canary: Canary):
+def test_pickled_weights_are_refused(folder: Path, canary: Canary):
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.bias": canary}, folder / "pytorch_model.bin")
-    assert_refused(commands, folder, "pytorch_model.bin", "Save the weights as model.safetensors")
+    assert_refused(folder, "pytorch_model.bin", "Save the weights as model.safetensors")
     (folder / "model.safetensors").write_bytes(pickle.dumps(canary))
-    assert_refused(commands, folder, "model.safetensors: not a safetensors file")
+    assert_refused(folder, "model.safetensors: not a safetensors file")
     assert not canary.has_run
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert canary.has_run
@@ -191,9 +192,9 @@ def test_pickle_of_something_else_than_plain_tensors_is_refused(folder: Path, st
     assert_lie_refused(folder, "state_dict.pt: holds no state dict of plain tensors")
 
 
-def test_adapter_that_belongs_to_another_model_is_refused(commands: Commands, folder: Path):
+def test_adapter_that_belongs_to_another_model_is_refused(folder: Path):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": os.fspath(folder.parent)}))
-    assert_refused(commands, folder, "an adapter changes a model that lies elsewhere")
+    assert_refused(folder, "an adapter changes a model that lies elsewhere")
 
 
 # --- which file ---
@@ -216,13 +217,13 @@ def test_weights_that_the_config_names_outside_the_folder_are_refused(folder: Pa
     assert_lie_refused(folder, "transformers_weights")
 
 
-def test_links_to_the_files_are_followed_as_in_a_cache(commands: Commands, folder: Path):
+def test_links_to_the_files_are_followed_as_in_a_cache(folder: Path):
     """Hugging Face's cache is made of links to files whose names are checksums."""
     (folder.parent / "blobs").mkdir()
     for number, path in enumerate(sorted(folder.iterdir())):
         path.rename(folder.parent / "blobs" / str(number))
         path.symlink_to(Path("..") / "blobs" / str(number))
-    assert_imported(commands, folder)
+    assert_imported(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
@@ -234,9 +235,9 @@ def test_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path, name: str):
 
 
 @pytest.mark.parametrize("key", ["return_dict", "output_hidden_states"])
-def test_wish_for_another_kind_of_output_is_not_obeyed(commands: Commands, folder: Path, key: str):
+def test_wish_for_another_kind_of_output_is_not_obeyed(folder: Path, key: str):
     change_json(folder / "config.json", **{key: False if key == "return_dict" else 0.5})
-    assert_imported(commands, folder)
+    assert_imported(folder)
 
 
 # --- what the weights' header claims ---

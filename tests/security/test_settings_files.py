@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hostile import Canary, Checkpoint, Commands
+from hostile import Canary, Checkpoint
+from processes import run_command
 
 
 def calling_yaml(canary: Canary, key: str = "seed") -> str:
     return f"training:\n  {key}: !!python/object/apply:os.mkdir [{canary.mark}]\n"
 
 
-def test_settings_file_that_calls_a_function_is_refused(commands: Commands, tmp_path: Path, canary: Canary):
+def test_settings_file_that_calls_a_function_is_refused(tmp_path: Path, canary: Canary):
     path = tmp_path / "run.yaml"
     path.write_text(calling_yaml(canary))
-    result = commands.run("megatron_neobert.pretrain", "--config", path, "--dry-run")
+    result = run_command("megatron_neobert.pretrain", "--config", path, "--dry-run")
     assert result.refused(2), result.output
     assert "python/object/apply:os.mkdir" in result.output
     assert not canary.has_run
@@ -24,15 +25,15 @@ def test_settings_file_that_calls_a_function_is_refused(commands: Commands, tmp_
 
 @pytest.mark.parametrize("reader", ["training", "convert"])
 def test_record_that_calls_a_function_is_refused(
-    commands: Commands, training: list[str], checkpoint: Checkpoint, tmp_path: Path, canary: Canary, reader: str
+    training: list[str], checkpoint: Checkpoint, tmp_path: Path, canary: Canary, reader: str
 ):
     checkpoint.replace("settings.yaml", calling_yaml(canary).encode())
     if reader == "training":
-        result = commands.run(
+        result = run_command(
             "megatron_neobert.pretrain", *training, "--save", checkpoint.save, "--load", checkpoint.save
         )
     else:
-        result = commands.run(
+        result = run_command(
             "checkpoint_conversion.convert", "megatron-to-hf", "--load", checkpoint.save, "--output", tmp_path / "hf"
         )
     assert result.refused(78), result.output
@@ -40,10 +41,10 @@ def test_record_that_calls_a_function_is_refused(
 
 
 @pytest.mark.parametrize("section", ["", "training:\n  "])
-def test_target_to_instantiate_is_an_unknown_setting(commands: Commands, tmp_path: Path, canary: Canary, section: str):
+def test_target_to_instantiate_is_an_unknown_setting(tmp_path: Path, canary: Canary, section: str):
     path = tmp_path / "run.yaml"
     path.write_text(f"{section}_target_: os.mkdir\n")
-    result = commands.run("megatron_neobert.pretrain", "--config", path, "--dry-run")
+    result = run_command("megatron_neobert.pretrain", "--config", path, "--dry-run")
     assert result.code == 2
     assert "_target_" in result.output
     assert "Traceback" not in result.output

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hostile import Canary, Commands
+from hostile import Canary
+from processes import run_command
 
 
 def pack_tar(canary: Canary) -> bytes:
@@ -46,13 +47,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_shard_that_is_no_text_is_refused(
-    commands: Commands, tiny_corpus: Any, tmp_path: Path, canary: Canary, name: str
-):
+def test_shard_that_is_no_text_is_refused(tiny_corpus: Any, tmp_path: Path, canary: Canary, name: str):
     (tmp_path / "in").mkdir()
     shard = tmp_path / "in" / name
     shard.write_bytes(HOSTILE[name](canary))
-    result = commands.run(
+    result = run_command(
         "tools.preprocess_data",
         *("--input", shard, "--output-prefix", tmp_path / "out", "--tokenizer-model", tiny_corpus.tokenizer),
     )
@@ -60,16 +59,14 @@ def test_shard_that_is_no_text_is_refused(
     assert not canary.has_run
 
 
-def test_arrow_type_that_is_a_pickle_is_read_as_its_text(
-    commands: Commands, tiny_corpus: Any, tmp_path: Path, canary: Canary
-):
+def test_arrow_type_that_is_a_pickle_is_read_as_its_text(tiny_corpus: Any, tmp_path: Path, canary: Canary):
     """Arrow once unpickled a column's extension type when it opened the file."""
     extension = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(canary)}
     schema = pa.schema([pa.field("content", pa.string(), metadata=extension)])
     table = pa.table({"content": ["the cat sat on a mat"]}, schema=schema)
     with pa.OSFile(str(tmp_path / "shard.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_table(table)
-    result = commands.run(
+    result = run_command(
         "tools.preprocess_data",
         *("--input", tmp_path / "shard.arrow", "--output-prefix", tmp_path / "out"),
         *("--tokenizer-model", tiny_corpus.tokenizer),
@@ -80,13 +77,13 @@ def test_arrow_type_that_is_a_pickle_is_read_as_its_text(
 
 @pytest.mark.parametrize("ending", [".idx", ".bin", ".json"])
 def test_pickle_in_the_place_of_a_corpus_file_is_refused(
-    commands: Commands, tiny_corpus: Any, training: list[str], tmp_path: Path, canary: Canary, ending: str
+    tiny_corpus: Any, training: list[str], tmp_path: Path, canary: Canary, ending: str
 ):
     for path in Path(tiny_corpus.prefix).parent.glob(f"{Path(tiny_corpus.prefix).name}.*"):
         shutil.copy(path, tmp_path)
     prefix = tmp_path / Path(tiny_corpus.prefix).name
     prefix.with_name(prefix.name + ending).write_bytes(pickle.dumps(canary))
-    result = commands.run("megatron_neobert.pretrain", *training, "--data-path", prefix)
+    result = run_command("megatron_neobert.pretrain", *training, "--data-path", prefix)
     assert result.refused(65), result.output
     assert not canary.has_run
 

@@ -5,7 +5,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-from hostile import Canary, Commands
+from hostile import Canary
+from processes import run_command
 from transformers import AutoTokenizer
 
 
@@ -16,15 +17,15 @@ def shard(tmp_path: Path) -> Path:
     return path
 
 
-def preprocess(commands: Commands, shard: Path, tokenizer: Path, *more: str):
-    return commands.run(
+def preprocess(shard: Path, tokenizer: Path, *more: str):
+    return run_command(
         "tools.preprocess_data",
         *("--input", shard, "--output-prefix", shard.parent / "out"),
         *("--tokenizer-model", tokenizer, *more),
     )
 
 
-def test_folder_with_its_own_code_is_refused(commands: Commands, shard: Path, tmp_path: Path, canary: Canary):
+def test_folder_with_its_own_code_is_refused(shard: Path, tmp_path: Path, canary: Canary):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
@@ -33,7 +34,7 @@ def test_folder_with_its_own_code_is_refused(commands: Commands, shard: Path, tm
     )
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_code.Own", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    result = preprocess(commands, shard, folder)
+    result = preprocess(shard, folder)
     assert result.refused(65), result.output
     assert "auto_map asks for the tokenizer's own Python code, which is never run" in result.output
     assert not canary.has_run
@@ -42,15 +43,13 @@ def test_folder_with_its_own_code_is_refused(commands: Commands, shard: Path, tm
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "tokenizer.model", "tokenizer_config.json"])
-def test_pickle_in_the_place_of_a_tokenizer_file_is_refused(
-    commands: Commands, shard: Path, tmp_path: Path, canary: Canary, name: str
-):
+def test_pickle_in_the_place_of_a_tokenizer_file_is_refused(shard: Path, tmp_path: Path, canary: Canary, name: str):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     if name == "tokenizer_config.json":
         (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
     (folder / name).write_bytes(pickle.dumps(canary))
-    result = preprocess(commands, shard, folder)
+    result = preprocess(shard, folder)
     assert result.refused(65), result.output
     assert not canary.has_run
     pickle.loads((folder / name).read_bytes())

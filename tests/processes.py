@@ -1,0 +1,120 @@
+"""Processes that start in a tenth of a second: forked from a server that has imported torch and Megatron already.
+
+pytest's own process cannot be that server: after one test has had a gloo group in it, a fork of it that forms another
+group crashes. multiprocessing's fork server is a fresh interpreter, started at the first use by each worker of pytest.
+"""
+
+import importlib
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver, get_context
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+from torch import multiprocessing
+
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Ended(NamedTuple):
+    """How a command ended, and what it printed on both streams."""
+
+    code: int
+    output: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("error")]
+
+    def refused(self, code: int) -> bool:
+        """One sentence, this exit code, no traceback."""
+        return self.code == code and len(self.errors) == 1 and "Traceback" not in self.output
+
+
+def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int) -> None:
+    """Calls a function in `world_size` processes that torch's env:// can join; raises if one of them fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    call = _Call(function, arguments, {**os.environ, **group}, (1, 2))
+    _ensure_server()
+    multiprocessing.start_processes(_run_rank, args=(call,), nprocs=world_size, start_method="forkserver")
+
+
+def run_command(module: str, *arguments: Any, environment: dict[str, str] | None = None) -> Ended:
+    """Runs `main` of a command's module as its script would, outside any launcher or Slurm job."""
+    clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS and "SLURM" not in name}
+    with tempfile.TemporaryFile() as output:
+        words = [str(argument) for argument in arguments]
+        streams = (output.fileno(), output.fileno())
+        call = _Call(_run_main, (module, words), {**clean, **(environment or {})}, streams)
+        _ensure_server()
+        process = get_context("forkserver").Process(target=_run, args=(call,))
+        process.start()
+        process.join()
+        output.seek(0)
+        assert process.exitcode is not None
+        return Ended(process.exitcode, output.read().decode())
+
+
+def _ensure_server() -> None:
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    forkserver.set_forkserver_preload(["preloaded"])
+    forkserver.ensure_running()
+    if path is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = path
+
+
+class _Call:
+    """A function with its arguments, environment, working directory and streams, on its way to a process."""
+
+    def __init__(self, function: Any, arguments: Any, environment: dict[str, str], streams: tuple[int, int]) -> None:
+        self.content = cloudpickle.dumps((function, arguments))  # closures too
+        self.environment, self.folder, self.streams = environment, Path.cwd(), streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "streams": tuple(DupFd(stream) for stream in self.streams)}
+
+    def __call__(self) -> None:
+        for number, stream in zip((1, 2), self.streams, strict=True):
+            os.dup2(stream.detach(), number)  # type: ignore[attr-defined]
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        function, arguments = cloudpickle.loads(self.content)
+        function(*arguments)
+
+
+def _run_rank(rank: int, call: _Call) -> None:
+    call.environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    call()
+
+
+def _run(call: _Call) -> None:
+    call()
+
+
+def _run_main(module: str, words: list[str]) -> None:
+    from megatron_neobert.errors import run_command as run_main
+
+    sys.argv = [module, *words]
+    try:
+        run_main(importlib.import_module(module).main)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
