@@ -21,7 +21,7 @@ from megatron_neobert.data.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.preprocessing.job import JobFolder
 from megatron_neobert.data.preprocessing.part_tasks import PartTask, TaskSettings
 from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
-from megatron_neobert.data.shards.parts import check_text_key, split_into_parts
+from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings, ShardPart
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, OutputError
@@ -177,7 +177,6 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             f"--input has {names[name]} URLs that differ in their query alone ({name}), and the manifest names shards "
             "without it; copy them to files"
         )
-    check_text_key(plan.parts[0], settings.read)
     return plan
 
 

@@ -7,8 +7,11 @@ them are looked at one by one.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_neobert.data.shards.records import BATCH_BYTES, TOO_LONG, ReadSettings, RecordBatch, ShardPart
-from megatron_neobert.data.shards.tables import arrow_rows, find_column, open_arrow, open_parquet, parquet_rows
+from megatron_neobert.data.shards.tables import arrow_rows, parquet_rows
 from megatron_neobert.data.shards.texts import add_value, decode, reject
 
 if TYPE_CHECKING:
@@ -38,31 +41,44 @@ def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch
         yield batch
 
 
-def check_column(part: ShardPart, text_key: str) -> None:
-    """Raises what is wrong with the text column, as far as the schema shows it."""
-    if part.format == "parquet":
-        with open_parquet(part.path) as shard:
-            find_column(part.path, shard.schema_arrow, text_key)
-    else:
-        with open_arrow(part.path) as arrow:
-            find_column(part.path, arrow.schema, text_key)
-
-
 def _cut_by_bytes(column: "pa.Array") -> "Iterator[tuple[pa.Array, int]]":
     """Pieces of at most BATCH_BYTES of text, longer values alone, in a type that has offsets."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    if any(test(column.type) for test in (pa.types.is_null, pa.types.is_string_view, pa.types.is_binary_view)):
-        column = column.cast(pa.large_binary())  # not to a string: what is no UTF-8 is mended later
     first = held = 0
-    for row, length in enumerate(pc.binary_length(column).to_pylist()):
-        length = length or 0  # of a null; not by fill_null, which imports pandas where it is installed
-        if row > first and held + length > BATCH_BYTES:
-            yield column[first:row], held
+    sizes = _value_bytes(column).tolist()
+    for row, size in enumerate([*sizes, BATCH_BYTES + 1]):
+        if row > first and held + size > BATCH_BYTES:
+            piece = column[first:row]
+            if pa.types.is_dictionary(piece.type):
+                piece = piece.dictionary_decode()
+            if any(test(piece.type) for test in (pa.types.is_null, pa.types.is_string_view, pa.types.is_binary_view)):
+                piece = piece.cast(pa.large_binary())  # not to a string: what is no UTF-8 is repaired later
+            yield piece, held
             first, held = row, 0
-        held += length
-    yield column[first:], held
+        held += size
+
+
+def _value_bytes(column: "pa.Array") -> NDArray[np.int64]:
+    """The size of each value, 0 of a null. Decodes none: rows of a dictionary, and views, may share a long one."""
+    import pyarrow as pa
+
+    sizes = np.zeros(len(column), dtype=np.int64)
+    rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+    values, places = column, rows
+    if pa.types.is_dictionary(column.type):
+        values, places = column.dictionary, column.indices.drop_null().to_numpy()
+    if not rows.size or pa.types.is_null(values.type):
+        return sizes
+    places = places.astype(np.int64) + values.offset
+    layout = values.buffers()[1]
+    if pa.types.is_string_view(values.type) or pa.types.is_binary_view(values.type):
+        sizes[rows] = np.frombuffer(layout, "<i4")[4 * places]  # a view is its size and 12 more bytes
+    else:
+        is_large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+        offsets = np.frombuffer(layout, "<i8" if is_large else "<i4")
+        sizes[rows] = offsets[places + 1] - offsets[places]
+    return sizes
 
 
 def _add_rows(batch: RecordBatch, column: "pa.Array", first_row: int, limit: int) -> None:

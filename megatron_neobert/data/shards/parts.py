@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from megatron_neobert.data.shards.columns import check_column, read_column
+from megatron_neobert.data.shards.columns import read_column
 from megatron_neobert.data.shards.json_records import read_json_lines, read_json_values
 from megatron_neobert.data.shards.plain_text import read_text
 from megatron_neobert.data.shards.recognise import recognise
@@ -28,7 +28,7 @@ def split_into_parts(path: str, settings: ReadSettings, *, part_bytes: int = PAR
     """The parts of one shard in order: about `part_bytes` of text each, where the format lets one begin in the middle.
 
     Raises:
-        DataError: The format is none that is read here, or the shard is damaged.
+        DataError: The format is none that is read here, the shard is damaged, or its schema has no such text column.
     """
     whole = recognise(path, settings)
     edges = [0, *_cuts(whole, settings, part_bytes), None]
@@ -57,16 +57,6 @@ def row_cuts(groups: list[RowGroup], *, part_bytes: int) -> list[int]:
         held = group.text_bytes // pieces + (held if pieces == 1 else 0)
         row += group.rows
     return cuts
-
-
-def check_text_key(part: ShardPart, settings: ReadSettings) -> None:
-    """Fails early where the schema alone shows that the part has no text; JSON lines have no schema.
-
-    Raises:
-        DataError: The parquet or Arrow column is missing or holds something else than strings.
-    """
-    if part.format in ("parquet", "arrow"):
-        check_column(part, settings.text_key)
 
 
 def read_part(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:

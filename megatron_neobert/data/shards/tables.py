@@ -1,7 +1,8 @@
 """Rows of parquet and Arrow shards: the text column, a little at a time.
 
 Neither a row group nor a mapped file stays in memory, and a part may begin within either. What is damaged is a
-DataError.
+DataError. Memory: parquet takes some three times the largest page of the column, decompressed, and _BATCH_ROWS values;
+Arrow with compressed buffers one record batch of the column, and all dictionaries of the file.
 """
 
 import mmap
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 1 << 20
 _ROWS = 256  # looked at together at most: 64 rows of web text cost a quarter more time, 1,024 are not faster
 _STEP_BYTES = 1 << 20  # of text in them, unless one row alone has more; web pages come 256 at a time even so
+# Decoded by pyarrow at once. A few bytes of a page may stand for a long value once more (by a dictionary, by a shared
+# prefix), so no size in the file bounds what a row takes: 256 rows of 20 MB would come to 5 GB before anyone sees one.
+_BATCH_ROWS = 8
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off between two batches would look whole
 
 
@@ -33,21 +37,19 @@ class RowGroup(NamedTuple):
 class Rows(NamedTuple):
     """Consecutive values of the text column, and how much of the part is read with them."""
 
-    column: "pa.Array"  # not a dictionary
+    column: "pa.Array"  # in the type that it has in the shard, dictionaries and views too
     progress: float
 
 
 def row_groups(part: ShardPart, text_key: str) -> list[RowGroup]:
     """The units that a shard consists of; none for a remote Arrow shard, which would have to be fetched for it."""
     if part.format == "parquet":
-        with open_parquet(part.path) as shard:
+        with _open_parquet(part.path) as shard:
+            _find_column(part.path, shard.schema_arrow, text_key)
             groups = (shard.metadata.row_group(number) for number in range(shard.num_row_groups))
             return [RowGroup(group.num_rows, _text_bytes(group, text_key)) for group in groups]
-    if is_url(part.path):
-        return []
-    with open_arrow(part.path) as arrow:
-        names = find_column(part.path, arrow.schema, text_key)
-        return [RowGroup(batch.num_rows, _take_column(batch, names).nbytes) for batch in arrow.batches]
+    with _open_arrow(part.path, text_key) as arrow:
+        return [] if is_url(part.path) else [RowGroup(len(column), column.nbytes) for column in arrow.columns]
 
 
 def _text_bytes(row_group: Any, text_key: str) -> int:
@@ -56,7 +58,7 @@ def _text_bytes(row_group: Any, text_key: str) -> int:
 
 
 @contextmanager
-def open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
+def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
     import pyarrow.parquet as pq  # here, because runs without such shards and --help do without its 0.2 seconds
 
     with _named_damage(path, "parquet"), ExitStack() as stack:
@@ -66,27 +68,35 @@ def open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
 
 
 def parquet_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
-    with open_parquet(part.path) as shard:
-        names = find_column(part.path, shard.schema_arrow, text_key)
+    import pyarrow as pa
+
+    with _open_parquet(part.path) as shard:
+        names, arrow_type = _find_column(part.path, shard.schema_arrow, text_key)
         end = shard.metadata.num_rows if part.end is None else part.end
-        groups, first_row = _groups_with_rows(shard, part.start, end)
-        row, step = first_row, _rows_per_step(shard, groups, text_key)
-        for batch in shard.iter_batches(step, groups, columns=[text_key], use_threads=False):
-            column = _take_column(batch, names)[max(0, part.start - row) : end - row]
-            row += batch.num_rows
+        groups, row = _groups_with_rows(shard, part.start, end)
+        # A dictionary comes whole with every batch, and its values are not decoded here.
+        batch_rows = _ROWS if pa.types.is_dictionary(arrow_type) else _BATCH_ROWS
+        held: list[pa.Array] = []  # small batches, to be looked at together
+        held_bytes, progress = 0, 0.0
+        for batch in shard.iter_batches(batch_rows, groups, columns=[text_key], use_threads=False):
+            column, following = _take_column(batch, names), row + batch.num_rows
+            if row < part.start or following > end:
+                column = column[max(0, part.start - row) : end - row]
+            size = column.nbytes
+            if held and (held_bytes + size > _STEP_BYTES or len(held) * batch_rows >= _ROWS):
+                yield Rows(pa.concat_arrays(held), progress)
+                held, held_bytes = [], 0
+            row = following
             if len(column):
-                yield Rows(_decoded(column), (min(row, end) - part.start) / (end - part.start))
+                held.append(column)
+                held_bytes += size
+                progress = (min(row, end) - part.start) / (end - part.start)
             if row >= end:
-                return
+                break
+        if held:
+            yield Rows(pa.concat_arrays(held), progress)
         if row < end:
             raise DataError(f"{part.path}: damaged parquet file (row {row} of {end} is missing); fetch the shard again")
-
-
-def _rows_per_step(shard: "pq.ParquetFile", groups: list[int], text_key: str) -> int:
-    """Few where one of the row groups has long documents, since all rows of a step are held at once."""
-    facts = [group for group in map(shard.metadata.row_group, groups) if group.num_rows]
-    bytes_per_row = max((_text_bytes(group, text_key) / group.num_rows for group in facts), default=0)
-    return max(1, min(_ROWS, int(_STEP_BYTES / max(1, bytes_per_row))))
 
 
 def _groups_with_rows(shard: "pq.ParquetFile", start: int, end: int) -> tuple[list[int], int]:
@@ -103,15 +113,17 @@ def _groups_with_rows(shard: "pq.ParquetFile", start: int, end: int) -> tuple[li
 
 
 class _Arrow(NamedTuple):
-    schema: "pa.Schema"
-    batches: "Iterator[pa.RecordBatch]"
+    columns: "Iterator[pa.Array]"  # the text column of each record batch
     progress: Callable[[], float]
     forget: Callable[[], None]  # gives back the memory of what has been read; the file still has it
 
 
 @contextmanager
-def open_arrow(path: str) -> Iterator[_Arrow]:
-    """An Arrow file or stream, mapped if local, so that columns and rows nobody asks for are not read."""
+def _open_arrow(path: str, text_key: str) -> Iterator[_Arrow]:
+    """An Arrow file or stream, mapped if local, so that rows nobody asks for are not read.
+
+    Nor are columns, which would be decompressed, except those in one struct with the text.
+    """
     import pyarrow as pa
 
     with _named_damage(path, "Arrow"), open_shard(path) as file:
@@ -126,28 +138,30 @@ def open_arrow(path: str) -> Iterator[_Arrow]:
         else:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             source, forget = pa.BufferReader(pa.py_buffer(mapping)), lambda: mapping.madvise(mmap.MADV_DONTNEED)
-        if is_file:
-            reader = pa.ipc.open_file(source)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            batches = reader = pa.ipc.open_stream(source)
-        yield _Arrow(reader.schema, map(_validated, batches), lambda: source.tell() / size, forget)
+        open_reader = pa.ipc.open_file if is_file else pa.ipc.open_stream
+        schema = open_reader(source).schema
+        names, _ = _find_column(path, schema, text_key)
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(names[0])])
+        source.seek(0)
+        reader = open_reader(source, options=options)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        columns = (_take_column(_validated(batch), names) for batch in batches)
+        yield _Arrow(columns, lambda: source.tell() / size, forget)
 
 
 def arrow_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
-    with open_arrow(part.path) as arrow:
-        names, row = find_column(part.path, arrow.schema, text_key), 0
-        for batch in arrow.batches:
-            first, row = row, row + batch.num_rows
+    with _open_arrow(part.path, text_key) as arrow:
+        row = 0
+        for column in arrow.columns:
+            first, row = row, row + len(column)
             if row <= part.start:
                 continue
-            column = _take_column(batch, names)
             _check_offsets(column)
             end = row if part.end is None else min(row, part.end)
             for start in range(max(first, part.start), end, _ROWS):
                 stop = min(start + _ROWS, end)
                 done = arrow.progress() if part.end is None else (stop - part.start) / (part.end - part.start)
-                yield Rows(_decoded(column[start - first : stop - first]), done)
+                yield Rows(column[start - first : stop - first], done)
                 arrow.forget()
             if part.end is not None and row >= part.end:
                 break
@@ -193,14 +207,8 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
     return pc.struct_field(column, list(names[1:])) if names[1:] else column
 
 
-def _decoded(column: "pa.Array") -> "pa.Array":
-    import pyarrow as pa
-
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-
-
-def find_column(path: str, schema: "pa.Schema", text_key: str) -> list[str]:
-    """The names that lead to the text column: its own, or those of the structs around it before it.
+def _find_column(path: str, schema: "pa.Schema", text_key: str) -> "tuple[list[str], pa.DataType]":
+    """The names that lead to the text column (its own, or those of the structs around it before it), and its type.
 
     Raises:
         DataError: There is no such column, or it holds something else than strings.
@@ -215,7 +223,7 @@ def find_column(path: str, schema: "pa.Schema", text_key: str) -> list[str]:
     names, arrow_type = found
     if not _holds_text(arrow_type) and not pa.types.is_null(arrow_type):
         raise DataError(f"{path}: column '{text_key}' holds {arrow_type}, not strings; {remedy}")
-    return names
+    return names, arrow_type
 
 
 def _descend(fields: Any, key: str) -> tuple[list[str], Any] | None:
