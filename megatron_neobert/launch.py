@@ -170,6 +170,7 @@ def _run_torchrun(job: _Job) -> int:
     options = [f"--nnodes={place.nodes}", f"--node-rank={place.rank}", f"--nproc-per-node={job.nproc}"]
     options += [f"--master-addr={place.address}", f"--master-port={place.port}"]
     options.append(f"--rdzv-conf=timeout={job.rendezvous_seconds}")
+    options.append(f"--log-dir={os.devnull}")  # a folder below TMPDIR otherwise, for logs that nobody asked for
     # Not torchrun's way with the others: it would kill the ranks 30 s later, in the middle of saving.
     options.append("--signals-to-handle=SIGHUP,SIGQUIT")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message says more

@@ -6,8 +6,9 @@
 
 A checkpoint counts when its folder has its final name and a manifest. Names that begin otherwise are on their way:
 
-    SAVE/.tmp-iter_0001000/                     being written; after a crash, swept by the next save
-    SAVE/.old-iter_0001000/                     being deleted; likewise
+    SAVE/.tmp-iter_0001000/                     being written; after a crash, published by the next start if it has its
+                                                manifest, else deleted by the next save
+    SAVE/.old-iter_0001000/                     being deleted; after a crash, by the next save
     SAVE/iter_0001000.damaged/                  found damaged when a run was continued from an older one
 """
 
@@ -58,6 +59,12 @@ def list_checkpoints(save: Path) -> list[Path]:
     return [folder for folder in _list_folders(save) if (folder / MANIFEST).exists()]
 
 
+def _sealed_folders(save: Path) -> list[Path]:
+    """Whole checkpoints that a crash has kept from being published; one at most, since a save deletes what it finds."""
+    found = [path.parent for path in save.glob(f".tmp-iter_*/{MANIFEST}")]
+    return [folder for folder in found if re.fullmatch(r"\.tmp-iter_\d{7,}", folder.name)]
+
+
 def _list_folders(save: Path) -> list[Path]:
     folders = [path for path in save.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name)]
     return sorted(folders, key=iteration_of, reverse=True)
@@ -102,9 +109,10 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
     resumes = config.load is not None and config.resume != "never"
     load = Path(config.load).resolve() if config.load is not None and resumes else None
     save = Path(config.save).resolve() if config.save is not None else None
-    if load is None or not list_checkpoints(load):
+    is_unfinished = save is not None and bool(_sealed_folders(save))  # first: rank 0 may be publishing it meanwhile
+    if load is None or not (list_checkpoints(load) or (is_unfinished and load == save)):
         _refuse_fresh_start(config, load, is_save=load == save)
-    if save and save != load and list_checkpoints(save):
+    if save and save != load and (list_checkpoints(save) or is_unfinished):
         go_on = "" if config.resume == "never" else f"give --load {config.save} to continue it, or "
         raise OutputError(f"--save {config.save} already holds checkpoints of a run; {go_on}name another folder.")
     if save:
@@ -152,6 +160,8 @@ def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save:
 def claim(save: str | None) -> Iterator[None]:
     """Keeps other runs from writing to a save folder meanwhile; to be entered by rank 0.
 
+    Completes what a crash has left unfinished there: a checkpoint that was written but not yet published.
+
     Raises:
         OutputError: Another run is writing to it, and does not end within some seconds.
     """
@@ -174,9 +184,33 @@ def claim(save: str | None) -> Iterator[None]:
                     ) from error
                 time.sleep(0.2)
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        lock.write(_own_claim().encode())
         lock.flush()
+        for sealed in _sealed_folders(Path(save)):
+            final = sealed.with_name(sealed.name.removeprefix(".tmp-"))
+            publish(sealed, final, iteration=iteration_of(final))
         yield
+
+
+def refuse_lost_claim(save: Path) -> None:
+    """Ends the older of two runs that write to one folder: some file systems grant the same lock on several machines.
+
+    Raises:
+        OutputError: Another run has claimed the folder since this process did.
+    """
+    try:
+        owner = (save / _LOCK).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it is only there to be asked
+        return
+    if owner not in ("", _own_claim()):  # empty: being written
+        raise OutputError(
+            f"--save {save} is being written by another run ({owner}), which started after this one; only one of them "
+            "may. This one stops and saves nothing more: let the other one run, or name another folder."
+        )
+
+
+def _own_claim() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def verify_files(checkpoint: Path) -> None:
@@ -256,6 +290,8 @@ def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
     save.mkdir(parents=True, exist_ok=True)
     for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
         shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
+        leftover.unlink(missing_ok=True)
     free = shutil.disk_usage(save).free
     if free < expected_bytes:
         raise OSError(
@@ -265,7 +301,7 @@ def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
 
 
 def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
-    """Seals a checkpoint folder: every file on disk, then the manifest.
+    """Seals a checkpoint folder: every file and folder on disk, then the manifest.
 
     Args:
         written: Files that are on disk already, by name.
@@ -286,18 +322,24 @@ def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
         if name not in files:
             sync_to_disk(path)
             files[name] = fingerprint_of(path)
+    for path in sorted(path for path in folder.rglob("*") if path.is_dir()):
+        sync_to_disk(path)
     listed = {name: asdict(files[name]) for name in sorted(files)}
     replace_file(folder / MANIFEST, json.dumps({"format": 1, "files": listed}, indent=1))
 
 
 def publish(temporary: Path, final: Path, *, iteration: int) -> None:
-    """Makes a sealed folder a checkpoint by one rename, and the newest one by one replacement."""
-    older = _out_of_the_way(final) if final.exists() else None  # of the same iteration
+    """Makes a sealed folder a checkpoint by one rename, and the newest one by one replacement.
+
+    One of the same iteration that is there already (found unreadable when the run resumed) is moved away first. A crash
+    between these two renames leaves the sealed folder, which the next start publishes.
+    """
+    older = _out_of_the_way(final) if final.exists() else None
     temporary.rename(final)
     sync_to_disk(final.parent)
     replace_file(final.parent / POINTER, str(iteration))
     if older is not None:
-        shutil.rmtree(older)
+        shutil.rmtree(older, ignore_errors=True)  # what is left of it, the next save deletes
 
 
 def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:

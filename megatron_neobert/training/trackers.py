@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.config import Settings
+from megatron_neobert.training.checkpoint_files import refuse_lost_claim
 from megatron_neobert.training.trackers_wandb import WandbRun
 
 _RECORD = "metrics.jsonl"
@@ -30,9 +31,14 @@ class Trackers:
         self.goes_on_from = iteration if iteration > 0 and self._has_record() else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
-        """Keeps those of the values that are finite; JSON knows no others."""
+        """Keeps those of the values that are finite; JSON knows no others.
+
+        Raises:
+            OutputError: Another run has begun to write to the save folder.
+        """
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
+            refuse_lost_claim(self.save)
             if self.goes_on_from is not None:
                 self._append({"iteration": self.goes_on_from, "restarted": 1})  # what plot_run.py marks
                 self.goes_on_from = None

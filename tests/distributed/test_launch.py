@@ -49,10 +49,16 @@ def test_one_rank_needs_no_launcher(tiny_corpus, tmp_path):
     assert "on 1 x cpu" in finished.stdout
 
 
-def test_a_run_stopped_by_its_interval_ends_with_75_on_two_ranks(tiny_corpus, tmp_path):
+def test_a_run_stopped_by_its_interval_ends_with_75_on_two_ranks_and_leaves_nothing_elsewhere(
+    tiny_corpus, tmp_path, monkeypatch
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     finished = run([*BASH, *flags(tiny_corpus, tmp_path, train_iters=4, exit_interval=2)], ranks=2)
     assert finished.returncode == 75, finished.stderr
     assert "stopped after iteration 2 of 4: --exit-interval 2" in finished.stdout
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tiny_corpus, tmp_path):

@@ -12,10 +12,11 @@ import psutil
 import pytest
 from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
+from torch.multiprocessing import ProcessRaisedException
 
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.training import loop
+from megatron_neobert.training import checkpoint_files, loop
 from megatron_neobert.training.flops import training_flops_per_token
 
 LAST = 3  # iteration of each run here
@@ -101,6 +102,31 @@ def test_memory_is_that_of_the_rank_that_has_most(build, tmp_path):
     light, heavy = (float((tmp_path / rank).read_text()) for rank in "01")
     assert heavy - light > 0.8 * ballast_mib / 1024
     assert read_metrics(run.checkpoint.save, "memory_gib")[LAST] == pytest.approx(heavy, rel=0.05)
+
+
+def test_of_two_runs_that_both_got_the_lock_the_older_one_ends_before_it_writes_another_line(build):
+    """As on a file system where each machine has locks of its own."""
+
+    def start_another(run, batches):
+        if run.progress.iteration == 1:
+            child = os.fork()
+            if child == 0:
+                with checkpoint_files.claim(run.settings.checkpoint.save):
+                    os._exit(0)
+            os.waitpid(child, 0)
+
+    def prepare():
+        checkpoint_files.lock_if_possible = lambda *_: True
+        before_each_step(start_another)
+
+    run = build()
+    save = Path(run.checkpoint.save)
+    with pytest.raises(
+        ProcessRaisedException, match=rf"OutputError: --save {save} is being written by another run .proc"
+    ):
+        train_on_ranks(run, prepare=prepare)
+    assert list(read_metrics(save)) == [1]
+    assert checkpoint_files.list_checkpoints(save) == []
 
 
 def test_nothing_of_wandb_is_started_unless_it_is_asked_for(plain):

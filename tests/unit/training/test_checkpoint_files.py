@@ -1,10 +1,13 @@
 """Folders of checkpoints as files: what counts, what is refused, what is kept, and what a crash may leave."""
 
 import errno
+import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +30,16 @@ from megatron_neobert.training.checkpoint_files import (
     write_manifest,
 )
 
-NEEDED = (".metadata", "common.pt", "metadata.json", "settings.yaml")
+FILES = (".metadata", "common.pt", "metadata.json", "settings.yaml", "__0_0.distcp", "__1_0.distcp")
+TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
 
 
 def save_files(save: Path, iteration: int, content: str = "content") -> Path:
     final = iteration_folder(save, iteration)
     temporary = final.with_name(f".tmp-{final.name}")
     prepare_folder(temporary, expected_bytes=0)
-    for name in NEEDED:
+    (temporary / "tokenizer").mkdir()
+    for name in (*FILES, *(f"tokenizer/{name}" for name in TOKENIZER_FILES)):
         (temporary / name).write_text(content)
     write_manifest(temporary, {})
     publish(temporary, final, iteration=iteration)
@@ -57,32 +62,124 @@ def test_the_newest_are_kept_and_those_of_every_so_many_iterations(tmp_path, kee
         verify_files(folder)
 
 
-def test_a_crash_while_deleting_leaves_nothing_that_counts_and_the_next_save_sweeps_it(tmp_path, monkeypatch):
+def test_everything_in_a_checkpoint_is_on_disk_before_it_counts(tmp_path, monkeypatch):
+    """Files and folders: a file whose folder was never synced can be missing after a power cut."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def sync_and_note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path / ".tmp-iter_0000001"))
+
+    monkeypatch.setattr(os, "fsync", sync_and_note)
+    monkeypatch.setattr(checkpoint_files, "publish", lambda *_, **__: None)
+    final = save_files(tmp_path, 1)
+    del synced[synced.index(".") + 1 :]  # what came after its rename
+    below = [path.relative_to(final) for path in final.rglob("*") if path.name != "MANIFEST.json"]
+    assert sorted({*map(str, below), "."} - {*synced}) == []
+
+
+def die_at(event: int) -> None:
+    """Ends this process without a word at that event: opening to write, right after it, syncing, renaming, deleting."""
+    seen, fsync = 0, os.fsync
+
+    def count() -> bool:
+        nonlocal seen
+        seen += 1
+        return seen == event
+
+    def look(name: str, arguments: tuple) -> None:
+        if seen >= event:  # it is dying
+            return
+        if name == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            if count():
+                os._exit(1)
+            if count():  # the file is there, and empty
+                os.close(os.open(arguments[0], os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+                os._exit(1)
+        elif name in ("os.rename", "os.link", "os.mkdir", "os.rmdir", "os.remove", "os.truncate") and count():
+            os._exit(1)
+
+    def sync_or_die(descriptor: int) -> None:
+        if count():
+            os._exit(1)
+        fsync(descriptor)
+
+    os.fsync = sync_or_die
+    sys.addaudithook(look)
+
+
+def save_again_and_die(save: Path, event: int) -> bool:
+    """Saves iteration 3 once more, with other content, in a process of its own; whether it got to the end."""
+    child = os.fork()
+    if not child:
+        try:
+            die_at(event)
+            save_files(save, 3, "new")
+            prune(save, keep_last=2, keep_every=None)
+            os._exit(0)
+        finally:
+            os._exit(2)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1)
+    return code == 0
+
+
+def restart(save: Path) -> tuple[int, str]:
+    """What a run that starts after the crash finds; it must be whole, and the next save must clear what is left."""
+    check_folders(config(save))
+    with claim(str(save)):
+        found, problems = find_good_checkpoint(save)
+        assert problems == []
+        iteration, content = checkpoint_files.iteration_of(found), (found / "common.pt").read_text()
+        save_files(save, 4)
+        prune(save, keep_last=2, keep_every=None)
+    assert names(save) == [f"iter_{iteration:07d}", "iter_0000004", "latest_checkpointed_iteration.txt", "lock"]
+    return iteration, content
+
+
+def crash_everywhere(folder: Path) -> Iterator[tuple[int, str]]:
+    """What is found after each point at which saving an iteration that is there already can end."""
+    template = folder / "template"
     for iteration in (1, 2, 3):
-        save_files(tmp_path, iteration)
-
-    def crash(path: Path, **_: object) -> None:
-        if path.name == ".old-iter_0000001" and path.exists():
-            (path / "common.pt").unlink()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "rmtree", crash)
-    with pytest.raises(KeyboardInterrupt):
-        prune(tmp_path, keep_last=2, keep_every=None)
-    monkeypatch.undo()
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["iter_0000003", "iter_0000002"]
-    assert ".old-iter_0000001" in names(tmp_path)
-    assert find_good_checkpoint(tmp_path) == (tmp_path / "iter_0000003", []), "a start says nothing of it"
-    save_files(tmp_path, 4)
-    assert not [name for name in names(tmp_path) if name.startswith(".")]
+        save_files(template, iteration, "old")
+    is_complete = False
+    for event in itertools.count(1):
+        if is_complete:
+            return
+        save = folder / str(event)
+        shutil.copytree(template, save)
+        is_complete = save_again_and_die(save, event)
+        yield restart(save)
+        shutil.rmtree(save)
 
 
-def test_a_checkpoint_of_the_same_iteration_is_replaced_whole(tmp_path):
-    save_files(tmp_path, 1, content="old")
-    final = save_files(tmp_path, 1, content="new")
-    verify_files(final)
-    assert (final / "common.pt").read_text() == "new"
-    assert names(tmp_path) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+def test_a_crash_at_any_file_system_event_of_a_save_leaves_its_iteration_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but not waited for
+    found = list(crash_everywhere(tmp_path))
+    assert len(found) > 70
+    new = found.index((3, "new"))
+    assert found == [(3, "old")] * new + [(3, "new")] * (len(found) - new)
+
+
+def test_a_first_checkpoint_that_was_not_yet_published_is_neither_forgotten_nor_begun_anew(tmp_path, monkeypatch):
+    with monkeypatch.context() as crash:
+        crash.setattr(checkpoint_files, "publish", lambda *_, **__: None)
+        save_files(tmp_path, 7)
+    check_folders(config(tmp_path, resume="must"))
+    for refused in ({"resume": "never"}, {"load": None}):
+        with pytest.raises(OutputError, match="already holds checkpoints"):
+            check_folders(config(tmp_path, **refused))
+    with claim(str(tmp_path)):
+        assert find_good_checkpoint(tmp_path) == (iteration_folder(tmp_path, 7), [])
+    assert is_newest(iteration_folder(tmp_path, 7))
+
+
+@pytest.mark.slow  # the control
+def test_without_finishing_an_interrupted_save_there_are_crashes_that_lose_its_iteration(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(checkpoint_files, "_sealed_folders", lambda save: [])
+    assert (2, "old") in crash_everywhere(tmp_path)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
