@@ -4,6 +4,7 @@ It holds what a conversion knows: weights in fp32, the model's settings and the 
 in the data are not there, so training starts with fresh moments at iteration 0; any layout of ranks can load it.
 """
 
+import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint_conversion.mapping import stack_layers
 from megatron_neobert.config import ModelConfig, Settings
@@ -38,8 +40,18 @@ def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig,
     temporary = save / f".tmp-{final.name}"
     temporary.mkdir()
     stacked = stack_layers({name: tensor.float() for name, tensor in tensors.items()})
-    torch_checkpoint.save(stacked, checkpoint_id=temporary, no_dist=True)
-    torch.save({"progress": asdict(Progress(corpus_sha256=""))}, temporary / "common.pt")
+    try:
+        torch_checkpoint.save(stacked, checkpoint_id=temporary, no_dist=True)
+    except CheckpointException as error:
+        reason: BaseException | None = next(iter(error.failures.values()))[0]
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__context__
+        if reason is None:
+            raise
+        raise reason from error
+    common = io.BytesIO()  # for a failure to write is an OSError then
+    torch.save({"progress": asdict(Progress(corpus_sha256=""))}, common)
+    (temporary / "common.pt").write_bytes(common.getvalue())
     (temporary / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)

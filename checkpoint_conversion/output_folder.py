@@ -1,12 +1,19 @@
 """A folder that appears at once and complete, or not at all."""
 
+import errno
+import fcntl
 import os
+import re
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_neobert.errors import OutputError
+from safetensors import SafetensorError
+
+from megatron_neobert.errors import OutputError, SaveError
 from megatron_neobert.files import sync_to_disk
 
 
@@ -26,20 +33,73 @@ def refuse_existing(output: Path) -> None:
 def build_folder(output: Path) -> Iterator[Path]:
     """A temporary folder beside `output`, which takes its place when the block ends well and vanishes when it does not.
 
+    SIGTERM ends the block as Ctrl-C does. What a killed process left at this output is removed first.
+
     Raises:
         OutputError: The target exists, or the folder cannot be created.
+        SaveError: A file cannot be written, as on a full disk.
     """
     refuse_existing(output)
-    temporary = output.with_name(f"{output.name}.tmp.{os.getpid()}")
+    _remove_leftovers(output)
+    temporary = output.with_name(f"{output.name}.unfinished-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
+        lock = _lock(temporary)
     except OSError as error:
         raise OutputError(f"--output {output}: {temporary} cannot be created ({error.strerror}).") from error
+    is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    usual = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             sync_to_disk(path)
         temporary.rename(output)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise OutputError(f"--output {output} was created by another program meanwhile; name a new one.") from error
+        raise SaveError(
+            f"--output {output} cannot be written ({error}); nothing is left of it. Free some space, or name a folder "
+            "on another disk."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
+        if is_main:
+            signal.signal(signal.SIGTERM, usual)
+        if lock is not None:
+            os.close(lock)
     sync_to_disk(output.parent)
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Removes the temporary folders of processes that were killed: those that nobody holds the lock of."""
+    for path in output.parent.glob("*.unfinished-*"):
+        if path.is_symlink() or not re.fullmatch(rf"{re.escape(output.name)}\.unfinished-\d+", path.name):
+            continue
+        try:
+            lock = _lock(path)
+        except BlockingIOError:
+            continue  # of a conversion that still runs
+        if lock is None:
+            print(f"note: {path} may be left of a conversion that was killed; remove it if none is running")
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+        print(f"removed {path}, left of a conversion that was killed")
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that locks the folder until it is closed or its process ends; None where there are no locks.
+
+    Raises:
+        BlockingIOError: Another process has the lock.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:  # some network file systems lock no folders
+        os.close(descriptor)
+        return None
+    return descriptor
