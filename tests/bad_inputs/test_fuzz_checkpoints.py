@@ -21,6 +21,8 @@ from megatron_neobert.training.checkpoint_files import latest_checkpoint, list_c
 from megatron_neobert.training.checkpoint_metadata import SafeReader
 from megatron_neobert.training.safe_reading import read_common
 
+pytestmark = pytest.mark.slow
+
 JSON = (".json",)
 
 

@@ -18,6 +18,8 @@ from unit.data.small_corpus import numbered_tokenizer
 from megatron_neobert.data.corpus import Corpus, check_content, check_ends
 from megatron_neobert.errors import NeoBERTError
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = numbered_tokenizer(100)
 
 

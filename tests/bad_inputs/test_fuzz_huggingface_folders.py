@@ -24,6 +24,8 @@ from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
 SHARDS = ("a.safetensors", "b.safetensors")
 INDEX = "model.safetensors.index.json"

@@ -18,6 +18,8 @@ from megatron_neobert.data_path import parse_data_path, whole_weights
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.flags import parse_command_line, read_record, write_record
 
+pytestmark = pytest.mark.slow
+
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 TINY = (Path(__file__).resolve().parents[2] / "examples" / "configs" / "tiny.yaml").read_bytes()
 RECORD = asdict(Settings())

@@ -17,6 +17,8 @@ from unit.data.small_corpus import write_vocabulary
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "a b ab [MASK] hello",
     "",

@@ -1,9 +1,11 @@
 """Real training runs on several gloo ranks, each a forked process: a run of two ranks takes about a second."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import run_on_ranks
 
 from megatron_neobert.config import Settings
@@ -23,6 +25,11 @@ def _train(settings: Settings, prepare: Any) -> None:
     if prepare is not None:
         prepare()
     run_training(settings)
+
+
+def quick_only(cases: Iterable[str], *quick: str) -> list[Any]:
+    """The cases for parametrize, of which `make test` runs these alone and `make test-all` every one."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def read_metrics(save: str | Path, key: str = "loss") -> dict[int, float]:

@@ -45,6 +45,7 @@ def losses_of(place: Path, output: Path, *, processes: int, steps: int) -> list[
         return [float(row["loss"]) for row in csv.DictReader(stream)]
 
 
+@pytest.mark.slow
 def test_step_of_two_processes_is_the_mean_of_two_steps_of_one(place, tmp_path):
     alone = losses_of(place, tmp_path / "one", processes=1, steps=4)
     shared = losses_of(place, tmp_path / "two", processes=2, steps=2)

@@ -51,10 +51,10 @@ def stored_tensors(save: str, prefix: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {"tensor_model_parallel_size": 2}),
-        (2, {"pipeline_model_parallel_size": 2}),
-        (2, {"use_distributed_optimizer": False}),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"use_distributed_optimizer": False}, marks=pytest.mark.slow),
     ],
     ids=["one rank", "TP 2", "PP 2", "DP 2 with a whole optimizer"],
 )
@@ -80,7 +80,7 @@ def test_resuming_after_converted_weights_goes_on_bit_for_bit(settings: Any, imp
     assert read_metrics(halves.checkpoint.save) == read_metrics(whole.checkpoint.save)
 
 
-@pytest.mark.parametrize("distributed_optimizer", [True, False])
+@pytest.mark.parametrize("distributed_optimizer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_bfloat16_run_updates_the_converted_weights_and_not_their_rounding(
     settings: Any, imported: str, distributed_optimizer: bool
 ):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import read_metrics
+from ranks import quick_only, read_metrics
 from torch.distributed import TCPStore
 from training_command import BASH, REPOSITORY, SCRIPT, TORCHRUN, environment
 
@@ -43,6 +43,7 @@ def test_bash_and_torchrun_start_the_same_run_on_two_ranks(tiny_corpus, tmp_path
     assert sorted(losses["bash"]) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_one_rank_needs_no_launcher(tiny_corpus, tmp_path):
     finished = run([*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=2)])
     assert finished.returncode == 0, finished.stderr
@@ -105,8 +106,9 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     return [tuple(one.laddr) for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_to_the_launcher_of_two_ranks_saves_and_ends_with_75(tiny_corpus, tmp_path, number):
+@pytest.mark.parametrize("name", quick_only(["SIGTERM", "SIGUSR1", "SIGINT"], "SIGTERM"))
+def test_a_signal_to_the_launcher_of_two_ranks_saves_and_ends_with_75(tiny_corpus, tmp_path, name):
+    number = getattr(signal, name)
     command = [*BASH, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
     with subprocess.Popen(
         command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

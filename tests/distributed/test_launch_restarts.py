@@ -62,6 +62,7 @@ def undisturbed(tiny_corpus, tmp_path_factory) -> dict[int, float]:
     return read_metrics(save)
 
 
+@pytest.mark.slow
 def test_run_restarted_after_a_crash_ends_as_if_nothing_had_happened(tiny_corpus, tmp_path, undisturbed):
     script = failing_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     words = [*LAUNCHER, script, *flags_of(resumable(tiny_corpus, tmp_path / "run"))]

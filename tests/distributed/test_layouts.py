@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import read_metrics, train_on_ranks
+from ranks import quick_only, read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 from tolerances import BF16_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
@@ -59,6 +59,13 @@ LAYOUTS = {
     ),
     "recomputed attention, tensor 2": Layout(2, TP2_SP, {"recompute_granularity": "selective"}),
 }
+# One of each kind of parallelism, two kinds at a time.
+QUICK = (
+    "data 2, overlapped",
+    "pipeline 2, interleaved",
+    "tensor 2, sequence parallel x context 2",
+    "recomputed layers",
+)
 IN_BF16 = ("data 2", "tensor 2, sequence parallel", "pipeline 2", "context 2", "recomputed layers")
 
 
@@ -91,7 +98,7 @@ def largest_relative_gap(first: dict[int, float], second: dict[int, float]) -> f
     return max(abs(first[key] - second[key]) / abs(first[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick_only(LAYOUTS, *QUICK))
 def test_every_layout_gives_the_loss_curve_of_one_rank(tiny_corpus, one_rank, tmp_path, name):
     layout = LAYOUTS[name]
     train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout), world_size=layout.ranks)
@@ -115,7 +122,7 @@ def test_two_seeds_give_loss_curves_that_the_comparison_tells_apart(settings):
     assert gap > 100 * LAYOUT_LOSS.gate
 
 
-@pytest.mark.parametrize("name", IN_BF16)
+@pytest.mark.parametrize("name", quick_only(IN_BF16, "tensor 2, sequence parallel"))
 def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, one_rank, tmp_path, name):
     layout = LAYOUTS[name]
     train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout, bf16=True), world_size=layout.ranks)
@@ -124,6 +131,7 @@ def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, 
     assert gap <= BF16_LAYOUT_LOSS.gate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "forwards"), [("recomputed layers", 8), ("data 2", 4)])
 def test_recomputed_layers_attend_twice_per_step(tiny_corpus, tmp_path, name, forwards):
     """Equal losses alone would not show that anything was computed again."""
@@ -146,6 +154,7 @@ def count_attention(folder: Path) -> None:
     CoreAttention.forward = forward
 
 
+@pytest.mark.slow
 def test_interleaving_with_batched_sends_computes_something_else(tiny_corpus, one_rank, tmp_path):
     """Why the interleaved pipeline of two ranks sends one by one; once this passes, it need not any more."""
     layout = LAYOUTS["pipeline 2, interleaved"]

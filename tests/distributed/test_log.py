@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from ranks import read_metrics, train_on_ranks
+from ranks import quick_only, read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 from torch.multiprocessing import ProcessRaisedException
 
@@ -72,7 +72,7 @@ def plain(build, tmp_path_factory) -> Plain:
     return Plain(Path(run.checkpoint.save), [json.loads(line) for line in notes.open()])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_only(LAYOUTS, "two tensor-parallel ranks"))
 def test_operations_and_fill_are_those_of_the_documents_in_every_layout(build, plain, layout):
     run = build(parallel=LAYOUTS[layout])
     train_on_ranks(run, world_size=2)

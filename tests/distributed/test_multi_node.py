@@ -146,6 +146,7 @@ def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corp
     assert "stopped by SIGUSR1 while no rank was running" in nodes.said(0)
 
 
+@pytest.mark.slow
 def test_stop_signal_while_ranks_wait_for_those_of_another_node_ends_the_node_with_75(tiny_corpus, tmp_path, nodes):
     words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
     (tmp_path / "no_rank.py").write_text(WAIT_UNTIL_GLOO_OF_RANK_0_WAITS)

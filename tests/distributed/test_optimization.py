@@ -63,6 +63,7 @@ def test_vectors_are_decayed_with_scope_all_and_spared_with_scope_matrices(setti
     assert means["matrices"] == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.slow
 def test_adam_puts_the_decay_into_the_gradient_and_adamw_does_not(settings):
     """Decoupled, the decay scales the weight; in the gradient, Adam divides its scale out again."""
     means = {}
@@ -75,6 +76,7 @@ def test_adam_puts_the_decay_into_the_gradient_and_adamw_does_not(settings):
     assert left + 0.1 < means["adam"] < 1.0
 
 
+@pytest.mark.slow
 def test_clipping_limits_the_update_and_zero_switches_it_off(settings):
     curves = {}
     for clip in (0.0, 1e-12, 1e9):

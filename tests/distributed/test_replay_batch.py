@@ -84,6 +84,7 @@ def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_tha
     assert files_of(trained.save) == before
 
 
+@pytest.mark.slow
 def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradient(trained, tmp_path, capfd):
     iteration = 3  # right behind a checkpoint: with the weights that it had
     origin = tool.choose_origin(trained.save, iteration, weights=None)

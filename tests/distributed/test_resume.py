@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ranks import read_metrics, train_on_ranks
+from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import CP2, DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP, largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
@@ -45,7 +45,9 @@ def stop_and_resume(settings, *, world_size: int, parallel: dict, training: dict
     return Path(run.checkpoint.save)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", quick_only(CASES, "one rank, bfloat16", "two ranks, several buckets", "tensor parallel 2")
+)
 def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, case):
     world_size, parallel, training = CASES[case]
     uninterrupted = settings("uninterrupted", model=FOUR_LAYERS, parallel=parallel, training=training)
@@ -80,11 +82,11 @@ def leave_bucket_offsets_alone() -> None:
     ("before", "after"),
     [
         ((2, {}), (1, {})),
-        ((2, TP2), (1, {})),
-        ((1, {}), (2, TP2)),
+        pytest.param((2, TP2), (1, {}), marks=pytest.mark.slow),
+        pytest.param((1, {}), (2, TP2), marks=pytest.mark.slow),
         ((2, PP2_INTERLEAVED), (2, TP2_SP)),
-        ((4, {**TP2, **PP2}), (2, CP2)),
-        ((1, {}), (4, {**PP2_INTERLEAVED, **DP2_OVERLAP})),
+        pytest.param((4, {**TP2, **PP2}), (2, CP2), marks=pytest.mark.slow),
+        pytest.param((1, {}), (4, {**PP2_INTERLEAVED, **DP2_OVERLAP}), marks=pytest.mark.slow),
     ],
     ids=[
         "data parallel 2 to 1",
@@ -137,6 +139,7 @@ def test_a_validation_due_where_the_run_stops_is_not_lost(settings):
     assert read_metrics(save, "validation_loss") == expected
 
 
+@pytest.mark.slow
 def test_a_run_crosses_epochs_and_resumes_exactly_in_bfloat16_on_two_ranks(settings):
     half = {"split": "1,1"}  # of the documents: an epoch ends within these iterations, as the cursors show
     long = {"bf16": True, "train_iters": 24, "exit_interval": None}
@@ -151,6 +154,7 @@ def test_a_run_crosses_epochs_and_resumes_exactly_in_bfloat16_on_two_ranks(setti
     assert read_metrics(run.checkpoint.save) == read_metrics(uninterrupted.checkpoint.save)
 
 
+@pytest.mark.slow
 def test_a_run_that_branches_off_does_not_write_over_its_own_progress(settings):
     first = settings("first", training={"exit_interval": STOP})
     train_on_ranks(first)
@@ -226,6 +230,7 @@ def test_continuing_a_run_that_is_already_that_long_is_refused(settings):
         train_on_ranks(second)
 
 
+@pytest.mark.slow
 def test_the_run_that_was_continued_may_be_gone_once_its_successor_has_a_checkpoint(settings):
     first = settings("first", training={"exit_interval": 1})
     train_on_ranks(first)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from ranks import read_metrics, train_on_ranks
+from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
 
@@ -88,7 +88,7 @@ def checkpoints_at_once_and_beside(settings: Any, case: str, prepare: Any) -> tu
     return list_checkpoints(Path(at_once.checkpoint.save)), list_checkpoints(Path(beside.checkpoint.save))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_only(CASES, "data parallel 2, overlapped"))
 def test_a_checkpoint_written_while_training_goes_on_is_that_of_the_iteration_it_was_asked_for(settings, case):
     expected, saved = checkpoints_at_once_and_beside(settings, case, write_after_the_next_update)
     assert [folder.name for folder in saved] == [folder.name for folder in expected]
@@ -160,7 +160,11 @@ def note_error(run_training: Any, folder: Path, settings: Settings) -> None:
     (folder / f"error.{os.environ['RANK']}").write_text(f"{caught.value.exit_code}: {caught.value}")
 
 
-@pytest.mark.parametrize(("rank", "is_async"), [(0, False), (1, True)], ids=["rank 0 sync", "rank 1 async"])
+@pytest.mark.parametrize(
+    ("rank", "is_async"),
+    [pytest.param(0, False, marks=pytest.mark.slow), (1, True)],
+    ids=["rank 0 sync", "rank 1 async"],
+)
 def test_a_rank_that_cannot_write_ends_all_ranks_and_the_older_checkpoint_stays(settings, capfd, rank, is_async):
     run = saves_each_iteration(settings, "run", async_save=is_async).with_section("parallel", **TP2)
     error = error_of_all_ranks(run, prepare=fail_on_rank(rank, iteration=3))
@@ -173,7 +177,7 @@ def test_a_rank_that_cannot_write_ends_all_ranks_and_the_older_checkpoint_stays(
     assert list_checkpoints(save)[0].name == f"iter_{ITERATIONS:07d}"
 
 
-@pytest.mark.parametrize("function", ["prepare_folder", "write_manifest", "publish"])
+@pytest.mark.parametrize("function", quick_only(["prepare_folder", "write_manifest", "publish"], "publish"))
 def test_an_error_that_rank_0_alone_meets_ends_all_ranks(settings, function):
     run = saves_each_iteration(settings, "run")
     error = error_of_all_ranks(run, prepare=fail_in(function))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from ranks import read_metrics, train_on_ranks
+from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP
 from tests_tiny import ITERATIONS
 
@@ -127,7 +127,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", quick_only(CASES, "data 2, overlapped, loss", "tensor 2, sequence parallel, loss without gradient")
+)
 def test_a_broken_step_of_one_rank_changes_no_bit_on_any_rank(settings, tmp_path, case):
     world_size, parallel, training, broken = CASES[case]
     poison = Poison(tmp_path / "notes", **broken)
@@ -165,6 +167,7 @@ def test_a_skipped_step_takes_its_batch_and_its_rate_and_the_next_goes_on_with_t
     assert losses[POISONED + 1] != expected[POISONED + 1]
 
 
+@pytest.mark.slow
 def test_counts_of_skipped_updates_go_on_where_the_run_stopped(settings, tmp_path, capfd):
     """Stopped between two skipped updates in a row, and bit for bit the run that never stopped."""
     poison = Poison(tmp_path / "notes", iterations=(3, 4))
@@ -217,6 +220,7 @@ def mask_nothing() -> None:
     loop.train_step = train_step
 
 
+@pytest.mark.slow
 def test_without_the_option_a_spike_is_trained_on(settings, tmp_path):
     poison = Poison(tmp_path / "notes", iterations=(6,), factor=100.0)
     run = settings()

@@ -98,6 +98,7 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
     assert not (cluster / "requeued").exists(), "a finished job is not queued again"
 
 
+@pytest.mark.slow
 def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluster):
     save = tmp_path / "run"
     settings = tiny_settings(tiny_corpus, save=save).with_section("checkpoint", load=str(save))

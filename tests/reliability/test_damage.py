@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from reliability.conftest import ITERATIONS
 from reliability.states import assert_same_state, names_in
 
@@ -43,6 +44,7 @@ def test_a_bit_flip_and_a_truncation_are_named_and_the_run_goes_on_exactly_from_
     assert {"iter_0000250.damaged", "iter_0000200.damaged", "iter_0000250", "iter_0000200"} <= names_in(save)
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_ends_with_78_and_changes_nothing(start, copy_until):
     save = copy_until(150)
     flip_bit(one_of(save / "iter_0000050"))

@@ -20,6 +20,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_rank_ends_all_with_74_leaves_the_old_checkpoints_and_loses_no_bit(
     start, copy_until, undisturbed
 ):

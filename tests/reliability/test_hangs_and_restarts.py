@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from distributed.training_command import TORCHRUN
 from reliability.conftest import FAULTY_SCRIPT, ITERATIONS, LAUNCH_FAULTY
 from reliability.states import assert_same_state
@@ -23,6 +24,7 @@ def test_a_hanging_rank_ends_all_with_69_and_is_named_with_its_iteration(start, 
     assert "iteration 4/" in training.output
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_crashed_run_again_and_it_ends_exactly_as_without_the_crash(start, copy_until, undisturbed):
     save = copy_until(200)
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", FAULTY_SCRIPT]

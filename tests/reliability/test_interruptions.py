@@ -62,12 +62,14 @@ def test_all_ranks_end_with_the_same_weights(undisturbed):
     assert hashes["0"] == hashes["1"]
 
 
+@pytest.mark.slow
 def test_the_time_limit_on_the_clock_of_one_rank_stops_all_of_them_after_the_same_saved_iteration(starts):
     code, output, iteration = starts["time limit"]
     assert (code, iteration) == (75, 7), output
     assert f"stopped after iteration 7 of {ITERATIONS}: --exit-duration-in-mins" in output
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_while_a_checkpoint_is_written_in_the_background_completes_it_and_saves_again(starts):
     code, output, iteration = starts["background save"]
     assert code == 75, output
@@ -78,6 +80,7 @@ def test_a_signal_to_one_rank_while_a_checkpoint_is_written_in_the_background_co
     assert f"stopped after iteration {iteration} of {ITERATIONS}: a signal asked for it" in output
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_during_validation_stops_without_waiting_for_its_end(starts):
     code, output, iteration = starts["validation"]
     assert (code, iteration) == (75, EVAL_INTERVAL), output
@@ -85,6 +88,7 @@ def test_a_signal_to_one_rank_during_validation_stops_without_waiting_for_its_en
     assert "validation loss" not in output
 
 
+@pytest.mark.slow
 def test_an_interrupted_validation_is_made_up_for_and_the_curve_has_every_point(starts, run, undisturbed):
     output = starts["to the end"].output
     assert output.index(f"iteration {EVAL_INTERVAL}/{ITERATIONS} | validation loss") < output.index(
@@ -95,6 +99,7 @@ def test_an_interrupted_validation_is_made_up_for_and_the_curve_has_every_point(
     assert read_metrics(run, "validation_loss") == expected
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_three_times_ends_bit_for_bit_like_one_that_was_not(starts, run, undisturbed):
     assert starts["to the end"].code == 0, starts["to the end"].output
     assert_same_state(run / LAST, undisturbed / LAST)
@@ -126,6 +131,7 @@ def imports_torch(training, *, rank: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_files_save_now_and_stop_a_run_that_does_not_start_again_while_stop_is_there(start, tmp_path):
     endless = ("--train-iters", 100_000, "--save-interval", 100_000, "--eval-iters", 0)
     with start(tmp_path, *endless) as training:

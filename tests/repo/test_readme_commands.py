@@ -216,6 +216,7 @@ def walk(place: Path) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_block_of_the_readme_leads_from_raw_shards_to_a_model(walk: dict[str, str], place: Path):
     assert len(walk) == 6, list(walk)
     plan = next(said for command, said in walk.items() if command.endswith("--dry-run"))
@@ -225,6 +226,7 @@ def test_block_of_the_readme_leads_from_raw_shards_to_a_model(walk: dict[str, st
     assert (place / "model" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_python_of_the_readme_fills_a_mask_with_that_model(walk: dict[str, str], place: Path):
     (place / "fill.py").write_text(block_of("README.md", "Your own corpus", "python"))
     done = type_in(place, "python fill.py")
@@ -232,6 +234,7 @@ def test_python_of_the_readme_fills_a_mask_with_that_model(walk: dict[str, str],
     assert "'token_str'" in done.stdout
 
 
+@pytest.mark.slow
 def test_quick_start_of_the_readme_goes_on_where_it_was_and_ends_with_its_summary(walk: dict[str, str], place: Path):
     """Stages that are finished are skipped, so it finds the walk's files under the names that it gives its own."""
     run = place / "quickstart_run"

@@ -311,9 +311,9 @@ SPLIT = {"keep_shards": True, "deduplicate": True, "validation_fraction": 0.4}
     ("old_options", "new_options"),
     [
         ({}, {}),
-        (SPLIT, SPLIT),
-        (SPLIT, {}),
-        ({}, {"shard_bytes": 40}),
+        pytest.param(SPLIT, SPLIT, marks=pytest.mark.slow),
+        pytest.param(SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param({}, {"shard_bytes": 40}, marks=pytest.mark.slow),
     ],
     ids=["one over one", "split over split", "one over split", "volumes over one"],
 )
