@@ -49,6 +49,7 @@ class Hardware:
     apex_weight_gradients: Library = Library()
     apex_optimizers: Library = Library()
     foreign_apex: str | None = None  # version of a package that is called apex and is not NVIDIA's
+    cpu_bf16: bool = True  # whether the CPU has instructions for bfloat16, as far as Linux says
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,14 @@ class Kernels:
     gradient_accumulation_fusion: bool
     rope_fusion: bool
     optimizer: str
-    summary: str  # one line for the start of a run
+    summary: str  # a line for the start of a run, and a second one if there is a warning
 
 
 @functools.cache
 def detect_hardware() -> Hardware:
     """What is here; packages for CUDA are tried only where there is CUDA."""
     if not torch.cuda.is_available():
-        return Hardware(foreign_apex=_foreign_apex())
+        return Hardware(foreign_apex=_foreign_apex(), cpu_bf16=_cpu_has_bf16(Path("/proc/cpuinfo")))
     return Hardware(
         gpu=torch.cuda.get_device_name(),
         capability=torch.cuda.get_device_capability(),
@@ -79,6 +80,11 @@ def detect_hardware() -> Hardware:
         apex_optimizers=_try_import("apex.optimizers", distribution="apex"),
         foreign_apex=_foreign_apex(),
     )
+
+
+def _cpu_has_bf16(cpuinfo: Path) -> bool:
+    """By the names of its features: avx512_bf16, amx_bf16, on ARM bf16. Not by torch, which also counts emulation."""
+    return not cpuinfo.exists() or "bf16" in cpuinfo.read_text()
 
 
 def _version_pair(version: str) -> tuple[int, int]:
@@ -129,6 +135,10 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         f"weight gradients accumulated {'in the product (Apex)' if fusion else 'after the product'}",
         f"Adam by {optimizer}",
     ]
+    is_slow = settings.training.bf16 and hardware.gpu is None and not hardware.cpu_bf16
+    warning = (
+        "\nwarning: this CPU has no instructions for bfloat16, with --bf16 it may take 50 times as long as without"
+    )
     return Kernels(
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
@@ -136,7 +146,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         gradient_accumulation_fusion=fusion,
         rope_fusion=engine and hardware.gpu is not None,
         optimizer=optimizer,
-        summary=f"kernels on {hardware.gpu or 'CPU'}: " + ", ".join(parts),
+        summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}{warning if is_slow else ''}",
     )
 
 

@@ -50,7 +50,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         "GPUs": gpu_lines(
             settings, memories, flops=left * _flops_per_iteration(settings, inputs, sample), world_size=world_size
         ),
-        "checkpoints": checkpoint_lines(settings, vocab_size=inputs.tokenizer.vocab_size, left=left),
+        "checkpoints": checkpoint_lines(settings, vocab_size=inputs.tokenizer.vocab_size, first=first),
     }
     for name, lines in sections.items():
         folded = [part for line in lines for part in _fold(line)]

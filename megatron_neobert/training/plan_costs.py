@@ -1,11 +1,12 @@
 """What a run costs, in the words of --dry-run: memory of a rank, time on known GPUs, checkpoints on disk."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_neobert.config import Settings
 from megatron_neobert.data.shapes import usual_masked
-from megatron_neobert.training.checkpoint_files import list_checkpoints
+from megatron_neobert.training.checkpoint_files import iteration_of, list_checkpoints
 from megatron_neobert.training.flops import checkpoint_bytes
 from megatron_neobert.training.gpus import GPUS
 from megatron_neobert.training.memory import RankMemory, plan_memory
@@ -90,27 +91,33 @@ def gpu_lines(settings: Settings, memories: dict[Kernels, RankMemory], *, flops:
     return lines
 
 
-def kept_checkpoints(settings: Settings, *, iterations: int) -> int:
-    """Checkpoints on disk at the fullest moment, the one that is being written among them."""
-    checkpoint = settings.checkpoint
-    saves = -(-iterations // checkpoint.save_interval)
+def kept_checkpoints(settings: Settings, *, first: int, there: Sequence[int]) -> int:
+    """Checkpoints on disk at the fullest moment, the one that is being written among them.
+
+    Args:
+        first: The iteration that the run counts on from.
+        there: Iterations of the checkpoints in --save.
+    """
+    checkpoint, last = settings.checkpoint, settings.training.train_iters
+    saves = len(there) - (-max(0, last - first) // checkpoint.save_interval)
     if checkpoint.keep_last is None:
         return saves
     kept = checkpoint.keep_last + 1
-    if checkpoint.keep_every is not None:
-        kept += settings.training.train_iters // checkpoint.keep_every
+    if (every := checkpoint.keep_every) is not None:
+        kept += last // every - first // every + sum(iteration % every == 0 for iteration in there)
     return min(saves, kept)
 
 
-def checkpoint_lines(settings: Settings, *, vocab_size: int, left: int) -> list[str]:
+def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list[str]:
     """How large, how many, and whether the disk has room for them."""
     size = checkpoint_bytes(settings, vocab_size=vocab_size)
     each = f"{_bytes(size)} each"
     if settings.checkpoint.save is None:
         return [f"{each}; none is saved without --save"]
-    folder = _existing(Path(settings.checkpoint.save).resolve())
-    there, free = len(list_checkpoints(folder)), shutil.disk_usage(folder).free
-    kept = kept_checkpoints(settings, iterations=left + there * settings.checkpoint.save_interval)
+    save = Path(settings.checkpoint.save).resolve()
+    folder, iterations = _existing(save), [iteration_of(one) for one in list_checkpoints(save)]
+    free = shutil.disk_usage(folder).free
+    kept, there = kept_checkpoints(settings, first=first, there=iterations), len(iterations)
     lines = [
         f"{each}, every {counted(settings.checkpoint.save_interval, 'iteration')}; at most {kept:,} at a time: "
         f"{_bytes(kept * size)}, {there:,} of them there already; {_bytes(free)} free in {folder}"

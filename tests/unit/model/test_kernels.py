@@ -15,6 +15,7 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import (
     Hardware,
     Library,
+    _cpu_has_bf16,
     check_hardware,
     choose_kernels,
     detect_hardware,
@@ -95,6 +96,25 @@ def test_one_line_says_what_computes():
         "kernels on CPU: local layers, attention by torch document by document, float32, weight gradients accumulated "
         "after the product, Adam by torch"
     )
+
+
+@pytest.mark.parametrize(
+    ("features", "bf16", "warned"),
+    [
+        ("flags\t\t: fpu avx2 avx512f", True, True),
+        ("flags\t\t: fpu avx2 avx512f", False, False),
+        ("flags\t\t: fpu avx512f avx512_bf16", True, False),
+        ("Features\t: fp asimd i8mm bf16", True, False),
+        (None, True, False),  # no Linux
+    ],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_in_one_line(tmp_path, features, bf16, warned):
+    if features is not None:
+        (tmp_path / "cpuinfo").write_text(features)
+    hardware = replace(CPU, cpu_bf16=_cpu_has_bf16(tmp_path / "cpuinfo"))
+    _, *more = choose_kernels(settings(bf16=bf16), hardware).summary.splitlines()
+    assert [line.startswith("warning: this CPU has no instructions for bfloat16") for line in more] == [True] * warned
+    assert "warning" not in choose_kernels(settings(), replace(H100, cpu_bf16=False)).summary
 
 
 @pytest.mark.parametrize(

@@ -128,15 +128,26 @@ def test_plan_of_a_blend_states_the_shares_and_the_epochs_that_its_batches_have(
 # ---- checkpoints
 
 
+BOTH = {"keep_last": 3, "keep_every": 100}
+
+
 @pytest.mark.parametrize(
-    ("keep", "expected"),
-    [({}, 100), ({"keep_last": 3}, 4), ({"keep_last": 3, "keep_every": 100}, 4 + 10), ({"keep_last": 500}, 100)],
-    ids=["all", "last", "last-and-every", "more-than-there-are"],
+    ("keep", "first", "there", "expected"),
+    [
+        pytest.param({}, 0, [], 100, id="all"),
+        pytest.param({"keep_last": 3}, 0, [], 4, id="last"),
+        pytest.param(BOTH, 0, [], 4 + 10, id="last and every"),
+        pytest.param({"keep_last": 500}, 0, [], 100, id="more than there are"),
+        pytest.param(BOTH, 800, [], 4 + 2, id="from another run's checkpoint"),
+        pytest.param(BOTH, 920, [900, 910, 920], 4 + 2, id="resumed after that"),
+        pytest.param({}, 920, [900, 910, 920], 3 + 8, id="resumed, all"),
+        pytest.param(BOTH, 1000, [800, 900, 980, 990, 1000], 5, id="nothing left to do"),
+    ],
 )
-def test_checkpoints_on_disk_are_those_kept_and_the_one_being_written(keep, expected):
+def test_checkpoints_on_disk_are_those_kept_and_the_one_being_written(keep, first, there, expected):
     settings = Settings(checkpoint=CheckpointConfig(save="runs", save_interval=10, **keep))
     settings = settings.with_section("training", train_iters=1000)
-    assert kept_checkpoints(settings, iterations=1000) == expected
+    assert kept_checkpoints(settings, first=first, there=there) == expected
 
 
 # ---- the page
@@ -186,8 +197,11 @@ def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
     checkpoint = tmp_path / "iter_0000004"
     checkpoint.mkdir()
     (checkpoint / MANIFEST).touch()
-    settings = tiny_settings(tiny_corpus, checkpoint={"continue_from": str(tmp_path)})
-    assert "6 iterations, 4 of them done" in plan_of(settings, capsys)
+    keep = {"save_interval": 1, "keep_last": 2, "keep_every": 1}
+    settings = tiny_settings(tiny_corpus, save=tmp_path / "run", checkpoint={"continue_from": str(tmp_path), **keep})
+    plan = plan_of(settings, capsys)
+    assert "6 iterations, 4 of them done" in plan
+    assert "at most 2 at a time" in plan
     assert "done" not in plan_of(tiny_settings(tiny_corpus), capsys)
 
 
