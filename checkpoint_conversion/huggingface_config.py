@@ -53,6 +53,7 @@ _DEMANDS = {
         *_LLAMA_LIKE,
         Demand("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases to hold them"),
         Demand("is_causal", (False,), "NeoBERT's tokens see those after them; a Llama's do so where this is false"),
+        Demand("use_bidirectional_attention", (None, True), "some readers would compute causal attention"),
     ),
     "neobert": (
         Demand("hidden_act", (None, "swiglu", "SwiGLU"), "the feed-forward must be SwiGLU"),

@@ -61,11 +61,18 @@ def build_eurobert_config(source: Source) -> dict[str, Any]:
 
 
 def build_llama_config(source: Source) -> dict[str, Any]:
-    """A Llama whose tokens all see each other; `is_causal` is read by transformers >= 5.3 and by vLLM."""
+    """A Llama whose tokens all see each other: each key below has readers that ignore the other.
+
+    `is_causal` is read by transformers >= 5.3 and by vLLM; `use_bidirectional_attention`, with a base of the rotary
+    angles outside `rope_parameters`, by Text Embeddings Inference, which otherwise computes causal attention.
+    Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
+    """
     return {
         "architectures": ["LlamaModel"],
         "model_type": "llama",
         "is_causal": False,
+        "use_bidirectional_attention": True,
+        "rope_theta": float(source.model.rotary_base),
         **_llama_like_fields(source),
         "mlp_bias": False,
         "use_cache": False,
@@ -73,7 +80,10 @@ def build_llama_config(source: Source) -> dict[str, Any]:
 
 
 def build_neobert_config(source: Source) -> dict[str, Any]:
-    """The published fields, with `max_position_embeddings` for `max_length`, which transformers 5 refuses to save.
+    """The published fields, and `max_position_embeddings` beside `max_length`.
+
+    The published class takes its longest input from the latter alone, 1,024 tokens without it; transformers 5 saves
+    only the former, because it takes the other for a setting of text generation.
 
     Raises:
         ConversionError: The feed-forward's width cannot be said in these fields.
@@ -95,6 +105,7 @@ def build_neobert_config(source: Source) -> dict[str, Any]:
         "dim_head": shape.hidden_size // shape.num_attention_heads,
         "intermediate_size": shape.ffn_hidden_size * 3 // 2,  # whose two thirds are the width, as readers expect
         "max_position_embeddings": model.max_position_embeddings,
+        "max_length": model.max_position_embeddings,
         "norm_eps": model.norm_epsilon,
         "rope_theta": float(model.rotary_base),
         "embedding_init_range": model.init_method_range,

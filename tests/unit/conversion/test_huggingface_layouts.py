@@ -15,13 +15,13 @@ from checkpoint_conversion.megatron_reader import model_shape
 from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig
 
 # Of the published config.json: loading options that leaked into it, and versions.
 NOT_OF_THE_MODEL = {
     "architectures",
     "auto_map",
     "kwargs",
-    "max_length",  # here max_position_embeddings
     "pretrained_model_name_or_path",
     "transformers_version",
     "trust_remote_code",
@@ -52,7 +52,17 @@ def test_neobert_config_has_the_published_fields(shared_data: Path):
     assert {name: config.get(name) for name in expected} == expected
     assert config["max_position_embeddings"] == published["max_length"]
     assert config["auto_map"].keys() >= published["auto_map"].keys()
-    assert not {"max_length", "trust_remote_code", "kwargs"} & config.keys()
+    assert not {"trust_remote_code", "kwargs"} & config.keys()
+
+
+def test_neobert_config_is_saved_again_by_the_class_of_the_folder(tokenizer: Tokenizer, tmp_path: Path):
+    """transformers 5 refuses to save a config with max_length, which the published class needs."""
+    written = build_neobert_config(Source(MODEL, SHAPE, tokenizer, torch.float32))
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = NeoBERTConfig.from_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    assert written["max_length"] == config.max_position_embeddings == 64
+    assert NeoBERTConfig.from_pretrained(tmp_path).max_position_embeddings == 64
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,6 +85,12 @@ def test_transformers_reads_the_config_as_it_was_meant(layout: str, tokenizer: T
     assert config.rms_norm_eps == 1e-5
     assert config.head_dim == 8
     assert getattr(config, "is_causal", False) is False
+
+
+def test_llama_config_asks_every_reader_for_attention_in_both_directions(tokenizer: Tokenizer):
+    config = LAYOUTS["llama"].build_config(Source(MODEL, SHAPE, tokenizer, torch.float32))
+    assert (config["is_causal"], config["use_bidirectional_attention"]) == (False, True)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
 
 
 def test_a_width_that_the_published_fields_cannot_say_is_refused(tokenizer: Tokenizer):
