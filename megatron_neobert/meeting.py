@@ -190,7 +190,8 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
     from torch.distributed import TCPStore
 
     try:
-        family, *_, (host, *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, *_, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        host = str(resolved[0])
         if host.startswith("127.") and address not in ("localhost", host):
             host = ""
         try:
