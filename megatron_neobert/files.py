@@ -21,19 +21,22 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def replace_file(path: Path, content: str) -> None:
+def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
     """Writes a small file so that a reader sees the old or the new content and nothing between.
 
-    Of processes that write the same file at once, one wins.
+    Of processes that write the same file at once, one wins. Without `sync` this holds as long as the machine lives;
+    after its crash the file may have any content.
     """
     temporary = own_name(path)
     try:
         temporary.write_text(content, encoding="utf-8")
-        sync_to_disk(temporary)
+        if sync:
+            sync_to_disk(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_to_disk(path.parent)
+    if sync:
+        sync_to_disk(path.parent)
 
 
 def own_name(path: Path) -> Path:

@@ -181,6 +181,12 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FRACTION",
         help="end the run if more than this fraction of the records is in error (%(default)s)",
     )
+    add(
+        "--quarantine",
+        action="store_true",
+        help="leave damaged shards out, whole, and list them in the manifest; without it a run finishes all other "
+        "shards, names every damaged one, and ends with exit code 65",
+    )
 
     add = parser.add_argument_group("what is written").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended, by --text-key")
@@ -208,6 +214,8 @@ def print_plan(plan: Plan) -> None:
         print(f"{path} | {parts[0].format}{compression} | {_size(plan.versions[path].bytes)}{in_parts}")
     if len(shards) > _SHARDS_SHOWN:
         print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
+    for reason in plan.damaged.values():
+        print(f"left out by --quarantine: {reason}")
     total = sum(version.bytes for version in plan.versions.values())
     print(f"{len(shards):,} shards, {_size(total)}; text in '{plan.settings.read.text_key}'")
     tokenizer = plan.tokenizer
@@ -232,8 +240,10 @@ def print_plan(plan: Plan) -> None:
 
 def print_report(plan: Plan, report: PreprocessReport) -> None:
     counts = report.counts
+    for reason in report.damaged:
+        print(f"warning: left out by --quarantine: {reason}", file=sys.stderr)
     for mismatch in report.mismatches:
-        print(f"warning: redone with the reference tokenizer: {mismatch}", file=sys.stderr)
+        print(f"warning: all parts were done by the reference tokenizer: {mismatch}", file=sys.stderr)
     if plan.encoder.note:
         print(f"note: {plan.encoder.note}", file=sys.stderr)
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:

@@ -15,7 +15,7 @@ import re
 import reprlib
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
@@ -100,6 +100,22 @@ class InputRecord:
 
 
 @dataclass(frozen=True)
+class QuarantinedShard:
+    """A shard that --quarantine has left out."""
+
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class BackendRecord:
+    """What one tokenizer back end has done."""
+
+    documents: int
+    compared: int  # of them with the reference tokenizer, id by id; 0 of the reference itself
+
+
+@dataclass(frozen=True)
 class Volume:
     """Consecutive documents of a corpus in one pair of files."""
 
@@ -112,7 +128,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a corpus that its volumes do not say. Says nothing about the run that wrote it.
+    """Everything about a corpus that its volumes do not say. Of the run that wrote it, the tokenizer back ends alone.
 
     records, repaired_documents, rejected and dropped are of all that was read; where a part of the documents is held
     out for validation, both corpora have the same.
@@ -139,6 +155,8 @@ class Manifest:
     dropped: dict[str, int]  # records by the name of a filter
     statistics: Statistics
     volumes: list[Volume]
+    tokenizer_backends: dict[str, BackendRecord] = field(default_factory=dict)  # by name and version
+    quarantined: dict[str, QuarantinedShard] = field(default_factory=dict)  # by path or URL; not among the inputs
 
     @cached_property
     def sha256(self) -> str:
@@ -154,9 +172,14 @@ class Manifest:
             + ("" if self.part_of == "all" else f" for {self.part_of}, {self.held_out:,} in the other corpus"),
             "rejected": describe_reasons(self.rejected),
             "dropped": describe_reasons(self.dropped),
+            "quarantined": f"{len(self.quarantined):,} damaged shards left out",
             "repaired": f"{self.repaired_documents:,} with U+FFFD for invalid text",
             "tokens": f"{self.tokens:,}, {self.unknown_tokens / self.tokens:.3%} of them unknown",
             **self.statistics.describe(),
+            "tokenized by": ", ".join(
+                f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"
+                for name, backend in self.tokenizer_backends.items()
+            ),
         }
 
 
@@ -251,10 +274,11 @@ def _counts(manifest: Manifest) -> Iterator[tuple[str, int]]:
 def _decode(kind: Any, value: Any, where: str) -> Any:
     """The value as `kind`, a class or annotation of this module; ValueError says where it does not fit."""
     if is_dataclass(kind) and isinstance(value, dict):
-        hints, names = get_type_hints(kind), [field.name for field in fields(kind)]
-        if different := sorted(set(names) ^ set(value)):
+        hints, names = get_type_hints(kind), [entry.name for entry in fields(kind)]
+        optional = {entry.name for entry in fields(kind) if entry.default_factory is not MISSING}
+        if different := sorted((set(names) | set(value)) - (set(names) & set(value)) - (optional - set(value))):
             raise ValueError(f"expected {', '.join(names)} in {where}, but {', '.join(different)} differ")
-        return kind(**{name: _decode(hints[name], value[name], f"'{name}'") for name in names})  # type: ignore[operator]
+        return kind(**{name: _decode(hints[name], value[name], f"'{name}'") for name in names if name in value})  # type: ignore[operator]
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is dict and isinstance(value, dict):
         return {key: _decode(arguments[1], entry, f"{where} of {key!r}") for key, entry in value.items()}

@@ -7,7 +7,7 @@ side by side; a part that becomes a whole volume is linked and costs none.
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from megatron_neobert import __version__
 from megatron_neobert.data.corpus_format import (
     DUPLICATE,
     FORMAT_VERSION,
+    BackendRecord,
     CorpusFiles,
     InputRecord,
     Manifest,
+    QuarantinedShard,
     Volume,
     find_contradictions,
     read_manifest,
@@ -44,6 +46,8 @@ class CorpusFacts:
     repaired_documents: int
     rejected: dict[str, int]
     dropped: dict[str, int]  # without duplicates
+    tokenizer_backends: dict[str, BackendRecord] = field(default_factory=dict)
+    quarantined: dict[str, QuarantinedShard] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ def _build_manifests(
         dropped=facts.dropped | ({DUPLICATE: joined.duplicates} if joined.duplicates else {}),
         statistics=joined.training.lengths.statistics(),
         volumes=_name(volumes, output.files),
+        tokenizer_backends=facts.tokenizer_backends,
+        quarantined=facts.quarantined,
     )
     validation = None
     if joined.validation:

@@ -39,6 +39,7 @@ class Encoder:
         name: The back end and its version, such as "nanotoken 0.1.0".
         note: One sentence that says why it is not a fast one although "auto" was asked for; or None.
         is_reference: Whether ids come from the tokenizer itself.
+        compared: Documents since start_part() whose ids were compared with the reference's.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, name: str, note: str | None = None, fast: EncodeTexts | None = None):
@@ -51,6 +52,7 @@ class Encoder:
 
     def start_part(self) -> None:
         """Verifies the next documents all over again: other shards hold other scripts."""
+        self.compared = 0
         self._documents = 0
         self._first_characters = 0
 
@@ -94,6 +96,7 @@ class Encoder:
         difference = describe_difference(self._tokenizer, mine, found, self._tokenizer.encode_batch(mine))
         if difference is not None:
             raise BackendMismatch(f"{self.name} differs from {_reference_name()}: {difference}")
+        self.compared += len(chosen)
 
 
 def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) -> Encoder:

@@ -74,7 +74,7 @@ class VolumesWriter:
             os.link(ids, target)
         except OSError:
             shutil.copyfile(ids, target)
-            sync_to_disk(target)
+        sync_to_disk(target)
         self._finish(lengths, FileRecord(target.stat().st_size, sha256))
 
     def cut(self) -> None:

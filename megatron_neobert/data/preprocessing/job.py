@@ -18,6 +18,7 @@ from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.files import lock_if_possible, replace_file
 
 _JOB = "job.json"
+_MISMATCH = "mismatch"
 
 
 class JobFolder:
@@ -99,6 +100,18 @@ class JobFolder:
     def has_begun(self) -> bool:
         """Whether a run has been here that is not over."""
         return (self.path / _JOB).exists()
+
+    @property
+    def mismatch(self) -> str | None:
+        """Where a fast back end was found wrong, in this run or before a restart, here or by another task of the array.
+
+        From then on the whole corpus is the reference tokenizer's.
+        """
+        file = self.path / _MISMATCH
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
+    def note_mismatch(self, description: str) -> None:
+        replace_file(self.path / _MISMATCH, description)
 
     def finished_parts(self) -> int:
         return sum(1 for file in self.path.glob("*.done"))

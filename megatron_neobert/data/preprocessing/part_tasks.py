@@ -1,8 +1,9 @@
 """What one worker does: one part of a shard becomes token ids, lengths and rejects, in files that count once complete.
 
 The record KEY.done is written last, when the other files are on disk; a part without it is done again from its
-beginning, and so is one whose shard has changed. Memory: one batch of about 1 MB of text and its ids, whatever the
-size of the part.
+beginning, and so is one whose shard has changed. Small parts do not wait for the disk, since that costs more than they
+do: their record has a checksum instead, by which a part that the machine's crash has spoilt is found and done again.
+Memory: one batch of about 1 MB of text and its ids, whatever the size of the part.
 """
 
 import base64
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -35,6 +36,7 @@ TOO_MANY_TOKENS = "longer than --max-tokens"
 
 HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
 Kind = Literal["ids", "lengths", "hashes", "rejects"]
+_UNSYNCED_BYTES = 4 << 20  # of a part's files; of 0.15 s of work. Five waits for the disk cost 5 ms
 
 
 @dataclass
@@ -110,6 +112,11 @@ class PartTask:
         """Present when the part is finished."""
         return self.settings.folder / f"{self.key}.done"
 
+    @property
+    def damage_record(self) -> Path:
+        """Present when the part could not be read: what a merge knows of it."""
+        return self.settings.folder / f"{self.key}.damaged"
+
 
 @dataclass(frozen=True)
 class PartResult:
@@ -123,8 +130,20 @@ class PartResult:
     shard_sha256: str | None  # of the whole shard, with its first part; None for URLs too
     numbers: int  # record numbers used up
     encoder: str
+    is_reference: bool
+    compared: int  # documents whose ids a fast back end had to have in common with the reference
     mismatch: str | None  # why a fast back end was given up
     first_error: str | None
+    files_sha256: str | None  # of all files one after the other; None: they are on disk for certain
+
+
+@dataclass(frozen=True)
+class PartDamage:
+    """A part that cannot be read to its end."""
+
+    number: int  # of the part in this run
+    shard: ShardVersion
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -140,34 +159,70 @@ class PartProgress:
 Report = Callable[[PartProgress], None]
 
 
-def tokenize_part(task: PartTask, report: Report) -> PartResult:
+class _Damaged(Exception):
+    """The shard, and not our work, is why a part cannot be done."""
+
+
+def tokenize_part(task: PartTask, report: Report) -> PartResult | PartDamage:
     """Writes the files of a task; a fast back end that differs from the reference tokenizer is replaced by it.
 
     Raises:
-        DataError: A record is in error and the task says to fail, the shard is damaged, or the tokenizer has changed.
+        DataError: A record is in error and the task says to fail, or the tokenizer has changed.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
     settings = task.settings
     tokenizer = _tokenizer(settings)
     try:
-        return _tokenize_with(_encoder(tokenizer, settings.backend), task, tokenizer, report, mismatch=None)
-    except BackendMismatch as mismatch:
-        return _tokenize_with(_encoder(tokenizer, "reference"), task, tokenizer, report, mismatch=str(mismatch))
+        try:
+            return _tokenize_with(_encoder(tokenizer, settings.backend), task, tokenizer, report, mismatch=None)
+        except BackendMismatch as mismatch:
+            return _tokenize_with(_encoder(tokenizer, "reference"), task, tokenizer, report, mismatch=str(mismatch))
+    except _Damaged as damaged:
+        damage = PartDamage(task.number, task.shard, str(damaged))
+        replace_file(task.damage_record, json.dumps(vars(damage)), sync=False)
+        return damage
+
+
+def read_damage(task: PartTask) -> PartDamage | None:
+    """What an earlier run has found wrong with a part, unless its shard has changed since."""
+    content = _read_record(task.damage_record)
+    return (
+        PartDamage(**{**content, "number": task.number, "shard": task.shard})
+        if (content and ShardVersion(*content["shard"]) == task.shard)
+        else None
+    )
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):  # ValueError: it was not yet on disk when the machine crashed
+        return None
+    return content
 
 
 def read_result(task: PartTask) -> PartResult | None:
     """The result of a part that an earlier run has finished; None where it must be done, or done again."""
-    try:
-        content = json.loads(task.record.read_bytes())
-    except FileNotFoundError:
+    content = _read_record(task.record)
+    if content is None:
         return None
     counts = {**content["counts"]}
     counts |= {name: Counter(counts[name]) for name in ("rejected", "dropped")}
     result = PartResult(
         **{**content, "number": task.number, "counts": Counts(**counts), "shard": ShardVersion(*content["shard"])}
     )
-    sizes = {kind: task.file(kind).stat().st_size for kind in _kinds(task) if task.file(kind).exists()}
-    return result if (result.shard, result.file_bytes) == (task.shard, sizes) else None
+    files = {str(kind): task.file(kind) for kind in _kinds(task) if task.file(kind).exists()}
+    sizes = {kind: file.stat().st_size for kind, file in files.items()}
+    if (result.shard, result.file_bytes) != (task.shard, sizes):
+        return None
+    return result if result.files_sha256 in (None, _files_sha256(files)) else None
+
+
+def _files_sha256(files: Mapping[str, Path]) -> str | None:
+    """None of what is so large that it waits for the disk instead."""
+    if sum(file.stat().st_size for file in files.values()) > _UNSYNCED_BYTES:
+        return None
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files.values())).hexdigest()
 
 
 def _tokenize_with(
@@ -182,16 +237,19 @@ def _tokenize_with(
         for file in growing.values():
             stack.callback(file.unlink, missing_ok=True)
         part = _PartFiles(task, tokenizer, streams)
-        for batch in read_part(task.part, task.settings.read):
+        for batch in _read_batches(task):
             counts.add(part.add(batch, encoder))
             numbers += batch.numbers
             report(PartProgress(task.number, counts, batch.progress, part.first_error))
         if shard_version(task.part.path) != task.shard:
-            raise DataError(f"{task} has changed since the run started; start again with --resume, which reads it anew")
+            raise _Damaged(f"{task} has changed since the run started; start again with --resume, which reads it anew")
         for stream in streams.values():
             stream.flush()
-            os.fsync(stream.fileno())
         file_bytes = {str(kind): stream.tell() for kind, stream in streams.items()}
+        files_sha256 = _files_sha256({str(kind): file for kind, file in growing.items()})
+        if files_sha256 is None:
+            for stream in streams.values():
+                os.fsync(stream.fileno())
         for kind, file in growing.items():
             file.replace(task.file(kind))
     result = PartResult(
@@ -203,11 +261,21 @@ def _tokenize_with(
         shard_sha256=shard_sha256(task.part.path) if task.starts_shard else None,
         numbers=numbers,
         encoder=encoder.name,
+        is_reference=encoder.is_reference,
+        compared=encoder.compared,
         mismatch=mismatch,
         first_error=part.first_error,
+        files_sha256=files_sha256,
     )
-    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}))
+    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}), sync=files_sha256 is None)
     return result
+
+
+def _read_batches(task: PartTask) -> Iterator[RecordBatch]:
+    try:
+        yield from read_part(task.part, task.settings.read)
+    except DataError as error:
+        raise _Damaged(str(error).replace(task.part.path, task.shard_name)) from error
 
 
 class _PartFiles:

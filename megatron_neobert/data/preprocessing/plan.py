@@ -7,7 +7,7 @@ whomever and in whatever order, is joined in this one.
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -55,6 +55,7 @@ class PreprocessSettings:
     merge: bool = False
     on_error: Literal["skip", "fail"] = "skip"
     max_error_rate: float = 0.001
+    quarantine: bool = False
     resume: bool = False
     overwrite: bool = False
 
@@ -77,6 +78,7 @@ class Plan:
     encoder: Encoder
     versions: dict[str, ShardVersion]  # by path or URL, in the order of reading
     parts: list[ShardPart]
+    damaged: dict[str, str]  # why a shard has no parts, by path or URL; empty without --quarantine
 
     def shard_name(self, path: str) -> str:
         """What messages, rejects and the manifest call it."""
@@ -129,7 +131,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     Raises:
         MissingInputError: An input or the tokenizer does not exist.
         OutputError: The corpus exists and may not be overwritten.
-        DataError: The tokenizer or a shard's format is unusable, or the first shard has no such column.
+        DataError: The tokenizer is unusable, or some shards are, by their format, schema or footer; it names them all.
         ConfigError: The output of an earlier run is among the inputs, or a fast back end is asked for and unusable.
     """
     files = settings.files
@@ -161,14 +163,15 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = threads.map(shard_version, shards)
-        parts = threads.map(lambda shard: split_into_parts(shard, settings.read), shards)
+        looks = list(threads.map(lambda shard: _parts_or_damage(shard, settings.read), shards))
         plan = Plan(
             settings=settings,
             files=settings.files,
             tokenizer=tokenizer,
             encoder=encoder,
             versions=dict(zip(shards, versions, strict=True)),
-            parts=[part for parts_of_shard in parts for part in parts_of_shard],
+            parts=[part for parts in looks if isinstance(parts, list) for part in parts],
+            damaged={shard: reason for shard, reason in zip(shards, looks, strict=True) if isinstance(reason, str)},
         )
     names = Counter(map(plan.shard_name, shards))
     if len(names) < len(shards):
@@ -177,7 +180,30 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             f"--input has {names[name]} URLs that differ in their query alone ({name}), and the manifest names shards "
             "without it; copy them to files"
         )
+    refuse_damaged(plan, plan.damaged)
     return plan
+
+
+def _parts_or_damage(shard: str, settings: ReadSettings) -> list[ShardPart] | str:
+    try:
+        return split_into_parts(shard, settings)
+    except DataError as error:
+        return str(error)
+
+
+def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
+    """Raises DataError about all damaged shards, unless they may be left out and others remain.
+
+    Args:
+        damaged: Why, by path or URL.
+    """
+    if not damaged or (plan.settings.quarantine and len(damaged) < len(plan.versions)):
+        return
+    reasons = list(damaged.values())
+    if len(reasons) > 1:
+        reasons = [f"{len(reasons):,} of {len(plan.versions):,} shards cannot be used:", *reasons]
+    remedy = "" if plan.settings.quarantine else ". With --quarantine the corpus is made without such shards"
+    raise DataError("\n  - ".join(reasons) + remedy)
 
 
 def is_complete(plan: Plan) -> bool:
@@ -185,6 +211,7 @@ def is_complete(plan: Plan) -> bool:
     files, settings = plan.files, plan.settings
     if not files.manifest.exists() or JobFolder(files.partial).has_begun:
         return False
+    sizes = {plan.shard_name(path): version.bytes for path, version in plan.versions.items()}
     try:
         manifest = read_manifest(files.manifest)
     except DataError:
@@ -194,8 +221,9 @@ def is_complete(plan: Plan) -> bool:
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
         and manifest.filters == plan.filters
-        and [(name, record.bytes) for name, record in manifest.inputs.items()]
-        == [(plan.shard_name(path), version.bytes) for path, version in plan.versions.items()]
+        and (settings.quarantine or not manifest.quarantined)
+        and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
+        and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
         and all(shard.stat().st_mtime_ns < written for shard in local)
         and (len(manifest.volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
         and all(volume.bin.bytes <= (settings.shard_size or volume.bin.bytes) for volume in manifest.volumes)

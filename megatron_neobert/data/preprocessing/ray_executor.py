@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_neobert
-from megatron_neobert.data.preprocessing.part_tasks import PartResult, PartTask, tokenize_part
+from megatron_neobert.data.preprocessing.part_tasks import PartDamage, PartResult, PartTask, tokenize_part
 from megatron_neobert.errors import ConfigError, NeoBERTError
 
 _RETRIES = 3
@@ -24,7 +24,7 @@ _CONNECT_SECONDS = 10
 
 def run_on_ray(
     tasks: Sequence[PartTask], *, workers: int | None, address: str | None
-) -> Generator[PartResult, None, None]:
+) -> Generator[PartResult | PartDamage, None, None]:
     """Results in the order in which they finish; closing the iterator cancels what is left.
 
     Args:
@@ -82,14 +82,16 @@ def _check_address(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
-def _tokenize(task: PartTask) -> PartResult | Exception:
+def _tokenize(task: PartTask) -> PartResult | PartDamage | Exception:
     try:
         return tokenize_part(task, lambda progress: None)
     except (NeoBERTError, OSError) as error:
         return error  # raised here, Ray would wrap it in a class of its own
 
 
-def _result_of(task: PartTask, get: Callable[[Any], Any], reference: Any, ray_error: type[Exception]) -> PartResult:
+def _result_of(
+    task: PartTask, get: Callable[[Any], Any], reference: Any, ray_error: type[Exception]
+) -> PartResult | PartDamage:
     try:
         result = get(reference)
     except ray_error as error:
@@ -99,5 +101,5 @@ def _result_of(task: PartTask, get: Callable[[Any], Any], reference: Any, ray_er
         ) from error
     if isinstance(result, Exception):
         raise result
-    assert isinstance(result, PartResult), f"{result=}"
+    assert isinstance(result, PartResult | PartDamage), f"{result=}"
     return result

@@ -6,12 +6,12 @@ Finished parts wait in PREFIX.partial, so what a killed run has done is not done
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron_neobert.data.corpus_format import InputRecord, describe_reasons
+from megatron_neobert.data.corpus_format import BackendRecord, InputRecord, QuarantinedShard, describe_reasons
 from megatron_neobert.data.corpus_writer import (
     CorpusFacts,
     OutputSettings,
@@ -23,6 +23,7 @@ from megatron_neobert.data.corpus_writer import (
 from megatron_neobert.data.preprocessing.job import JobFolder
 from megatron_neobert.data.preprocessing.part_tasks import (
     Counts,
+    PartDamage,
     PartProgress,
     PartResult,
     PartTask,
@@ -30,15 +31,22 @@ from megatron_neobert.data.preprocessing.part_tasks import (
     absolute_rejects,
     error_record,
     load_early,
+    read_damage,
     read_result,
     remember,
     tokenize_part,
 )
-from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, decisive_settings, part_tasks
+from megatron_neobert.data.preprocessing.plan import (
+    Plan,
+    PreprocessSettings,
+    decisive_settings,
+    part_tasks,
+    refuse_damaged,
+)
 from megatron_neobert.data.preprocessing.workers import Workers
 from megatron_neobert.errors import DataError, MissingInputError
 
-LocalWorkers = Workers[PartTask, PartResult]
+LocalWorkers = Workers[PartTask, PartResult | PartDamage]
 
 _TELL_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000
@@ -84,13 +92,21 @@ class Progress:
         self.first_error = self.first_error or news.first_error
         self._tell()
 
-    def finish(self, result: PartResult) -> None:
+    def finish(self, result: PartResult | PartDamage) -> None:
         """Counts a part that is in work, or was finished by an earlier run."""
         self.in_work.pop(result.number, None)
-        self.finished.add(result.counts)
         self.finished_bytes += self.plan.input_bytes(self.plan.parts[result.number])
-        self.first_error = self.first_error or result.first_error
+        if isinstance(result, PartResult):
+            self.finished.add(result.counts)
+            self.first_error = self.first_error or result.first_error
         self._tell()
+
+    def begin_again(self, results: Iterable[PartResult]) -> None:
+        """Counts these parts and no others."""
+        self.in_work.clear()
+        self.finished, self.finished_bytes, self.first_error = Counts(), 0.0, None
+        for result in results:
+            self.finish(result)
 
     def join(self, new_bytes: int) -> None:
         self.joined_bytes += new_bytes
@@ -115,6 +131,7 @@ class PreprocessReport:
     seconds: float
     encoders: Counter[str]  # parts by name of the back end
     mismatches: list[str]
+    damaged: list[str]  # why shards were left out
 
 
 def preprocess(
@@ -122,11 +139,13 @@ def preprocess(
 ) -> PreprocessReport:
     """Does the parts that are not finished and joins all of them, as far as the settings ask for either.
 
+    Damaged shards are reported together, when all that can be read is finished.
+
     Args:
         workers: From `start_workers`, before the plan was made; None: started here, where the settings want them.
 
     Raises:
-        DataError: Too many records are in error, a shard is damaged, or there is no document at all.
+        DataError: Too many records are in error, shards are damaged, or there is no document at all.
         OutputError: Finished parts of an earlier run are there, and the settings do not say what to do with them.
         MissingInputError: Parts to be merged are not finished.
         ChildProcessError: A worker process died.
@@ -141,49 +160,110 @@ def preprocess(
         all_tasks = part_tasks(plan)
         tasks = all_tasks[settings.shard_index or 0 :: settings.num_shards or 1]
         progress = Progress(plan, sum(plan.input_bytes(plan.parts[task.number]) for task in tasks), on_progress)
-        results = _take_over(tasks, settings, progress)
-        text_before = progress.finished.utf8_bytes
-        missing = [task for task in tasks if task.number not in results]
-        with closing(_run_tasks(missing, plan, workers, progress.report)) as new_results:
-            for result in new_results:
-                results[result.number] = result
-                progress.finish(result)
+        parts = _Parts(tasks, progress, job)
+        parts.take_over()
+        taken_over = set(parts.results)
+        parts.do_missing(workers)
         on_progress(progress)
         finished_parts = sum(task.record.exists() for task in all_tasks)
+        # Of a shard with several damaged parts the first, and all in the order of the inputs, whoever was first.
+        reasons = {plan.parts[number].path: parts.damaged[number].reason for number in sorted(parts.damaged)[::-1]}
+        damaged = {path: reason for path in plan.versions if (reason := (plan.damaged | reasons).get(path))}
+        refuse_damaged(plan, damaged)
+        tasks = [task for task in tasks if plan.parts[task.number].path not in damaged]
+        results = {task.number: parts.results[task.number] for task in tasks}
+        progress.begin_again(results.values())
         written = None
         if settings.shard_index is None:  # whether too much is in error is known when all parts are there
             if not progress.finished.documents:
                 job.remove()  # there is nothing in it that could be of use
             _check_account(progress)
-            written = _join(tasks, [results[task.number] for task in tasks], progress)
+            written = _join(tasks, list(results.values()), progress, damaged)
             job.remove()
     return PreprocessReport(
         written=written,
         counts=progress.finished,
-        new_text_bytes=progress.finished.utf8_bytes - text_before,
+        new_text_bytes=sum(each.counts.utf8_bytes for number, each in results.items() if number not in taken_over),
         parts=len(all_tasks),
         finished_parts=finished_parts,
         seconds=time.monotonic() - started,
         encoders=Counter(result.encoder for result in results.values()),
         mismatches=[f"{task}: {mismatch}" for task in tasks if (mismatch := results[task.number].mismatch)],
+        damaged=list(damaged.values()),
     )
 
 
-def _take_over(tasks: Sequence[PartTask], settings: PreprocessSettings, progress: Progress) -> dict[int, PartResult]:
-    """What earlier runs have finished, by the number of the part."""
-    results = {task.number: result for task in tasks if (result := read_result(task))}
-    if settings.merge and len(results) < len(tasks):
-        first = next(task for task in tasks if task.number not in results)
-        raise MissingInputError(
-            f"{len(tasks) - len(results):,} of {len(tasks):,} parts are not finished, the first is number "
-            f"{first.number} in {first}: run the tasks of the array that are missing, then merge"
-        )
-    for result in results.values():
-        if result.first_error and settings.on_error == "fail":
-            raise error_record(result.first_error)
-        progress.finish(result)
-    progress.taken_over_bytes = progress.finished_bytes
-    return results
+class _Parts:
+    """What has become of each part, by its number."""
+
+    def __init__(self, tasks: Sequence[PartTask], progress: Progress, job: JobFolder) -> None:
+        self.results: dict[int, PartResult] = {}
+        self.damaged: dict[int, PartDamage] = {}
+        self._tasks, self._progress, self._job = tasks, progress, job
+
+    def take_over(self) -> None:
+        """What earlier runs, or the tasks of the array, have finished.
+
+        Raises:
+            MissingInputError: This is a merge, and there is more to do.
+            DataError: A record is in error, and the settings say to fail.
+        """
+        settings = self._progress.plan.settings
+        self.results = {task.number: result for task in self._tasks if (result := read_result(task))}
+        for result in self.results.values():
+            self._note_mismatch(result)
+        if self._job.mismatch is not None or settings.tokenizer_backend == "reference":
+            self._leave_to_reference()
+        if settings.merge:
+            lacking = [task for task in self._tasks if task.number not in self.results]
+            self.damaged = {task.number: damage for task in lacking if (damage := read_damage(task))}
+            lacking = [task for task in lacking if task.number not in self.damaged]
+            if lacking:
+                raise MissingInputError(
+                    f"{len(lacking):,} of {len(self._tasks):,} parts are not finished, the first is number "
+                    f"{lacking[0].number} in {lacking[0]}: run the tasks of the array that are missing, then merge"
+                    + (f". Parts by a fast tokenizer count no more: {self._job.mismatch}" if self._job.mismatch else "")
+                )
+        for result in self.results.values():
+            if result.first_error and settings.on_error == "fail":
+                raise error_record(result.first_error)
+        self._progress.begin_again(self.results.values())
+        self._progress.taken_over_bytes = self._progress.finished_bytes
+
+    def do_missing(self, workers: LocalWorkers | None) -> None:
+        """Does the other parts; all anew by the reference as soon as a fast back end is found wrong in one."""
+        plan, done = self._progress.plan, self.results.keys() | self.damaged.keys()
+        missing = [task for task in self._tasks if task.number not in done]
+        with closing(_run_tasks(missing, plan, workers, self._progress.report)) as outcomes:
+            for outcome in outcomes:
+                if isinstance(outcome, PartDamage):
+                    self.damaged[outcome.number] = outcome
+                else:
+                    self.results[outcome.number] = outcome
+                self._progress.finish(outcome)
+                if isinstance(outcome, PartResult) and self._note_mismatch(outcome):
+                    break
+            else:
+                return
+        self._leave_to_reference()
+        self._progress.begin_again(self.results.values())
+        self.do_missing(None)
+
+    def _note_mismatch(self, result: PartResult) -> bool:
+        """Whether this part shows, as the first one, that a fast back end is wrong."""
+        if result.mismatch is None or self._job.mismatch is not None:
+            return False
+        plan = self._progress.plan
+        self._job.note_mismatch(f"{plan.shard_name(plan.parts[result.number].path)}: {result.mismatch}")
+        return True
+
+    def _leave_to_reference(self) -> None:
+        """Parts by a fast back end count no more, and what is to be done is the reference tokenizer's."""
+        for task in self._tasks:
+            if task.number in self.results and not self.results[task.number].is_reference:
+                task.record.unlink()
+                del self.results[task.number]
+        self._tasks = [replace(task, settings=replace(task.settings, backend="reference")) for task in self._tasks]
 
 
 def start_workers(settings: PreprocessSettings) -> LocalWorkers | None:
@@ -199,7 +279,7 @@ def start_workers(settings: PreprocessSettings) -> LocalWorkers | None:
 
 def _run_tasks(
     tasks: Sequence[PartTask], plan: Plan, workers: LocalWorkers | None, report: Report
-) -> Generator[PartResult, None, None]:
+) -> Generator[PartResult | PartDamage, None, None]:
     """Results in the order in which they finish."""
     settings = plan.settings
     if settings.executor == "ray" and tasks:
@@ -245,13 +325,20 @@ def _too_many_errors(counts: Counts, progress: Progress) -> DataError:
     )
 
 
-def _join(tasks: Sequence[PartTask], results: Sequence[PartResult], progress: Progress) -> WrittenCorpus:
+def _join(
+    tasks: Sequence[PartTask], results: Sequence[PartResult], progress: Progress, damaged: Mapping[str, str]
+) -> WrittenCorpus:
     plan, settings, counts = progress.plan, progress.plan.settings, progress.finished
     inputs = {
         task.shard_name: InputRecord(task.shard.bytes, result.shard_sha256)
         for task, result in zip(tasks, results, strict=True)
         if task.starts_shard
     }
+    backends: dict[str, BackendRecord] = {}
+    for result in results:
+        before = backends.get(result.encoder, BackendRecord(0, 0))
+        documents, compared = before.documents + result.counts.documents, before.compared + result.compared
+        backends[result.encoder] = BackendRecord(documents, compared)
     return write_corpus(
         _part_files(tasks, results),
         OutputSettings(
@@ -269,6 +356,12 @@ def _join(tasks: Sequence[PartTask], results: Sequence[PartResult], progress: Pr
             repaired_documents=counts.repaired_documents,
             rejected=dict(sorted(counts.rejected.items())),
             dropped=dict(sorted(counts.dropped.items())),
+            tokenizer_backends=dict(sorted(backends.items())),
+            quarantined={
+                plan.shard_name(path): QuarantinedShard(version.bytes, damaged[path])
+                for path, version in plan.versions.items()
+                if path in damaged
+            },
         ),
         plan.tokenizer,
         folder=plan.files.partial,
