@@ -55,6 +55,7 @@ _NOT_SAID = {
     "logging",
     "exit_interval",
     "exit_duration_in_mins",
+    "check_weight_hash_across_dp_replicas_interval",
     "distributed_timeout_minutes",
     "num_workers",
     "dataloader_type",

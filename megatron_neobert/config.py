@@ -90,6 +90,11 @@ class ParallelConfig:
     overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass still runs")
     overlap_param_gather: bool = setting(False, "gather updated weights while the next forward pass runs")
     ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default Megatron's", minimum=1)
+    check_weight_hash_across_dp_replicas_interval: int | None = setting(
+        None,
+        "iterations between comparisons of the replicas' weights; they are always compared before a save",
+        minimum=1,
+    )
     distributed_timeout_minutes: float = setting(
         10.0, "a run that does not get on for so long ends, and says which rank holds it up", minimum=0.01
     )

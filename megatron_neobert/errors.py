@@ -60,7 +60,7 @@ class MissingInputError(NeoBERTError):
 
 
 class DivergenceError(NeoBERTError):
-    """Numbers that a run cannot go on with: weights, losses or gradients that are not finite."""
+    """Numbers that a run cannot go on with: not finite, or not the same on all replicas."""
 
     exit_code = 70
 

@@ -68,7 +68,8 @@ def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
         The exit code: 0 at the end of training, 75 if the run can go on later, 130 if it was stopped unsaved.
 
     Raises:
-        DivergenceError: Too many updates in a row were skipped; what there is has been saved.
+        DivergenceError: Too many updates in a row were skipped; what there is has been saved. Or the replicas of the
+            model no longer hold the same weights.
 
     Collective: all ranks.
     """
@@ -89,6 +90,8 @@ def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
         run.progress = count_update(_advance(run, batches), report, training)
         monitor.add(report, run.progress)
         iteration = run.progress.iteration
+        if _due(iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):
+            saver.refuse_drift()
         reason, save_is_wanted = _agree(run, saver, monitor)
         if reason is None and iteration < training.train_iters and _due(iteration, training.exit_interval):
             reason = f"--exit-interval {training.exit_interval}"

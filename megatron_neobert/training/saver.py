@@ -26,6 +26,7 @@ from megatron_neobert.training.checkpoint_files import (
 )
 from megatron_neobert.training.checkpoint_writer import Part, TensorWriter, describe_problem, first_problem
 from megatron_neobert.training.flops import checkpoint_bytes
+from megatron_neobert.training.replicas import describe_drift
 from megatron_neobert.training.run import Run
 from megatron_neobert.training.stopping import fulfil_save_request, take_save_request
 
@@ -50,7 +51,7 @@ class Saver:
 
         Raises:
             SaveError: It cannot be written, or an earlier one could not.
-            DivergenceError: There are values that are not finite.
+            DivergenceError: There are values that are not finite, or replicas that differ.
 
         Collective: all ranks.
         """
@@ -58,10 +59,8 @@ class Saver:
         take_save_request()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.progress.iteration
+        self.refuse_drift()
         self._raise_alike(self._prepare_folder())
-        if run.settings.parallel.overlap_param_gather:
-            for model in run.models:
-                model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
         writer = TensorWriter(sharded_state(run, loading=False), self._temporary)
         if config.check_for_nan:
             self._refuse_values_not_finite(writer)
@@ -71,6 +70,23 @@ class Saver:
             self.say(f"saving {self._final} in the background")
         else:
             self.finish()
+
+    def refuse_drift(self) -> None:
+        """Ends the run where the replicas of the model no longer hold the same weights.
+
+        Raises:
+            DivergenceError: Naming rank and tensor.
+
+        Collective: all ranks.
+        """
+        drift = first_problem(describe_drift(self.run))
+        if drift is not None:
+            iteration = self.run.progress.iteration
+            self.finish()  # an earlier checkpoint, whose replicas were compared then
+            raise DivergenceError(
+                f"iteration {iteration} is not saved: {drift}. {self._remaining} Start again with the same command; if "
+                "the same rank is named again, leave its machine out."
+            )
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, if there is one, and makes it the newest.
@@ -156,5 +172,7 @@ class Saver:
 
     @property
     def _remaining(self) -> str:
+        if self.run.settings.checkpoint.save is None:
+            return "There is no checkpoint, for lack of --save."
         older = list_checkpoints(self.save_folder)
         return f"The newest checkpoint is {older[0]}." if older else f"There is no older one in {self.save_folder}."

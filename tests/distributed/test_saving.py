@@ -134,8 +134,8 @@ def fail_in(function: str) -> Any:
     return prepare
 
 
-def error_of_all_ranks(run: Settings, *, prepare: Any) -> str:
-    """What ends the training of two ranks, which must be the same sentence on both.
+def error_of_all_ranks(run: Settings, *, prepare: Any, world_size: int = 2) -> str:
+    """What ends the training of the ranks, which must be the same sentence on all.
 
     A rank that heard nothing and went on is no longer answered by the other; one that waits is ended by the watchdog.
     Neither has a sentence then.
@@ -147,10 +147,10 @@ def error_of_all_ranks(run: Settings, *, prepare: Any) -> str:
         ranks.run_training = functools.partial(note_error, ranks.run_training, folder)
 
     train_on_ranks(
-        run.with_section("parallel", distributed_timeout_minutes=0.5), world_size=2, prepare=prepare_and_note
+        run.with_section("parallel", distributed_timeout_minutes=2), world_size=world_size, prepare=prepare_and_note
     )
-    errors = [(folder / f"error.{rank}").read_text() for rank in (0, 1)]
-    assert errors[0] == errors[1]
+    errors = [(folder / f"error.{rank}").read_text() for rank in range(world_size)]
+    assert len(set(errors)) == 1
     return errors[0]
 
 
@@ -230,6 +230,53 @@ def test_weights_that_are_not_finite_are_not_saved(settings):
     unchecked = unchecked.with_section("training", exit_interval=2)
     train_on_ranks(unchecked, world_size=2, prepare=poison_a_weight_after_the_update)
     assert list_checkpoints(Path(unchecked.checkpoint.save))[0].name == "iter_0000002"
+
+
+def drift_after_the_update(rank: int, iteration: int) -> Any:
+    """One weight of one replica changes by 1.0, which neither loss nor gradients of the others show."""
+
+    def prepare() -> None:
+        step = loop.train_step
+
+        def step_and_drift(run: Any, batches: Any) -> Any:
+            report = step(run, batches)
+            if run.progress.iteration + 1 == iteration and torch.distributed.get_rank() == rank:
+                with torch.no_grad():
+                    run.unwrapped_models[-1].decoder.layers[-1].mlp.linear_fc2.weight[3, 5] += 1.0
+            return report
+
+        loop.train_step = step_and_drift
+
+    return prepare
+
+
+LAST_WEIGHT = r"decoder\.layers\.1\.mlp\.linear_fc2\.weight"
+DRIFTS = {
+    "distributed optimizer": (2, {}, {}),
+    "whole optimizer": (2, WHOLE_OPTIMIZER, {}),
+    "bfloat16": (2, {}, {"bf16": True}),
+    "context 2": (2, {"context_parallel_size": 2}, {}),
+    "pipeline 2 x data 2": (4, {"pipeline_model_parallel_size": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("interval", [None, 2], ids=["save", "interval"])
+@pytest.mark.parametrize(
+    "case", [case if number < 2 else pytest.param(case, marks=pytest.mark.slow) for number, case in enumerate(DRIFTS)]
+)
+def test_replicas_that_drift_apart_end_all_ranks_and_are_not_saved(settings, case, interval):
+    """Found before the next save, or at the interval before that; the rank and the tensor are named."""
+    world_size, parallel, training = DRIFTS[case]
+    run = settings("run", parallel=parallel, training=training).with_section("checkpoint", save_interval=3)
+    run = run.with_section("parallel", check_weight_hash_across_dp_replicas_interval=interval)
+    drifted, at = world_size - 1, interval or 3
+    error = error_of_all_ranks(run, prepare=drift_after_the_update(drifted, at), world_size=world_size)
+    assert re.match(
+        rf"70: iteration {at} is not saved: {LAST_WEIGHT} on rank {drifted} is not what its replica on rank "
+        rf"{drifted - 1} holds \(1 of \d+ tensors differ\)",
+        error,
+    )
+    assert list_checkpoints(Path(run.checkpoint.save)) == []
 
 
 def test_only_the_newest_checkpoints_are_kept_and_those_of_every_so_many_iterations(settings):

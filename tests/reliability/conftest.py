@@ -22,11 +22,12 @@ checkpoint bit for bit with those of a run that nothing has happened to):
     a loss or gradient on one rank that is not finite, spikes               distributed/test_skipped_updates.py; the
                                                                             end with 70: test_bad_numbers.py
     a weight that is not finite is not saved                                distributed/test_saving.py
+    replicas that drift apart are not saved                                 distributed/test_saving.py
     a rank that hangs                                                       test_hangs_and_restarts.py
     ranks started again by torchrun                                         test_hangs_and_restarts.py; by our launcher:
                                                                             distributed/test_launch_restarts.py
     which checkpoints are deleted                                           distributed/test_saving.py
-    a crash while one is deleted                                            unit/training/test_checkpoint_files.py
+    a crash at every file-system event of a save and of deleting            unit/training/test_checkpoint_files.py
     settings that have changed                                              unit/test_compatibility.py; one command:
                                                                             test_resume_policy.py
     --resume                                                                unit/training/test_checkpoint_files.py,
