@@ -17,7 +17,7 @@ from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError
 from megatron_neobert.flags import parse_command_line
 from megatron_neobert.training.checkpoint_files import check_folders
 
-_LIMIT_SECONDS = 60  # what ends at all ends within one or two
+_LIMIT_SECONDS = 300  # what ends at all ends within one or two
 _LIMIT_BYTES = 1 << 30  # beyond what the process has already
 _LONGEST_SENTENCE = 900  # characters: values out of a file are cut
 
@@ -28,7 +28,7 @@ class Hang(BaseException):
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Interrupts what takes a minute, and refuses it more than a gigabyte of new memory."""
+    """Interrupts what takes five minutes, and refuses it more than a gigabyte of new memory."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise Hang(f"not back after {_LIMIT_SECONDS} s")

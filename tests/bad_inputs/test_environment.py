@@ -70,6 +70,6 @@ def test_training_command_says_it_on_every_rank_and_ends_with_2(changes):
     clean = {name: value for name, value in os.environ.items() if name not in NAMES}
     command = [sys.executable, "-m", "megatron_neobert.pretrain", "--dry-run"]
     environment = {**clean, **LAUNCHED, **changes, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"error on rank {environment['RANK']}: ") and ended.stderr.count("\n") == 1

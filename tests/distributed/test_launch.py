@@ -27,7 +27,7 @@ def flags(corpus, save: Path | None = None, **changes: object) -> list[str]:
 
 def run(command: list[str], *, ranks: int = 1, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=environment(ranks), capture_output=True, text=True, check=False, timeout=240, **options
+        command, env=environment(ranks), capture_output=True, text=True, check=False, timeout=600, **options
     )
 
 
@@ -62,6 +62,7 @@ def test_a_run_stopped_by_its_interval_ends_with_75_on_two_ranks_and_leaves_noth
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tiny_corpus, tmp_path):
     command = [*TORCHRUN_2, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
     with subprocess.Popen(
@@ -72,7 +73,7 @@ def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tin
         (rank_1,) = [pid for pid in children_of(process.pid) if environment_of(pid).get("RANK") == "1"]
         os.kill(rank_1, signal.SIGTERM)
         output = process.stdout.read()
-        process.wait(timeout=120)
+        process.wait(timeout=600)
     stopped = next(line for line in output.splitlines() if line.startswith("stopped"))
     assert stopped.endswith("a signal asked for it")
     iteration = int(stopped.split()[3])
@@ -117,7 +118,7 @@ def test_a_signal_to_the_launcher_of_two_ranks_saves_and_ends_with_75(tiny_corpu
         next(line for line in process.stdout if line.startswith("iteration 3/"))
         process.send_signal(number)
         output = process.stdout.read()
-        assert process.wait(timeout=120) == 75
+        assert process.wait(timeout=600) == 75
     assert "a signal asked for it" in output
     iteration = max(read_metrics(tmp_path))
     assert (tmp_path / f"iter_{iteration:07d}" / "MANIFEST.json").is_file()
@@ -164,6 +165,7 @@ def test_a_tokenizer_that_did_not_write_the_corpus_is_refused_on_every_rank(tiny
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.slow
 def test_a_fresh_start_into_the_folder_of_another_run_is_refused(tiny_corpus, tmp_path):
     assert run([*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=1, lr_warmup_iters=0)]).returncode == 0
     again = run([*BASH, *flags(tiny_corpus, train_iters=1, lr_warmup_iters=0), "--save", str(tmp_path / "run")])
@@ -171,6 +173,7 @@ def test_a_fresh_start_into_the_folder_of_another_run_is_refused(tiny_corpus, tm
     assert "already holds checkpoints" in again.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_do_after_the_last_iteration(tiny_corpus, tmp_path):
     command = [*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=1, lr_warmup_iters=0)]
     assert run(command).returncode == 0

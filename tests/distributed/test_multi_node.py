@@ -60,7 +60,7 @@ class Nodes:
             assert text in self.said(rank), f"node {rank} ended with {code}: {self.said(rank)}"
 
     def exit_codes(self) -> list[int]:
-        return [process.wait(timeout=240) for _, process in sorted(self.processes.items())]
+        return [process.wait(timeout=600) for _, process in sorted(self.processes.items())]
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ def test_clipping_limits_the_update_and_zero_switches_it_off(settings):
     assert max(still.values()) - min(still.values()) < 0.2 * (curves[0.0][1] - curves[0.0][ITERATIONS])
 
 
+@pytest.mark.slow
 def test_the_split_into_micro_batches_does_not_change_the_loss_curve(settings):
     curves = []
     for rows in (2, 4, 8):

@@ -70,6 +70,7 @@ def files_of(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_that_are_not_finite(trained):
     before = files_of(trained.save)
     code, said, errors = run(

@@ -98,6 +98,7 @@ def test_a_checkpoint_written_while_training_goes_on_is_that_of_the_iteration_it
         assert tensors_of(folder) == tensors_of(other)
 
 
+@pytest.mark.slow
 def test_without_the_copy_it_would_hold_later_moments(settings):
     expected, saved = checkpoints_at_once_and_beside(
         settings, "one rank, whole optimizer", write_after_the_next_update_from_no_copy

@@ -91,7 +91,7 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
     (cluster / "requeued").unlink()
     finish = settings.with_section("training", train_iters=stopped_at + 2)
     with submit(cluster, finish, nodes=2) as job:
-        output, _ = job.communicate(timeout=240)
+        output, _ = job.communicate(timeout=600)
     assert job.returncode == 0, output
     assert f"iter_{stopped_at:07d} on 2 x " in output
     assert max(read_metrics(settings.checkpoint.save)) == stopped_at + 2
@@ -114,7 +114,7 @@ def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluste
     assert f"{save}/STOP exists: the job is not queued again\n" in said
     assert not (cluster / "requeued").exists()
     with submit(cluster, settings, nodes=1) as job:
-        output, _ = job.communicate(timeout=240)
+        output, _ = job.communicate(timeout=600)
     assert job.returncode == 2, output
     assert f"error: {save}/STOP exists, so no run starts" in output
 
@@ -122,7 +122,7 @@ def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluste
 def test_job_that_fails_is_not_queued_again(tiny_corpus, tmp_path, cluster):
     settings = tiny_settings(tiny_corpus).with_section("data", tokenizer_model="nowhere")
     with submit(cluster, settings, nodes=1) as job:
-        output, _ = job.communicate(timeout=240)
+        output, _ = job.communicate(timeout=600)
     assert job.returncode == 66, output
     assert "error: --tokenizer-model nowhere" in output
     assert not (cluster / "requeued").exists()

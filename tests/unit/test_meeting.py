@@ -33,7 +33,7 @@ def meeting(rank: int, port: int, *, nodes: int = 3, timeout_seconds: int = 30) 
 
 
 def results(futures: list[Future[Report]]) -> list[Report]:
-    return [future.result(timeout=60) for future in futures]
+    return [future.result(timeout=600) for future in futures]
 
 
 def test_nodes_that_are_alike_start(port, threads):

@@ -108,11 +108,13 @@ def read_books(shared_data, shard: int) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_every_document_of_a_shard_of_books_has_the_reference_ids_with_nanotoken(shared_data):
     tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt")
     assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), read_books(shared_data, 0))
 
 
+@pytest.mark.slow
 def test_every_document_of_a_shard_of_books_has_the_reference_ids_with_gigatoken(shared_data):
     tokenizer = load_tokenizer(shared_data / "tokenizers/sentencepiece-bpe-32k")
     assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), read_books(shared_data, 1))

@@ -9,7 +9,7 @@ from preprocess_place import Place
 EVERY = int(os.environ.get("EVERY", "40"))  # EVERY=1 compares all 18,900 documents, which takes half a minute
 
 
-@pytest.mark.parametrize("backend", ["fast", "reference"])
+@pytest.mark.parametrize("backend", ["fast", pytest.param("reference", marks=pytest.mark.slow)])
 def test_books_have_the_ids_of_transformers(shared_data, tmp_path, backend):
     transformers = pytest.importorskip("transformers")
     if backend == "fast":

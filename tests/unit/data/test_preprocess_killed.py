@@ -36,7 +36,7 @@ def start(place, *more, **options):
 
 def finish(place, *more):
     process = start(place, *more)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
 
 
@@ -58,7 +58,7 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_nothing(place):
     workers = wait_for(lambda: len(found := children_of(process.pid)) == 2 and found)
     wait_for(lambda: list(place.glob("run_content_document.partial/*.ids*")))
     os.kill(workers[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 74
     assert f"worker process {workers[0]} was killed by SIGKILL at {place / 'shards'}" in errors
     assert sorted(place.iterdir()) == before
@@ -66,7 +66,7 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_nothing(place):
 
 
 @needs_proc
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_run_leaves_nothing_under_final_names_and_is_resumed_to_the_same_bytes(place, workers):
     large_shards(place, shards=2, megabytes=1.2)
     process = start(place, "--workers", workers)
@@ -96,11 +96,12 @@ def test_interrupted_run_leaves_nothing_and_ends_with_130(place, moment):
     }[moment]
     wait_for(begun)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: to the workers too
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert (process.returncode, "Traceback" in errors) == (130, False)
     assert sorted(place.iterdir()) == before
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))
 def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_bytes(place, number):
@@ -127,14 +128,20 @@ def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_bytes(place, nu
 
 
 @needs_proc
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("workers", "number"),
+    [
+        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
+        (2, signal.SIGTERM),
+        pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
 def test_run_told_to_stop_ends_with_75_keeps_finished_parts_and_is_resumed(place, workers, number):
     large_shards(place, shards=3, megabytes=1.5)
     process = start(place, "--workers", workers)
     wait_for(lambda: list(place.glob("run_content_document.partial/*.done")))
     os.killpg(process.pid, number)  # as a scheduler does: to the workers too
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 75, errors
     assert re.match(f"stopped by {number.name}: [12] finished parts are kept in ", errors)
     finish(place, "--resume")
@@ -149,7 +156,7 @@ def test_full_disk_ends_the_run_with_74_and_the_rest_is_done_when_there_is_room(
     shard.write_text(shard.read_text() * 2)
     file_bytes = 3000 << 10  # more than the first part's ids, less than the second's
     process = start(place, preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (file_bytes, file_bytes)))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert (process.returncode, "Traceback" in errors) == (74, False)
     assert "File too large" in errors
     assert "1 finished parts are kept" in errors

@@ -35,6 +35,7 @@ def test_ray_gives_the_bytes_of_a_local_run(place):
     assert place.contents("ray") == place.contents("local")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment to look at from another path")
 def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
     place.add_texts("a.jsonl", "hello world")
@@ -57,7 +58,7 @@ def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -68,6 +69,7 @@ def ray_workers():
     return [process for process in psutil.Process().children(recursive=True) if "ray::_tokenize" in process.name()]
 
 
+@pytest.mark.slow
 def test_ray_worker_that_is_killed_costs_its_part_another_try(place):
     write_vocabulary(place.vocab, [chr(code) for code in range(97, 123)])
     for name in ("a", "b"):

@@ -82,6 +82,7 @@ def test_more_seeds_run_only_what_is_new(place):
     assert scores_of(evaluation)[0].seeds == (0, 5)
 
 
+@pytest.mark.slow
 def test_tasks_that_follow_start_from_the_best_mnli_model(place):
     evaluation = build_evaluation(place, "stsb", "mnli", output="transfer", transfer_from="mnli")
     recorder = Recorder()

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Pat
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert child.returncode == 0, child.stderr[-4000:]

@@ -41,7 +41,7 @@ def test_help_answers_without_torch(tool):
         "finally: print({'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
     )
     command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
     assert (ended.returncode, ended.stderr) == (0, "set()\n")
     assert "--output DIR" in ended.stdout
 

@@ -45,7 +45,7 @@ def test_command_killed_in_two_processes_goes_on_in_one_with_the_same_results(pl
         first = next(line for line in process.stderr if line.startswith("rte "))
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
-        assert psutil.wait_procs(workers, timeout=60)[1] == []  # they do not outlive it
+        assert psutil.wait_procs(workers, timeout=600)[1] == []  # they do not outlive it
     assert first.startswith("rte 1/3 | ")
     call(monkeypatch, *arguments_of(place, "killed", *seeds, "--predict"))
     captured = capsys.readouterr()

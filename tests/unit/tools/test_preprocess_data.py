@@ -133,7 +133,7 @@ def test_help_and_a_whole_run_import_neither_torch_nor_transformers(place, tool)
         # The script takes the tool's path out of sys.argv by running it: argparse reads sys.argv[1:].
         code = script.replace("sys.argv[1]", repr(str(REPOSITORY / "tools" / f"{tool}.py")))
         command = [sys.executable, "-c", code, *map(str, given)]
-        found = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True)
+        found = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=True)
         imported = found.stdout.splitlines()[-1]
         assert imported == ("imported: []" if tool == "validate_data" else "imported: ['tokenizers']")
 
@@ -141,7 +141,7 @@ def test_help_and_a_whole_run_import_neither_torch_nor_transformers(place, tool)
 def test_reader_of_the_output_that_leaves_is_no_success(place):
     pipeline = '"$@" | true; exit "${PIPESTATUS[0]}"'
     command = ["bash", "-c", pipeline, "bash", *command_line("preprocess_data", *arguments_of(place))]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
     assert (ended.returncode, ended.stderr) == (141, "")
     assert (place / "run_content_document.json").exists()  # the corpus is whole all the same
 
@@ -220,11 +220,11 @@ def test_slurm_array_and_the_job_after_it_write_the_corpus_of_one_run(place):
     for task in range(3):
         slurm = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
         job = run_on_slurm(place, **slurm, SLURM_CPUS_PER_TASK="2")
-        output, errors = job.communicate(timeout=120)
+        output, errors = job.communicate(timeout=600)
         assert (job.returncode, errors) == (0, "")
         assert f"task {task} of 3: " in output
     job = run_on_slurm(place, SLURM_JOB_ID="8")
-    _, errors = job.communicate(timeout=120)
+    _, errors = job.communicate(timeout=600)
     assert (job.returncode, errors) == (0, "")
     assert run("preprocess_data", *arguments_of(place, "--output-prefix", place / "one"))[0] == 0
     assert corpus_bytes(place) == corpus_bytes(place, "one")
@@ -239,7 +239,7 @@ def test_slurm_task_that_is_told_to_stop_is_queued_again(place):
     try:
         wait_for(lambda: list(place.glob("run_content_document.partial/*.ids*")))
         job.terminate()
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=600)
     finally:
         job.kill()
     assert job.returncode == 75

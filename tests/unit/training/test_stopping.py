@@ -43,7 +43,7 @@ def end_while_waiting(prepare: str, *numbers: signal.Signals, answers: Sequence[
             while answer is not None and answer not in process.stderr.readline():
                 assert process.poll() is None
         try:
-            _, said = process.communicate(timeout=20)
+            _, said = process.communicate(timeout=600)
         finally:
             process.kill()
     return process.returncode, said
