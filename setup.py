@@ -60,7 +60,15 @@ EXTRAS = {
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what tools/export_onnx.py writes and runs
     "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what tools/benchmark_preprocessing.py compares with
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"],  # make docs; needs no network once installed
-    "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.130", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
+    "dev": [
+        "pytest>=8",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.130",
+        "ruff>=0.12",
+        "mypy>=1.15",
+        "types-PyYAML",
+        "peft>=0.17",
+    ],
 }
 # What the tests start for real.
 for optional in ("fast", "sentencepiece", "warc", "ray", "wandb", "eval", "onnx", "docs"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint_conversion.output_folder import refuse_existing
+from checkpoint_conversion.output_folder import refuse_existing, refuse_inside
 from megatron_neobert.errors import ConversionError, OutputError, run_command
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -75,14 +75,6 @@ def _parse() -> argparse.Namespace:
         help="add what SentenceTransformer(DIR) reads: mean pooling over the tokens",
     )
     export.add_argument(
-        "--license", metavar="ID", help="of the weights, for the model card, such as apache-2.0 (default: unknown)"
-    )
-    export.add_argument(
-        "--base-model",
-        metavar="OWNER/NAME",
-        help="model on the Hub whose weights training began from, for the model card",
-    )
-    export.add_argument(
         "--trust-checkpoint",
         action="store_true",
         help="let the checkpoint's pickled table of contents run code; only for files from people you trust",
@@ -99,7 +91,22 @@ def _parse() -> argparse.Namespace:
     back.add_argument(
         "--output", required=True, type=Path, metavar="DIR", help="folder to create, for training's --continue-from"
     )
+    back.add_argument(
+        "--drop-padded-vocabulary",
+        action="store_true",
+        help="cut off rows of zeros behind the tokenizer's last id",
+    )
     for command in (export, back):
+        command.add_argument(
+            "--license",
+            metavar="ID",
+            help="of the weights, for the model card, such as apache-2.0 (default: what the source says)",
+        )
+        command.add_argument(
+            "--base-model",
+            metavar="OWNER/NAME",
+            help="model on the Hub whose weights training begins from, for the card (default: what the source says)",
+        )
         command.add_argument(
             "--no-verification",
             dest="verified",
@@ -118,6 +125,7 @@ def _size(text: str) -> str:
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     """Returns the number of folders written."""
     output: Path = arguments.output
+    refuse_inside(output, arguments.load)
     if not arguments.all_iterations:
         refuse_existing(output)  # before minutes of reading
     import torch
@@ -193,13 +201,23 @@ def _export(checkpoint: "MegatronCheckpoint", folder: Path, tokenizer: "Tokenize
 
 def _convert_to_megatron(arguments: argparse.Namespace) -> int:
     """Returns the number of checkpoints written."""
+    refuse_inside(arguments.output, arguments.load)
     refuse_existing(arguments.output)
     from checkpoint_conversion.comparison import to_table
     from checkpoint_conversion.imports import import_folder
+    from checkpoint_conversion.model_card import check_declared
     from megatron_neobert.flags import model_flags
 
     print(f"converting {arguments.load}")
-    imported, checks = import_folder(arguments.load, arguments.output, verified=arguments.verified)
+    check_declared(license=arguments.license, base_model=arguments.base_model)
+    imported, checks = import_folder(
+        arguments.load,
+        arguments.output,
+        verified=arguments.verified,
+        drop_padding=arguments.drop_padded_vocabulary,
+        license=arguments.license,
+        base_model=arguments.base_model,
+    )
     for note in imported.notes:
         print(f"note: {note}")
     if checks:

@@ -70,7 +70,12 @@ def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer
                 needs_remote_code=LAYOUTS[options.layout].carries_code,
             )
         _write_report(checkpoint, temporary, checks, options)
-        write_model_card(temporary, license=options.license, base_model=options.base_model)
+        declared = checkpoint.declared
+        write_model_card(
+            temporary,
+            license=options.license or declared.get("license"),
+            base_model=options.base_model or declared.get("base_model"),
+        )
     return checks
 
 

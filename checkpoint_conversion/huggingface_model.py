@@ -93,8 +93,9 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
         ConversionError: As `load_model`.
     """
     kind = layout.removesuffix("-unpacked")
-    changes = {"tie_word_embeddings": False} | ({"mlp_bias": True} if kind == "eurobert" else {})
+    changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if kind == "eurobert" else {})
     tensors = _join_halves(weights)
+    changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # of the embedding, without padding
     head = {} if kind != "llama" else {name: tensors.pop(name) for name in list(tensors) if name.startswith("decoder.")}
     model = _load(_CLASSES[kind], folder, torch.float32, tensors=tensors, changes=changes)
     if head:

@@ -13,13 +13,27 @@ from checkpoint_conversion.huggingface_reader import ImportedModel, read_folder
 from checkpoint_conversion.mapping import TABLES, to_internal
 from checkpoint_conversion.megatron_reader import model_shape, read_checkpoint
 from checkpoint_conversion.megatron_writer import write_checkpoint
+from checkpoint_conversion.model_card import read_declared
 from checkpoint_conversion.output_folder import build_folder
 from checkpoint_conversion.verification import Checks, checkpoint_model, verify
 from megatron_neobert.config import Settings
 
 
-def import_folder(folder: Path, output: Path, *, verified: bool = True) -> tuple[ImportedModel, Checks]:
+def import_folder(
+    folder: Path,
+    output: Path,
+    *,
+    verified: bool = True,
+    drop_padding: bool = False,
+    license: str | None = None,
+    base_model: str | None = None,
+) -> tuple[ImportedModel, Checks]:
     """Writes and verifies the checkpoint.
+
+    Args:
+        drop_padding: As `read_folder`.
+        license: Of the weights; by default as the folder's README.md has it.
+        base_model: The weights' name on the Hub; by default as a cache of the Hub or the folder's README.md has it.
 
     Returns:
         What was read, and how far the checkpoint's model is from the folder's (empty if that was not wanted).
@@ -28,12 +42,15 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> tuple
         OutputError: The output exists, or cannot be created.
         MissingInputError, ConversionError: The folder cannot be used. Nothing is left behind.
     """
-    imported = read_folder(folder)
+    imported = read_folder(folder, drop_padding=drop_padding)
+    declared = read_declared(folder) | {
+        name: value for name, value in (("license", license), ("base_model", base_model)) if value
+    }
     settings = Settings(model=imported.model)
     shape = model_shape(settings, vocab_size=imported.tokenizer.vocab_size)
     tensors = to_internal(imported.weights, shape, TABLES[imported.layout])
     with build_folder(output) as temporary:
-        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer)
+        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer, declared=declared)
         checks = _verify_import(imported, temporary) if verified else {}
     return imported, checks
 

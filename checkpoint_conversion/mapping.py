@@ -141,7 +141,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
     """
     rows = expand_table(table, shape.num_layers)
-    _check_tensors(published, _shapes_of(rows, shape))
+    _check_tensors(published, _shapes_of(rows, shape), remedy="fetch the weights again, or use others")
     internal: dict[str, Tensor] = {}
     for row in rows:
         for name in row.zero_biases:
@@ -207,7 +207,12 @@ def _shapes_of(rows: list[Row], shape: ModelShape) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    remedy: str = "convert an earlier iteration, from before the loss diverged",
+) -> None:
     if missing := [name for name in expected if name not in tensors]:
         raise ConversionError(f"{_count(missing)} missing; a NeoBERT of this shape has {len(expected)} tensors.")
     if unknown := [name for name in tensors if name not in expected]:
@@ -221,7 +226,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[i
         more = f" and {len(bad) - _LISTED_NAMES} more" * (len(bad) > _LISTED_NAMES)
         raise ConversionError(
             f"{bad[0]} has {int((~first.isfinite()).sum())} of {first.numel()} values that are NaN or infinite"
-            f"{others}{more}; convert an earlier iteration, from before the loss diverged."
+            f"{others}{more}; {remedy}."
         )
 
 

@@ -5,8 +5,9 @@ of the optimizer's state is left where it is.
 Costs the memory of the weights and the time to check every file of the checkpoint against its manifest.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from megatron_neobert.training.checkpoint_metadata import OPTIMIZER_PREFIX
 from megatron_neobert.training.common_file import read_common
 from megatron_neobert.training.safe_reading import one_sentence, open_reader
 
+PROVENANCE = "provenance.json"
+_LARGEST_PROVENANCE_BYTES = 1 << 16
+
 # What megatron.core calls them with its distributed optimizer, and without.
 _MAIN_WEIGHTS = ("param", "fp32_param")
 
@@ -40,6 +44,7 @@ class MegatronCheckpoint:
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
     progress: dict[str, Any]  # how far the run had come; empty if nobody could read it safely
+    declared: dict[str, str] = field(default_factory=dict)  # licence and base_model of the weights that it began with
 
     @property
     def iteration(self) -> int:
@@ -114,7 +119,23 @@ def read_checkpoint(save: Path, *, iteration: int | None = None, trust: bool = F
         tokenizer=load_tokenizer(folder / "tokenizer"),
         tensors=unstack_layers(stacked),
         progress={} if trust else read_common(folder)["progress"],
+        declared=_read_provenance(folder, settings),
     )
+
+
+def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
+    """What a conversion noted of weights from Hugging Face: here, or where this run began, if that is still there."""
+    started = settings.checkpoint.continue_from
+    candidates = [folder / PROVENANCE, *(sorted(Path(started).glob(f"iter_*/{PROVENANCE}")) if started else ())]
+    for path in candidates:
+        if path.is_file() and path.stat().st_size <= _LARGEST_PROVENANCE_BYTES:
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise CheckpointError(f"{path}: not JSON ({error}); convert the weights again.") from error
+            if isinstance(content, dict):
+                return {name: one for name, one in content.items() if isinstance(one, str)}
+    return {}
 
 
 def _refuse_other_layers(folder: Path, model: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint_conversion.mapping import stack_layers
+from checkpoint_conversion.megatron_reader import PROVENANCE
 from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.flags import write_record
@@ -23,12 +24,15 @@ from megatron_neobert.training.run import Progress
 from megatron_neobert.training.safe_reading import FORMAT
 
 
-def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Path:
+def write_checkpoint(
+    save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer, *, declared: dict[str, str]
+) -> Path:
     """Writes iteration 0 of a save folder.
 
     Args:
         save: An existing folder.
         tensors: Under the internal names of mapping.py; stored in fp32.
+        declared: The weights' licence and name on the Hub, for the model cards of what is made of them.
 
     Returns:
         The folder of the checkpoint.
@@ -53,6 +57,7 @@ def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig,
     torch.save({"progress": asdict(Progress(corpus_sha256=""))}, common)
     (temporary / "common.pt").write_bytes(common.getvalue())
     (temporary / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
+    (temporary / PROVENANCE).write_text(json.dumps(declared), encoding="utf-8")
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)
     write_manifest(temporary, {})

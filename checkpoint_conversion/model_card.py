@@ -26,6 +26,8 @@ from megatron_neobert.files import replace_file
 CARD = "README.md"
 MARKER = "<!-- Text below this line stays when the card is written anew. -->"
 
+_LARGEST_CARD_BYTES = 1 << 20
+
 # The forms of the Hub's identifiers. Which of them exist changes over time, and the Hub checks it on upload.
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
@@ -69,12 +71,38 @@ def write_model_card(
     data.language = list(language) or data.language
     data.eval_results = list(evaluations) or data.eval_results
     data.model_name = title_of(model_id) if data.eval_results else None  # part of the results, or a field of its own
-    data.library_name = "sentence-transformers" if facts.sentence_transformers else "transformers"
     data.pipeline_tag = _pipeline_tag(facts)
+    is_embedder = data.pipeline_tag == "sentence-similarity"
+    data.library_name = "sentence-transformers" if is_embedder else "transformers"
     data.tags = list(dict.fromkeys([*_tags(facts), *(data.tags or [])]))
     body = write_body(facts, model_id=model_id, evaluations=data.eval_results or ())
     kept = present.text.partition(MARKER)[2] or "\n"
     replace_file(folder / CARD, f"---\n{data.to_yaml()}\n---\n\n{body}\n{MARKER}{kept}")
+
+
+def read_declared(folder: Path) -> dict[str, str]:
+    """Licence and base_model of a folder from the Hub, as far as its files or its place in the Hub's cache say.
+
+    What cannot be read or cannot be right is left out: it belongs to a stranger.
+    """
+    card, found = folder / CARD, {}
+    if card.is_file() and card.stat().st_size <= _LARGEST_CARD_BYTES:
+        try:
+            data = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+            found = {name: data.get(name) for name in ("license", "base_model")}
+        except (ValueError, TypeError, yaml.YAMLError):
+            pass
+    if in_cache := re.search(r"/models--([^/]+?)--([^/]+)/snapshots/", f"{folder.absolute()}/"):
+        found["base_model"] = "/".join(in_cache.groups())
+    declared = {}
+    for name, value in found.items():
+        try:
+            if isinstance(value, str) and value != "unknown":
+                check_declared(**{name: value})
+                declared[name] = value
+        except ConfigError:
+            continue
+    return declared
 
 
 def check_declared(
@@ -109,9 +137,9 @@ def check_declared(
 
 
 def _pipeline_tag(facts: CardFacts) -> str:
-    if facts.sentence_transformers:
-        return "sentence-similarity"
-    return "feature-extraction" if facts.layout == "llama" else "fill-mask"
+    if facts.has_head:
+        return "fill-mask"  # also with the files of sentence-transformers: its vectors are where fine-tuning starts
+    return "sentence-similarity" if facts.sentence_transformers and not facts.report else "feature-extraction"
 
 
 def _tags(facts: CardFacts) -> list[str]:
@@ -141,6 +169,7 @@ def _read_facts(folder: Path) -> CardFacts:
         parameters=_count_parameters(folder),
         mask_token=mask_token,
         lowercase=tokenizer.get("do_lower_case") is True,
+        has_head=any(str(name).endswith(("ForMaskedLM", "LMHead")) for name in config.get("architectures") or ()),
         sentence_transformers=(folder / "modules.json").is_file(),
         report=read_object(report) if report.exists() else {},
     )

@@ -92,6 +92,14 @@ print(outputs.last_hidden_state.shape)
 """)
 
 
+def lora_example() -> str:
+    return _code("""
+from peft import LoraConfig
+
+lora = LoraConfig(task_type="SEQ_CLS", target_modules="all-linear", modules_to_save=["dense", "classifier"])
+""")
+
+
 def _masked(mask_token: str) -> str:
     return json.dumps(f"Paris is the {mask_token} of France.", ensure_ascii=False)
 

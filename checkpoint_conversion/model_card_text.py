@@ -14,6 +14,7 @@ from checkpoint_conversion.model_card_examples import (
     beside_example,
     fill_mask_example,
     hidden_states_example,
+    lora_example,
     packed_example,
     remote_fill_mask_example,
     sentence_example,
@@ -29,6 +30,8 @@ _HEADS = {
         "AutoModelForQuestionAnswering",
     ),
 }
+
+_BIAS_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size")
 
 # What each layout needs; tools/check_transformers.py tries these versions.
 _REQUIREMENTS = {
@@ -100,6 +103,7 @@ class CardFacts:
     parameters: int
     mask_token: str
     lowercase: bool
+    has_head: bool  # in the class that config.json names; of the llama layout it lies beside
     sentence_transformers: bool
     report: dict[str, Any]  # of the conversion; empty where the folder has none
 
@@ -150,7 +154,7 @@ def _usage(facts: CardFacts, model_id: str) -> str:
     texts = [f"Needs {_REQUIREMENTS[facts.layout]}."]
     if facts.sentence_transformers:
         texts += ["Vectors of texts, the mean over their tokens:", sentence_example(model_id, remote)]
-    if facts.layout != "llama":
+    if facts.has_head:
         example = remote_fill_mask_example if remote else fill_mask_example
         texts += ["Masked words:", example(model_id, facts.mask_token)]
     texts += ["Hidden states:", hidden_states_example(model_id, remote)]
@@ -161,7 +165,12 @@ def _usage(facts: CardFacts, model_id: str) -> str:
         ]
     else:
         *first, last = (f"`{head}`" for head in _HEADS[facts.layout])
-        texts.append(f"Fine-tuning adds a new head: {', '.join(first)} and {last} load the folder in the same way.")
+        texts += [
+            f"Fine-tuning adds a new head: {', '.join(first)} and {last} load the folder in the same way. The head of "
+            "sequence classification has two layers, of which peft saves only the second by itself. With LoRA, name "
+            "both:",
+            lora_example(),
+        ]
     if facts.layout == "neobert":
         texts += [
             "Documents end to end in one row, without padding and without attention from one to another:",
@@ -249,6 +258,13 @@ def _limits(facts: CardFacts) -> str:
         limits.append("The tokenizer makes no difference between upper and lower case.")
     if facts.layout == "eurobert":
         limits.append("transformers 5.23 has no question-answering class for this architecture.")
+    if facts.layout == "eurobert" and facts.section("source"):  # of others' folders we do not know that they are zero
+        layers, hidden, width = (facts.config[name] for name in _BIAS_SIZES)
+        limits.append(
+            f"{layers * (2 * width + hidden):,} of its parameters are biases of the feed-forward layers, zeros that "
+            "EuroBERT has and NeoBERT has not. Fine-tuning trains them unless they are frozen: `for name, parameter in "
+            'model.named_parameters(): parameter.requires_grad &= not (".mlp." in name and name.endswith("bias"))`.'
+        )
     limits.append("What it predicts comes from its training texts, with their errors and prejudices.")
     return "\n".join(f"- {limit}" for limit in limits)
 

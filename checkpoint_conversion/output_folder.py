@@ -17,6 +17,14 @@ from megatron_neobert.errors import OutputError, SaveError
 from megatron_neobert.files import sync_to_disk
 
 
+def refuse_inside(output: Path, source: Path) -> None:
+    """Raises:
+    OutputError: The target is, or lies in, the folder that it is made from.
+    """
+    if output.resolve().is_relative_to(source.resolve()):
+        raise OutputError(f"--output {output} lies in --load {source}, which is only read; name a folder elsewhere.")
+
+
 def refuse_existing(output: Path) -> None:
     """Refuses a target that holds something.
 

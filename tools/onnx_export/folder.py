@@ -18,7 +18,19 @@ from megatron_neobert.files import sha256_of
 from onnx_export.comparison import GraphCheck
 
 REPORT = "onnx_report.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+# The tokenizer, how sentence-transformers pools, and what the owner says of the weights.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "modules.json",
+    "1_Pooling/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "README.md",
+    "LICENSE",
+)
 
 
 def copy_companions(model: Path, folder: Path) -> None:
@@ -32,8 +44,9 @@ def copy_companions(model: Path, folder: Path) -> None:
     """
     if not (model / "tokenizer.json").is_file():
         raise MissingInputError(f"{model}: has no tokenizer.json, without which nobody could use the graph; add it.")
-    for name in _TOKENIZER_FILES:
+    for name in _COMPANIONS:
         if (model / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(model / name, folder / name)
     config = check_folder(model)
     if _names_our_file(config.get("auto_map")):

@@ -391,6 +391,7 @@ def test_command_answers_help_without_importing_torch():
         "manifest missing",
         "shard missing",
         "output exists",
+        "output inside",
         "other tokenizer",
     ],
 )
@@ -417,6 +418,9 @@ def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
     elif problem == "output exists":
         (tmp_path / "model").write_text("mine")
         expected = (73, "model exists already")
+    elif problem == "output inside":
+        arguments[5] = str(saved.save / "model")
+        expected = (73, "which is only read; name a folder elsewhere")
     else:
         (tmp_path / "other.txt").write_text("\n".join([*WORDS, "dog"]))
         arguments += ["--tokenizer-model", str(tmp_path / "other.txt")]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from saved_model import MODEL, WORDS, SavedModel, build_reference
 from torch import Tensor
@@ -17,7 +18,9 @@ from checkpoint_conversion import convert, imports
 from checkpoint_conversion.export import ExportOptions, export
 from checkpoint_conversion.imports import import_folder
 from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.config import CheckpointConfig, Settings
 from megatron_neobert.errors import ConversionError, OutputError
+from megatron_neobert.flags import write_record
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
 LAYOUTS = ("eurobert", "neobert", "llama")
@@ -126,6 +129,61 @@ def test_published_weights_are_read_with_their_own_rotary_base_and_epsilon(publi
     found = read_checkpoint(tmp_path / "imported").build_reference(torch.float32)
     assert_same_bits(found.state_dict(), build_reference().state_dict())
     assert found.model.config.rotary_base == 10_000
+
+
+def test_licence_and_name_of_published_weights_reach_the_card_of_what_is_trained_from_them(
+    published: Path, exported: Export, saved: SavedModel, tmp_path: Path
+):
+    (published / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# NeoBERT\n")
+    snapshot = tmp_path / "models--chandar-lab--NeoBERT" / "snapshots" / "5424c8e"
+    shutil.copytree(published, snapshot)
+    import_folder(snapshot, tmp_path / "imported")
+    settings = Settings(model=MODEL, checkpoint=CheckpointConfig(continue_from=str(tmp_path / "imported")))
+    write_record(settings, saved.iteration_folder / "settings.yaml")
+    saved.seal()
+    for save in (tmp_path / "imported", saved.save):
+        folder = exported("eurobert", name=f"of_{save.name}", save=save)
+        data = ModelCard.load(folder / "README.md").data
+        assert (data.license, data.base_model) == ("mit", "chandar-lab/NeoBERT")
+
+
+@pytest.mark.parametrize("card", ["---\nlicense: [\n---\n", "---\nlicense: {a: b}\nbase_model: 3\n---\n", "\x00" * 9])
+def test_strangers_card_that_cannot_be_read_is_left_out(published: Path, tmp_path: Path, card: str):
+    (published / "README.md").write_text(card)
+    import_folder(published, tmp_path / "imported", license="apache-2.0", verified=False)
+    assert read_checkpoint(tmp_path / "imported").declared == {"license": "apache-2.0"}
+
+
+def pad_vocabulary(folder: Path, value: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.encoder.weight", "decoder.weight", "decoder.bias"):
+        rows = torch.full((3, *weights[name].shape[1:]), value)
+        weights[name] = torch.cat((weights[name][: len(WORDS)], rows))
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(WORDS) + 3}))
+
+
+def test_padding_of_a_vocabulary_is_dropped_on_request_if_it_is_zero(published: Path, tmp_path: Path):
+    pad_vocabulary(published, 0.0)
+    with pytest.raises(ConversionError, match="If they are zeros, add --drop-padded-vocabulary"):
+        import_folder(published, tmp_path / "imported")
+    imported, checks = import_folder(published, tmp_path / "imported", drop_padding=True)
+    assert "dropped 3 rows of zeros, for which the tokenizer has no ids, from the vocabulary" in imported.notes
+    assert checks["padded"].relative < 1e-5
+    found = read_checkpoint(tmp_path / "imported").build_reference(torch.float32)
+    assert_same_bits(found.state_dict(), build_reference().state_dict())
+    pad_vocabulary(published, 0.5)
+    with pytest.raises(ConversionError, match="only rows of zeros can be dropped"):
+        import_folder(published, tmp_path / "again", drop_padding=True)
+
+
+def test_nan_of_a_folder_is_not_blamed_on_a_training_run(published: Path, tmp_path: Path):
+    weights = load_file(published / "model.safetensors")
+    weights["decoder.bias"][0] = float("nan")
+    save_file(weights, published / "model.safetensors")
+    with pytest.raises(ConversionError, match=r"NaN or infinite; fetch the weights again, or use others\.$"):
+        import_folder(published, tmp_path / "imported")
 
 
 def without_bias(weights: dict[str, Tensor], config: dict[str, object]) -> None:

@@ -3,14 +3,16 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
 from saved_model import MODEL, SHAPE, WORDS, build_reference
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from checkpoint_conversion.huggingface_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
@@ -20,6 +22,7 @@ from checkpoint_conversion.model_card_text import NO_MODEL_ID
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
+from megatron_neobert.huggingface.auto_classes import register_neobert
 
 FIGURES = {
     "tokens": 222,
@@ -108,7 +111,7 @@ def test_examples_of_the_eurobert_layout_run_without_remote_code(copy, monkeypat
     folder = copy("eurobert")
     write_model_card(folder)
     blocks = run_examples(folder, monkeypatch)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     assert "trust_remote_code" not in text_of(folder)
     shown = capsys.readouterr().out
     assert "'token_str'" in shown
@@ -119,8 +122,8 @@ def test_examples_of_the_neobert_layout_run_its_own_code(copy, monkeypatch, caps
     folder = copy("neobert")
     write_model_card(folder)
     blocks = run_examples(folder, monkeypatch)
-    assert len(blocks) == 3
-    assert all("trust_remote_code=True" in block for block in blocks)
+    assert len(blocks) == 4
+    assert all("trust_remote_code=True" in block for block in blocks if "peft" not in block)
     assert "'token_str'" in capsys.readouterr().out
 
 
@@ -133,6 +136,32 @@ def test_example_of_the_llama_layout_predicts_with_the_head_beside_it(copy, monk
     ids = AutoTokenizer.from_pretrained(folder)("Paris is the [MASK] of France.").input_ids
     predicted = build_reference()(torch.tensor([ids]))[0, ids.index(WORDS.index("[MASK]"))].argmax()
     assert capsys.readouterr().out.splitlines()[-1] == f"['{WORDS[predicted]}']"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
+def test_classifier_trained_with_the_cards_lora_settings_is_the_same_after_reloading(copy, layout, tmp_path):
+    """Without them peft draws the first layer of the head anew, without a word."""
+    folder = copy(layout)
+    write_model_card(folder)
+    register_neobert()
+    (block,) = re.findall(r"^```python\n(from peft .*?)^```$", text_of(folder), flags=re.DOTALL | re.MULTILINE)
+    settings: dict[str, Any] = {}
+    exec(block, settings)
+    differences = {}
+    for name, modules in {"card": settings["lora"].modules_to_save, "none": None}.items():
+        lora = replace(settings["lora"], modules_to_save=modules)
+        model = peft.get_peft_model(AutoModelForSequenceClassification.from_pretrained(folder), lora).eval()
+        for path, parameter in model.named_parameters():
+            if "modules_to_save" in path or "lora_B" in path:
+                parameter.normal_()  # trained
+        model.save_pretrained(tmp_path / "adapter")
+        fresh = AutoModelForSequenceClassification.from_pretrained(folder)
+        again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
+        tokens_bs = torch.arange(len(WORDS))[None]
+        differences[name] = float((again(tokens_bs).logits - model(tokens_bs).logits).abs().max())
+    assert differences["card"] == 0.0
+    assert differences["none"] > 0.1
 
 
 @pytest.mark.parametrize("layout", ["eurobert", "neobert"])
@@ -153,7 +182,8 @@ def test_examples_of_a_sentence_transformers_folder_run(copy, layout, monkeypatc
         ("eurobert", False, "transformers", "fill-mask"),
         ("neobert", False, "transformers", "fill-mask"),
         ("llama", False, "transformers", "feature-extraction"),
-        ("eurobert", True, "sentence-transformers", "sentence-similarity"),
+        ("eurobert", True, "transformers", "fill-mask"),
+        ("llama", True, "sentence-transformers", "sentence-similarity"),
     ],
 )
 def test_front_matter_of_a_new_folder_says_how_it_is_used_and_no_more(copy, layout, sentences, library, task):
@@ -261,6 +291,7 @@ def test_settings_figures_and_sizes_are_shown_and_paths_are_not(copy):
     ):
         assert f"\n{row}\n" in text
     assert "(torch 2.13.0, transformers 5.23.0)" in text
+    assert f"{2 * (2 * 48 + 32):,} of its parameters are biases" in text
     assert "all 16 weights were equal to the checkpoint's" in text
     assert "and so were the settings rotary_base, norm_epsilon." in text
     assert "no input longer than 48 tokens" in text

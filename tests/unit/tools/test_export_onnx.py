@@ -17,6 +17,8 @@ from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 from checkpoint_conversion.huggingface_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
 from checkpoint_conversion.mapping import NEOBERT, to_internal, to_published
+from checkpoint_conversion.model_card import write_model_card
+from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 
@@ -50,6 +52,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """A folder of the eurobert layout, what the command made of it, and what the command said."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
+    write_sentence_transformers_files(model, hidden_size=32, max_seq_length=64, needs_remote_code=False)
+    write_model_card(model, license="mit")
     code, said, complaints = run("export_onnx", "--model", model, "--output", output, "--int8", "--opset", "20")
     assert code == 0, complaints
     assert complaints == ""
@@ -65,8 +69,10 @@ def test_command_writes_graphs_where_libraries_look_with_config_and_tokenizer_be
     found = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
     tokenizer = ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
     graphs = ["onnx/model.onnx", "onnx/model_quantized.onnx"]
-    assert found == sorted(["config.json", *graphs, "onnx_report.json", *tokenizer])
-    for name in ("config.json", *tokenizer):
+    pooling = ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"]
+    beside = [*tokenizer, *pooling, "config_sentence_transformers.json", "README.md"]
+    assert found == sorted(["config.json", *graphs, "onnx_report.json", *beside])
+    for name in ("config.json", *beside):
         assert (output / name).read_text() == (model / name).read_text()
     assert list(output.parent.iterdir()) == [output], "no temporary folder is left"
 

@@ -23,7 +23,8 @@ def model(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("card") / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "eurobert", "hidden_size": 32}))
+    config = {"model_type": "eurobert", "architectures": ["EuroBertForMaskedLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "<mask>"}))
     save_file({"w": np.zeros((3, 5), np.float32)}, folder / "model.safetensors")
     return folder
