@@ -7,10 +7,13 @@ same shards in the same order give the same vocabulary.
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_neobert.data.corpus_format import describe_reasons
+from megatron_neobert.data.preprocessing.part_tasks import Counts
+from megatron_neobert.data.preprocessing.plan import PreprocessSettings
+from megatron_neobert.data.preprocessing.run import check_error_rate
 from megatron_neobert.data.shards.find import find_shards
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings
@@ -26,11 +29,14 @@ def main() -> None:
         number = getattr(arguments, name)
         if not 1 <= number < 2**31:
             raise ConfigError(f"--{name.replace('_', '-')} {number} is not a number from 1 to {2**31 - 1}; change it")
+    if not 0 <= arguments.max_error_rate <= 1:
+        raise ConfigError(f"--max-error-rate {arguments.max_error_rate} is not a fraction of the records; use 0 to 1")
     folder = Path(arguments.output)
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
-    texts = ShardTexts(find_shards(arguments.input), ReadSettings(text_key=arguments.text_key))
+    read = ReadSettings(text_key=arguments.text_key)
+    texts = ShardTexts(find_shards(arguments.input), read, max_error_rate=arguments.max_error_rate)
     tokenizer = train_wordpiece(
         texts,
         vocab_size=arguments.vocab_size,
@@ -38,35 +44,39 @@ def main() -> None:
         min_frequency=arguments.min_frequency,
     )
     tokenizer.save_tokenizer_files(folder, model_max_length=MODEL_MAX_LENGTH)
-    print(f"{texts.documents:,} documents | {tokenizer.vocab_size:,} ids | rejected: {texts.rejected} | wrote {folder}")
+    left_out = describe_reasons(texts.counts.rejected + texts.counts.dropped)
+    print(
+        f"{texts.counts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | wrote {folder}"
+    )
 
 
 class ShardTexts:
-    """The texts of all shards, as often as they are iterated over; counts those of the latest time."""
+    """The texts of all shards, as often as they are iterated over; `counts` are those of the latest time."""
 
-    def __init__(self, shards: list[str], settings: ReadSettings) -> None:
-        self.documents = 0
-        self._shards, self._settings = shards, settings
-        self._reasons: Counter[str] = Counter()
+    def __init__(self, shards: list[str], settings: ReadSettings, *, max_error_rate: float) -> None:
+        self.counts = Counts()
+        self._shards, self._settings, self._max_error_rate = shards, settings, max_error_rate
 
     def __iter__(self) -> Iterator[str]:
-        self.documents = 0
-        self._reasons.clear()
+        """Raises DataError at the end where too many of the records were in error, or there is no document."""
+        self.counts = counts = Counts()
+        first_error = None
         for shard in self._shards:
             for part in split_into_parts(shard, self._settings):
                 for batch in read_part(part, self._settings):
-                    self.documents += len(batch.texts)
-                    self._reasons.update(record.reason for record in batch.rejected)
-                    self._reasons.update(batch.dropped)
+                    counts.documents += len(batch.texts)
+                    counts.rejected.update(record.reason for record in batch.rejected)
+                    counts.dropped.update(batch.dropped)
+                    if first_error is None and batch.rejected:
+                        error = batch.rejected[0]
+                        after = f" after byte {part.start}" if part.numbers_are_relative else ""
+                        first_error = f"{shard}, {part.unit} {error.number}{after}: {error.reason} ({error.detail})"
                     yield from batch.texts
-        if not self.documents:
+        check_error_rate(counts, self._max_error_rate, first_error)
+        if not counts.documents:
             raise DataError(
-                f"no document in {len(self._shards)} shards (rejected: {self.rejected}); check --input and --text-key"
+                f"no document in {len(self._shards)} shards ({describe_reasons(counts.dropped)}); check --input"
             )
-
-    @property
-    def rejected(self) -> str:
-        return ", ".join(f"{count:,} {reason}" for reason, count in self._reasons.most_common()) or "none"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,6 +88,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text-key", default="content", help="column or JSON key of the text (%(default)s)")
     parser.add_argument("--vocab-size", type=int, default=30522, help="upper bound of the number of ids (%(default)s)")
     parser.add_argument("--min-frequency", type=int, default=2, help="rarer pairs of pieces stay apart (%(default)s)")
+    parser.add_argument(
+        "--max-error-rate",
+        type=float,
+        default=PreprocessSettings.max_error_rate,
+        metavar="FRACTION",
+        help="of the records that may be in error (malformed, no such key, null), as in preprocessing (%(default)s)",
+    )
     parser.add_argument(
         "--lowercase",
         action=argparse.BooleanOptionalAction,

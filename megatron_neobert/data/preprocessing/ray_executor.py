@@ -5,6 +5,7 @@ the package itself travels with the job. A worker or node that dies costs its pa
 """
 
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 
 import megatron_neobert
 from megatron_neobert.data.preprocessing.part_tasks import PartDamage, PartResult, PartTask, tokenize_part
-from megatron_neobert.errors import ConfigError, NeoBERTError
+from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 
 _RETRIES = 3
 _CONNECT_SECONDS = 10
@@ -34,7 +35,7 @@ def run_on_ray(
             or the cluster that runs on this machine, or a new one.
 
     Raises:
-        ConfigError: Ray is not installed, or there is no such cluster.
+        ConfigError: Ray is not installed, does not start, or there is no such cluster.
         ChildProcessError: A part's worker died again and again.
         NeoBERTError, OSError: As raised by `tokenize_part`.
     """
@@ -48,13 +49,18 @@ def run_on_ray(
     if " " in sys.executable:  # Ray starts workers by a shell, and without quotes waits for them for ever
         environment["py_executable"] = shlex.quote(sys.executable)
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    address = address or os.environ.get("RAY_ADDRESS")
     try:
         _check_address(address)
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--ray-address {address}: no Ray cluster answers there ({error}); see ray status, or start one"
-        ) from error
+    except Exception as error:  # Ray raises anything, Exception itself where a node does not come up
+        if address in (None, "auto", "local"):
+            problem = f"--executor ray: Ray does not start or connect on this machine ({short_reason(error)})"
+            remedy = "look into its logs below RAY_TMPDIR or /tmp/ray, or use --executor local"
+        else:
+            problem = f"--ray-address {address}: no Ray cluster answers there ({short_reason(error)})"
+            remedy = "see ray status, or start one"
+        raise ConfigError(f"{problem}; {remedy}") from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place
     function = ray.remote(num_cpus=1, max_retries=_RETRIES)(_tokenize)

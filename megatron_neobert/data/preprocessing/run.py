@@ -301,13 +301,12 @@ def _check_hopelessness(progress: Progress) -> None:
     if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
         expected_records = counts.records / min(read, 1.0)
         if counts.errors > _HOPELESS * progress.plan.settings.max_error_rate * expected_records:
-            raise _too_many_errors(counts, progress)
+            raise _too_many_errors(counts, progress.plan.settings.max_error_rate, progress.first_error)
 
 
 def _check_account(progress: Progress) -> None:
     counts = progress.finished
-    if counts.errors > progress.plan.settings.max_error_rate * counts.records:
-        raise _too_many_errors(counts, progress)
+    check_error_rate(counts, progress.plan.settings.max_error_rate, progress.first_error)
     if not counts.documents:
         reasons = describe_reasons(counts.rejected + counts.dropped)
         raise DataError(
@@ -316,12 +315,22 @@ def _check_account(progress: Progress) -> None:
         )
 
 
-def _too_many_errors(counts: Counts, progress: Progress) -> DataError:
+def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None) -> None:
+    """Raises DataError where more of the records are in error than may be.
+
+    Args:
+        first_error: An example: the record's place and what is wrong with it.
+    """
+    if counts.errors > max_error_rate * counts.records:
+        raise _too_many_errors(counts, max_error_rate, first_error)
+
+
+def _too_many_errors(counts: Counts, max_error_rate: float, first_error: str | None) -> DataError:
     return DataError(
         f"{counts.errors:,} of {counts.records:,} records have no usable text "
-        f"({counts.errors / counts.records:.2%}), more than --max-error-rate "
-        f"{progress.plan.settings.max_error_rate} allows ({describe_reasons(counts.rejected)}); for example: "
-        f"{progress.first_error}. Mend the shards, check --text-key, or allow more"
+        f"({counts.errors / counts.records:.2%}), more than --max-error-rate {max_error_rate} allows "
+        f"({describe_reasons(counts.rejected)}); for example: {first_error}. Fix the shards, check --text-key, or allow "
+        "more"
     )
 
 

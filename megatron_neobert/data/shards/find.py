@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -85,8 +85,22 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _local_files(pattern: str) -> list[str]:
-    matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  (Path.glob refuses absolute patterns)
+    matches = [pattern] if Path(pattern).exists() else sorted(_glob(pattern))
     return [file for match in matches for file in _files_of(Path(match))]
+
+
+def _glob(pattern: str) -> list[str]:
+    """What a pattern matches. `**` enters no folder twice: `glob` follows links in circles, 40 levels deep."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        return glob.glob(pattern)  # noqa: PTH207  (Path.glob refuses absolute patterns)
+    at = parts.index("**")
+    before, after = "/".join(parts[:at]) or ("/" if at else "."), parts[at + 1 :]
+    tops = [top for top in glob.glob(before) if Path(top).is_dir()]  # noqa: PTH207
+    if not any(after):
+        return tops  # of which everything is taken
+    below = [folder.rstrip("/") for top in tops for folder, _ in _walk(top, hidden=".")]
+    return [str(Path(match)) for folder in below for match in _glob("/".join([glob.escape(folder), *after]))]
 
 
 def _files_of(path: Path) -> list[str]:
@@ -101,18 +115,30 @@ def _files_of(path: Path) -> list[str]:
 
 
 def _names_below(top: Path) -> list[str]:
-    """All but folders, also behind links; a folder that leads back to itself, or is linked twice, is entered once."""
-    names, entered = [], {os.path.realpath(top)}
+    """All but folders, also behind links."""
+    return [
+        Path(folder, file).relative_to(top).as_posix()
+        for folder, files in _walk(str(top), hidden="._")
+        for file in files
+    ]
+
+
+def _walk(top: str, *, hidden: str) -> Iterator[tuple[str, list[str]]]:
+    """All folders with the names of their files; one that leads back to itself, or is linked twice, is entered once.
+
+    Args:
+        hidden: Characters; folders whose names begin with one of them are left out.
+    """
+    entered = {os.path.realpath(top)}
     for folder, inner, files in os.walk(top, followlinks=True, onerror=_raise):
-        names += [Path(folder, file).relative_to(top).as_posix() for file in files]
-        candidates = sorted(name for name in inner if name[0] not in "._")
+        yield folder, files
+        candidates = sorted(name for name in inner if name[0] not in hidden)
         inner.clear()
         for name in candidates:
             target = os.path.realpath(Path(folder, name))
             if target not in entered:
                 entered.add(target)
                 inner.append(name)
-    return names
 
 
 def _raise(error: OSError) -> None:

@@ -35,6 +35,7 @@ _UNREADABLE_MAGIC = {
     b"FEA1": ("a Feather file of version 1", "write it again as parquet"),
     b"ORC": ("an ORC table", "write it again as parquet"),
     b"Obj\x01": ("an Avro file", "write it again as parquet"),
+    b"filedesc://": ("an ARC archive", "convert it to WARC"),
     b"\x89HDF": ("an HDF5 file", "write its texts as parquet"),
     b"SQLite format 3": ("an SQLite database", "write its texts as parquet"),
     b"\x80\x04\x95": ("a pickle", "write its texts as parquet"),
@@ -47,7 +48,21 @@ _UNREADABLE_MAGIC = {
     b"\x7fELF": ("a program", "leave it out"),
 }
 _TAR_MAGIC = (b"ustar\0", b"ustar  \0")  # after the first 257 bytes
+_MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
 _TEXT_NAMES = (".txt", ".text", ".md")
+_KEEP_MARKUP = "extract its text (or take it as it is: --input-format text)"
+_UNREADABLE_NAMES = {  # of what cannot be told from plain text by its content
+    ".csv": ("a CSV table", "write it again as parquet or JSON lines"),
+    ".tsv": ("a TSV table", "write it again as parquet or JSON lines"),
+    ".arc": ("an ARC archive", "convert it to WARC"),
+    ".htm": ("an HTML page", _KEEP_MARKUP),
+    ".html": ("an HTML page", _KEEP_MARKUP),
+    ".xhtml": ("an HTML page", _KEEP_MARKUP),
+    ".xml": ("an XML document", _KEEP_MARKUP),
+}
+# No file of these formats is empty, not even one without records: it is what a transfer that broke off has left.
+_NEVER_EMPTY = (".parquet", ".arrow", ".feather", ".gz", ".zst", ".bz2", ".xz")
+_COMPRESSED_NAME = re.compile(r"\.(gz|zst|bz2|xz)$")
 _READ_HERE = "shards are parquet, Arrow, JSON, plain text in UTF-8 or WARC"
 _CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # white space and escape occur in texts
 _JUNK_SHARE = 0.1  # of the first characters that are no UTF-8 or control codes; a text of another encoding has more
@@ -61,6 +76,8 @@ def recognise(path: str, settings: ReadSettings) -> ShardPart:
     """
     with named_errors(path), open_shard(path) as file:
         head = file.read(_HEAD_BYTES)
+    if not head and PurePosixPath(path).suffix.lower() in _NEVER_EMPTY:
+        raise DataError(f"{path} is empty, which no file of this kind is; fetch the shard again, or leave it out")
     compression = compression_of(head)
     if compression is not None:
         head = _decompressed_head(ShardPart(path, "text", compression))
@@ -106,6 +123,13 @@ def _format_of(path: str, head: bytes) -> Format:
             raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
     if head.startswith(_TAR_MAGIC, 257):
         raise DataError(f"{path} is a tar archive; {_READ_HERE}: unpack it (tar -xf)")
+    found = _by_content(path, head)
+    if found == "text":
+        _refuse_markup_and_tables(path, head)
+    return found
+
+
+def _by_content(path: str, head: bytes) -> Format:
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without a record
@@ -122,7 +146,18 @@ def _format_of(path: str, head: bytes) -> Format:
         _refuse_junk(path, head)
     if _says_text(path):
         return "text"
+    if has_objects and not says_json(path) and _MARKUP.match(content):
+        return "text"  # a page with some data in it
     return "jsonl" if has_objects or content.startswith(b"{") or says_json(path) else "text"
+
+
+def _refuse_markup_and_tables(path: str, head: bytes) -> None:
+    suffix = PurePosixPath(_COMPRESSED_NAME.sub("", path.lower())).suffix
+    kind, remedy = _UNREADABLE_NAMES.get(suffix, ("", ""))
+    if not kind and (markup := _MARKUP.match(head.removeprefix(BYTE_ORDER_MARK).lstrip())):
+        kind, remedy = "an XML document" if b"?" in markup[0] else "an HTML page", _KEEP_MARKUP
+    if kind:
+        raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
 
 
 def says_json(path: str) -> bool:
@@ -131,7 +166,7 @@ def says_json(path: str) -> bool:
 
 
 def _says_text(path: str) -> bool:
-    return re.sub(r"\.(gz|zst|bz2|xz)$", "", path.lower()).endswith(_TEXT_NAMES)
+    return _COMPRESSED_NAME.sub("", path.lower()).endswith(_TEXT_NAMES)
 
 
 def _is_object(line: bytes) -> bool:

@@ -101,8 +101,20 @@ def test_error_of_a_part_arrives_as_it_was_raised(place):
         place.run(on_error="fail", **ON_RAY)
 
 
-def test_absent_cluster_is_a_wrong_setting(place):
+@pytest.mark.parametrize("told_by", ["flag", "environment"])
+def test_absent_cluster_is_a_wrong_setting(place, monkeypatch, told_by):
     place.add_texts("a.jsonl", "hello")
-    plan = plan_preprocessing(place.settings(executor="ray", ray_address="127.0.0.1:1"))
+    address = "127.0.0.1:1" if told_by == "flag" else None
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # asked directly, Ray tries for two minutes and ends the process
+    plan = plan_preprocessing(place.settings(executor="ray", ray_address=address))
     with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers there"):
         preprocess(plan, on_progress=lambda progress: None)
+
+
+@pytest.mark.slow  # Ray waits half a minute
+def test_ray_that_does_not_start_is_a_sentence(place, monkeypatch):
+    place.add_texts("a.jsonl", "hello")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(place.folder / "absent"))  # neither an OSError nor a ValueError
+    with pytest.raises(ConfigError, match=r"--executor ray: Ray does not start .*Error: .*--executor local"):
+        place.run(**ON_RAY)

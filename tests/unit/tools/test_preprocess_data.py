@@ -276,5 +276,19 @@ def test_training_without_a_document_is_refused(place):
     more = ("--output", place / "trained", "--text-key", "body")
     code, _, errors = run("train_tokenizer", "--input", place / "shards", *more)
     assert code == 65
-    assert "no document in 1 shards (rejected: 2 missing key)" in errors
+    assert "2 of 2 records have no usable text (100.00%), more than --max-error-rate 0.001 allows" in errors
     assert not (place / "trained").exists()
+
+
+def test_vocabulary_is_not_learned_from_what_a_wrong_key_has_left(place):
+    """The rule of preprocessing, and its words; before anything is written."""
+    more = ("--output", place / "trained", "--vocab-size", "200")
+    lines = (place / "shards" / "a.jsonl").read_text()
+    (place / "shards" / "b.jsonl").write_text('{"text": "hello"}\n' * 2 + '{"content": ""}\n')
+    code, _, errors = run("train_tokenizer", "--input", place / "shards", *more)
+    assert (code, len(lines.splitlines())) == (65, 2)
+    assert "2 of 5 records have no usable text (40.00%), more than --max-error-rate 0.001" in errors
+    assert "b.jsonl, line 1: missing key (no key 'content'; keys found: text)" in errors
+    assert not (place / "trained").exists()
+    code, output, _ = run("train_tokenizer", "--input", place / "shards", *more, "--max-error-rate", "0.4")
+    assert code == 0 and "left out: 2 missing key, 1 empty text" in output

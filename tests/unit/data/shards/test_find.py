@@ -63,6 +63,18 @@ def test_folders_behind_links_are_entered_and_a_link_that_leads_back_ends(tmp_pa
     assert find_shards([str(tmp_path / "data")]) == [str(tmp_path / "data" / name) for name in names]
 
 
+@pytest.mark.parametrize("pattern", ["data/**/*.jsonl", "**/*.jsonl", "data/**", "d*/**/d*/../**/?.jsonl"])
+def test_glob_through_a_folder_that_leads_back_to_itself_ends_with_the_short_names(tmp_path, monkeypatch, pattern):
+    touch(tmp_path, "data/a.jsonl", "data/deep/c.jsonl", "data/deep/_d/e.jsonl", "data/.hidden/f.jsonl")
+    for name in ("back", "once_more"):  # two of them would be 2^40 folders
+        (tmp_path / "data" / "deep" / name).symlink_to(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    for start in ("", f"{tmp_path}/"):
+        files = [os.path.normpath(file) for file in find_shards([start + pattern])]
+        names = ["a.jsonl", "deep/_d/e.jsonl", "deep/c.jsonl"]
+        assert files == [f"{start}data/{name}" for name in names if pattern != "data/**" or "_d" not in name]
+
+
 @pytest.mark.parametrize("pattern", ["data", "data/*", "data/lost.jsonl"])
 def test_link_to_nowhere_is_missing_input(tmp_path, pattern):
     touch(tmp_path, "data/a.jsonl", "data/_gone")

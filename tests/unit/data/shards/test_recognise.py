@@ -209,6 +209,51 @@ def test_content_that_is_not_read_is_refused_with_a_remedy(tmp_path, name, head,
         read(tmp_path / name)
 
 
+ARC = b"filedesc://crawl.arc 0.0.0.0 20080430000000 text/plain 76\n1 0 Example\nURL IP-address Archive-date\n\n"
+PAGE = b"<!DOCTYPE html>\n<html><body>\n" + JSON_LINES + b"</body></html>\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("crawl.arc.gz", ARC, "an ARC archive; .*: convert it to WARC"),
+        ("shard", ARC, "an ARC archive"),
+        ("page.html", b"Only text.\n", "an HTML page"),
+        ("shard.parquet", b"<html><h1>404 Not Found</h1></html>", "an HTML page; .*--input-format text"),
+        ("page", PAGE, "an HTML page"),
+        ("page.txt", b"\xef\xbb\xbf\n <HTML lang='en'>\nHello.", "an HTML page"),
+        ("dump", b'<?xml version="1.0"?>\n<mediawiki><page/></mediawiki>', "an XML document"),
+        ("table.csv", b"id,content\n1,hello\n", "a CSV table; .*: write it again as parquet"),
+        ("table.TSV.gz", b"id\tcontent\n1\thello\n", "a TSV table"),
+    ],
+)
+def test_pages_tables_and_arc_archives_are_no_plain_text_unless_asked_for(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(DataError, match=f"{name} is {message}"):
+        read(path)
+    text = content.decode("utf-8-sig")
+    assert texts_of(path, input_format="text") == [text]
+
+
+@pytest.mark.parametrize("name", ["shard.csv", "shard.html"])
+def test_json_lines_are_read_whatever_the_name_says(tmp_path, name):
+    (tmp_path / name).write_bytes(JSON_LINES)
+    assert texts_of(tmp_path / name) == TEXTS
+    (tmp_path / "shard.jsonl").write_bytes(b"<html>\n" + JSON_LINES)
+    assert read(tmp_path / "shard.jsonl").faults == [(MALFORMED_JSON, 1)]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "JSONL.ZST", "txt.bz2", "warc.xz"])
+def test_empty_file_whose_name_promises_more_is_refused(tmp_path, suffix):
+    (tmp_path / f"shard.{suffix}").touch()
+    with pytest.raises(DataError, match=rf"shard\.{suffix} is empty, .*; fetch the shard again"):
+        read(tmp_path / f"shard.{suffix}")
+    (tmp_path / "part-00000.jsonl").touch()  # control: Spark writes these where a partition has no rows
+    (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(b""))
+    assert read(tmp_path / "part-00000.jsonl").numbers == read(tmp_path / "part.jsonl.gz").numbers == 0
+
+
 def test_text_with_some_bytes_of_another_encoding_is_still_text(tmp_path):
     (tmp_path / "shard").write_bytes("Ein schöner Tag in München, sagte der Mann zu mir.".encode("latin-1"))
     reading = read(tmp_path / "shard")
