@@ -329,8 +329,8 @@ def _too_many_errors(counts: Counts, max_error_rate: float, first_error: str | N
     return DataError(
         f"{counts.errors:,} of {counts.records:,} records have no usable text "
         f"({counts.errors / counts.records:.2%}), more than --max-error-rate {max_error_rate} allows "
-        f"({describe_reasons(counts.rejected)}); for example: {first_error}. Fix the shards, check --text-key, or allow "
-        "more"
+        f"({describe_reasons(counts.rejected)}); for example: {first_error}. "
+        "Fix the shards, check --text-key, or allow more"
     )
 
 
