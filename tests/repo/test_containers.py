@@ -54,6 +54,18 @@ def test_both_recipes_run_the_same_steps_and_then_check_the_environment():
         assert "PIP_CONSTRAINT=" in text, "the image's pins would keep ours from being installed"
 
 
+def user_of(dockerfile: str) -> str:
+    """Who runs a container's command: the last USER."""
+    return (re.findall(r"^USER (\S+)$", dockerfile, flags=re.MULTILINE) or ["root"])[-1].partition(":")[0]
+
+
+def test_commands_do_not_run_as_root_and_the_environment_is_checked_as_they_run():
+    assert user_of(DOCKERFILE) not in ("root", "0")
+    assert f" {user_of(DOCKERFILE)} " in DOCKERFILE.partition("\nUSER ")[0], "the user is made before"
+    assert "check_environment.py" in DOCKERFILE.partition("\nUSER ")[2]
+    assert user_of(DOCKERFILE.replace("\nUSER ", "\n# USER ")) == "root", "the control: without that line"
+
+
 def test_engine_is_compiled_at_a_version_that_setup_py_allows():
     from packaging.requirements import Requirement
 
