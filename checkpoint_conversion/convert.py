@@ -7,13 +7,16 @@ torch waits until the arguments are read, so that --help answers at once.
 import argparse
 import re
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint_conversion.output_folder import refuse_existing, refuse_inside
-from megatron_neobert.errors import ConversionError, OutputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConversionError, OutputError, run_command
+from megatron_neobert.files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.export import ExportOptions
@@ -33,11 +36,9 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    export = commands.add_parser(
-        "megatron-to-hf", help="write a Hugging Face folder and compare it with the reference", allow_abbrev=False
-    )
+    export = commands.add_parser("megatron-to-hf", help="write a Hugging Face folder and compare it with the reference")
     export.set_defaults(convert=_convert_to_huggingface)
     export.add_argument(
         "--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save"
@@ -82,7 +83,6 @@ def _parse() -> argparse.Namespace:
     back = commands.add_parser(
         "hf-to-megatron",
         help="write a checkpoint to continue pre-training from and compare it with the folder's model",
-        allow_abbrev=False,
     )
     back.set_defaults(convert=_convert_to_megatron)
     back.add_argument(
@@ -124,10 +124,14 @@ def _size(text: str) -> str:
 
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     """Returns the number of folders written."""
+    from checkpoint_conversion.output_folder import refuse_existing, refuse_inside
+    from megatron_neobert.training.checkpoint_files import latest_checkpoint
+
     output: Path = arguments.output
     refuse_inside(output, arguments.load)
     if not arguments.all_iterations:
         refuse_existing(output)  # before minutes of reading
+    latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
     import torch
 
     from checkpoint_conversion.export import ExportOptions
@@ -158,9 +162,8 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
 def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") -> Iterator[tuple[int, Path]]:
     """Each checkpoint of the save folder and its place, but for those that were converted before."""
     from checkpoint_conversion.export import is_export_of
-    from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint, list_checkpoints
+    from megatron_neobert.training.checkpoint_files import iteration_of, list_checkpoints
 
-    latest_checkpoint(arguments.load)  # refuses a folder without any
     for checkpoint in reversed(list_checkpoints(arguments.load)):
         folder = arguments.output / checkpoint.name
         if not folder.exists():
@@ -201,8 +204,11 @@ def _export(checkpoint: "MegatronCheckpoint", folder: Path, tokenizer: "Tokenize
 
 def _convert_to_megatron(arguments: argparse.Namespace) -> int:
     """Returns the number of checkpoints written."""
+    from checkpoint_conversion.output_folder import refuse_existing, refuse_inside
+
     refuse_inside(arguments.output, arguments.load)
     refuse_existing(arguments.output)
+    require_folder("--load", arguments.load, holding="config.json")
     from checkpoint_conversion.comparison import to_table
     from checkpoint_conversion.imports import import_folder
     from checkpoint_conversion.model_card import check_declared

@@ -6,11 +6,14 @@ both have a layout that conversion reads, the settings that decide the function 
 in every bit, or within the tolerance if one is given. Exit code 0: equal; 1: not.
 """
 
-import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import ConversionError, MissingInputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConversionError, run_command
+from megatron_neobert.files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.comparison import LogitModel
@@ -18,7 +21,7 @@ if TYPE_CHECKING:  # --help answers without importing torch
 
 def main() -> int:
     """Compares, prints a table, and returns 0 or 1."""
-    parser = argparse.ArgumentParser(prog="verify.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("first", type=Path, metavar="A", help="folder of checkpoints, or Hugging Face folder")
     parser.add_argument("second", type=Path, metavar="B", help="the same")
     parser.add_argument(
@@ -35,6 +38,8 @@ def main() -> int:
         help="let a checkpoint's pickled table of contents run code; only for files from people you trust",
     )
     arguments = parser.parse_args()
+    for name, folder in (("A", arguments.first), ("B", arguments.second)):
+        require_folder(name, folder)
 
     import torch
 
@@ -89,11 +94,9 @@ def load_side(folder: Path, *, trust: bool = False) -> "LogitModel":
     """The model of a folder in fp32, whichever kind it is; `trust` lets a table of contents be unpickled.
 
     Raises:
-        MissingInputError: No such folder, or one that holds no model.
+        MissingInputError: It holds no model.
         CheckpointError, ConversionError: The model cannot be used.
     """
-    if not folder.is_dir():
-        raise MissingInputError(f"{folder}: no such folder.")
     if (folder / "config.json").is_file():
         from checkpoint_conversion.huggingface_model import is_readable, load_as_read, load_logit_model
 

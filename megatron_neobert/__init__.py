@@ -1,8 +1,17 @@
 """Pre-training of NeoBERT encoders on Megatron-Core: raw web shards in, a Hugging Face model out."""
 
+import sys
 import warnings
 
 __version__ = "0.1.0"
+
+# A system's own python3. tools/check_environment.py alone runs there, to say what is wrong.
+if sys.version_info < (3, 10) and not sys.argv[0].endswith("check_environment.py"):
+    sys.stderr.write(
+        f"error: {sys.executable} is Python {'.'.join(map(str, sys.version_info[:2]))}, and this project needs 3.10 to "
+        "3.12; start the command with the .venv/bin/python that bash tools/prepare_environment.sh makes\n"
+    )
+    sys.exit(69)
 
 # What megatron.core and torch.distributed say, a dozen times over, and nobody who runs this can act on: deprecated
 # names, the absence of Transformer Engine and Apex, and that a converter reads a checkpoint in one process. Other

@@ -4,21 +4,45 @@ Every message says what is wrong with its values, the rule it breaks, and what t
 these classes (or an operating-system error) is our own bug and keeps its traceback.
 """
 
+from __future__ import annotations  # tools/check_environment.py runs on older Pythons too
+
+import argparse
+import difflib
 import os
+import re
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NoReturn
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
-EXIT_UNAVAILABLE = 69  # another rank has gone or does not answer: start again with the same command
+from megatron_neobert.text import visible
+
+EXIT_UNAVAILABLE = 69  # a package is missing; or another rank has gone or does not answer: start again
 EXIT_IO_ERROR = 74
 EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: whoever read our output has left, and the work may be half done
 
 LONGEST_REASON = 500  # characters of what a library says
+# Extras of setup.py and the modules they bring; tests/unit/test_errors.py compares them.
+MODULES_OF_EXTRAS = {
+    "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "optuna", "accelerate"),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "fast": ("nanotoken", "gigatoken"),
+    "sentencepiece": ("sentencepiece",),
+    "warc": ("fastwarc", "resiliparse"),
+    "ray": ("ray",),
+    "wandb": ("wandb",),
+    "dali": ("nvidia.dali",),
+    "gpu": ("transformer_engine",),
+    "benchmark": ("datatrove", "datasets"),
+}
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_KEPT = "\n\t"  # control characters in a message that only lay it out
 _SECONDS_TO_BE_ENDED = 5.0  # torchrun looks ten times a second, but ranks that started together are not equally fast
 
 
@@ -89,6 +113,53 @@ class ConversionError(NeoBERTError):
     exit_code = 78
 
 
+class CommandParser(argparse.ArgumentParser):
+    """argparse without abbreviations, whose errors are ConfigErrors that name the flag that was probably meant.
+
+    Args:
+        doc: A module's docstring; its first line is the description.
+        also: Flags that another parser reads, out of what parse_known_args leaves.
+    """
+
+    def __init__(self, doc: str | None = None, *, also: Iterable[str] = (), **options: Any) -> None:
+        super().__init__(description=(doc or "").partition("\n")[0], allow_abbrev=False, **options)
+        self._also, self._words = tuple(also), [""]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse; with `also`, a flag that neither parser knows is an error here."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        parsed = super().parse_known_args(args, namespace)
+        if self._also and (problems := self._unknown_flags()):
+            raise ConfigError(problems)
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a ConfigError with every unknown flag, and with what argparse found unless that says no more."""
+        problems = self._unknown_flags()
+        if not (problems and message.startswith("unrecognized arguments")):
+            problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}. See --help.")
+        raise ConfigError(problems)
+
+    def _unknown_flags(self) -> list[str]:
+        actions = list(self._actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                actions += [inner for parser in action.choices.values() for inner in parser._actions]
+        known = [flag for action in actions for flag in action.option_strings] + list(self._also)
+        words = self._words[: self._words.index("--")] if "--" in self._words else self._words
+        flags = [word.partition("=")[0] for word in words if re.match(r"--?[^\W\d]", word) and " " not in word]
+        return [
+            f"unknown flag {flag[:80]}{suggestion(flag, known)}" for flag in dict.fromkeys(flags) if flag not in known
+        ]
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: which of the known ones it resembles."""
+    names = {name.lstrip("-"): name for name in known}  # the hyphens that all flags share would make them alike
+    close = difflib.get_close_matches(word.lstrip("-"), list(names), n=1, cutoff=0.6)
+    return f"; did you mean {names[close[0]]!r}?" if close else "; see --help for the list."
+
+
 def short_reason(error: BaseException) -> str:
     """What a library raised, for a message of ours: its kind and its words on one line, cut where it goes on and on."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
@@ -97,14 +168,21 @@ def short_reason(error: BaseException) -> str:
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Runs a command's `main` and ends the process with the exit code that its outcome deserves.
 
-    Under torchrun one rank of each node says what all of them find; what a rank finds alone, it says itself.
+    Under torchrun one rank of each node says what all of them find; what a rank finds alone, it says itself. Imports
+    that take long or may fail belong into `main`: Ctrl-C and a missing package are answered for from here on.
     """
+    print_warnings_as_sentences()
     try:
         code = main() or 0
         sys.stdout.flush()  # here, where a reader that has left is noticed
     except NeoBERTError as error:
         code = error.exit_code
         _print_error(error, code)
+    except ModuleNotFoundError as error:
+        if (sentence := _missing_package(error.name or "")) is None:
+            raise
+        code = EXIT_UNAVAILABLE
+        _print_error(sentence, code)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,18 +195,41 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
+def print_warnings_as_sentences() -> None:
+    """Without the place in the source, unless Python was asked for warnings (-W, PYTHONWARNINGS). Of this process."""
+    if not sys.warnoptions:
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message), keep=_KEPT)}\n"
+
+
+def _missing_package(module: str) -> str | None:
+    """What to do about a module that cannot be found; None: it is none that somebody could install."""
+    package = module.split(".")[0]
+    if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
+        return None
+    for extra, modules in MODULES_OF_EXTRAS.items():
+        if any(f"{module}.".startswith(f"{name}.") for name in modules):
+            install = f"-m pip install -c {_REPOSITORY}/constraints.txt -e '{_REPOSITORY}[{extra}]'"
+            return f"{module} is not installed; it comes with the extra [{extra}]: {sys.executable} {install}"
+    programs = _REPOSITORY / ".venv" / "bin"
+    if (programs / "python").exists() and Path(sys.executable).parent != programs:
+        remedy = f"start the command with {programs}/python"
+    else:
+        remedy = f"make an environment that has it with: bash {_REPOSITORY}/tools/prepare_environment.sh"
+    return f"{sys.executable} has no module {module}; {remedy}"
+
+
 def _nobody_reads_output() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _print_error(error: Exception, code: int) -> None:
+def _print_error(error: Exception | str, code: int) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0" and not isinstance(error, LauncherError):
         _wait_to_be_ended(code)
     rank = os.environ.get("RANK", "0")
     place = "" if rank == "0" else f" on rank {rank}"
-    print(f"error{place}: {error}", file=sys.stderr, flush=True)
+    print(f"error{place}: {visible(str(error), keep=_KEPT)}", file=sys.stderr, flush=True)
 
 
 def _wait_to_be_ended(code: int) -> None:

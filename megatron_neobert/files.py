@@ -8,8 +8,21 @@ import socket
 from pathlib import Path
 from typing import IO
 
+from megatron_neobert.errors import MissingInputError
+
 _CHUNK_BYTES = 1 << 20
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
+
+
+def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = "check the path") -> None:
+    """Looks whether an input is there, before the seconds that importing torch takes.
+
+    Raises:
+        MissingInputError: There is no such folder, or not the file in it.
+    """
+    if not (folder / holding).exists():
+        without = f", or one without {holding}" if holding else ""
+        raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
 
 
 def sha256_of(path: Path) -> str:

@@ -5,20 +5,19 @@ follow from the dataclass. Order of precedence: default < file < flag. Every pro
 """
 
 import argparse
-import difflib
 import reprlib
 import types
 import typing
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from megatron_neobert.config import DataConfig, ModelConfig, Settings, flag_of
 from megatron_neobert.config_checks import find_problems, find_record_problems
 from megatron_neobert.data_path import parse_data_path
-from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
+from megatron_neobert.errors import CheckpointError, CommandParser, ConfigError, MissingInputError, suggestion
 
 _SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
 _TEXTS = tuple[str, ...]
@@ -49,11 +48,6 @@ class Command:
 
     settings: Settings
     dry_run: bool
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{_one_line(message)}. See --help.")
 
 
 def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
@@ -152,12 +146,16 @@ def read_record(path: Path) -> Settings:
 # --- flags ---
 
 
+def run_flags() -> list[str]:
+    """Every flag of a run."""
+    return [flag for action in _build_parser()._actions for flag in action.option_strings]
+
+
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
+        "Pre-trains a NeoBERT encoder. Precedence: defaults < --config FILE < flags.",
         prog="pretrain_neobert",
-        description="Pre-trains a NeoBERT encoder. Precedence: defaults < --config FILE < flags.",
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     parser.add_argument("--config", default=None, metavar="FILE", help="YAML file with the sections listed below")
     parser.add_argument("--dry-run", action="store_true", default=False, help="check, print what would run, and stop")
@@ -179,8 +177,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _unknown_flag(word: str) -> str:
     flag = _one_line(word.split("=", 1)[0])
-    known = [flag_of(name) for name in _SECTION_OF] + ["--config", "--dry-run"]
-    return f"unknown flag {flag}{_suggestion(flag, known)}"
+    return f"unknown flag {flag}{suggestion(flag, run_flags())}"
 
 
 def _strays(unknown: list[str]) -> list[str]:
@@ -190,12 +187,6 @@ def _strays(unknown: list[str]) -> list[str]:
         for before, word in zip(["", *unknown], unknown, strict=False)
         if not word.startswith("-") and not before.startswith("-")
     ]
-
-
-def _suggestion(word: str, known: list[str]) -> str:
-    names = {name.lstrip("-"): name for name in known}  # the hyphens that all flags share would make them alike
-    close = difflib.get_close_matches(word.lstrip("-"), list(names), n=1, cutoff=0.6)
-    return f"; did you mean {names[close[0]]!r}?" if close else "; see --help for the list."
 
 
 # --- YAML ---
@@ -239,7 +230,7 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     for section, entries in content.items():
         if section not in _SECTIONS:
             name = _name_of(section)
-            problems.append(f"{path}: unknown section {name}{_suggestion(name, list(_SECTIONS))}")
+            problems.append(f"{path}: unknown section {name}{suggestion(name, list(_SECTIONS))}")
         elif entries is not None and not isinstance(entries, dict):
             problems.append(f"{path}: section {section} holds {_shown.repr(entries)}; expected 'name: value' lines.")
         else:
@@ -268,7 +259,7 @@ def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: A
     types_of_section = {item.name: item.type for item in fields(_SECTIONS[section])}
     if name not in types_of_section:
         home = _SECTION_OF.get(name)
-        hint = f"; it belongs to section {home!r}." if home else _suggestion(name, list(types_of_section))
+        hint = f"; it belongs to section {home!r}." if home else suggestion(name, list(types_of_section))
         return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
     try:
         converted = _convert(value, types_of_section[name])

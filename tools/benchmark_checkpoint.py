@@ -10,6 +10,7 @@ against the manifest.
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.errors import run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, run_command
 
 PACKAGES = ("torch", "megatron-core")
 MODES = ("none", "at once", "beside training")
@@ -53,7 +56,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("--num-layers", type=int, default=6, help="layers of the model")
     parser.add_argument("--hidden-size", type=int, default=384, help="width of the model; heads are 64 wide")
     parser.add_argument(

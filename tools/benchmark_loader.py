@@ -19,6 +19,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import ConfigError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
 
 OURS = "this project, in process"
 PACKAGES = ("torch", "numpy", "megatron-core", "transformers", "nvidia-dali-cuda130")
@@ -73,7 +74,7 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmark_loader.py", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--data-path", metavar="PREFIX", help="corpus, as of preprocess_data.py; default a made-up one, web-like")
     add("--tokenizer-model", metavar="PATH", help="its tokenizer")
@@ -333,6 +334,8 @@ def measure(name: str, batches: Iterator[Batch], seconds: float) -> Run:
 
 def tree_cpu_seconds() -> float:
     """CPU seconds so far of all threads of this process and of its workers."""
+    import psutil
+
     workers = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
     return time.process_time() + sum(times.user + times.system for times in workers)
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
 from megatron_neobert.config import DataConfig, ModelConfig, Settings, TrainingConfig
-from megatron_neobert.errors import ConfigError, OutputError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
 from megatron_neobert.files import replace_file
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -79,9 +81,7 @@ GPU_CASES = {
 
 def main() -> int:
     """Runs every case and prints the table."""
-    parser = argparse.ArgumentParser(
-        prog="benchmark_memory.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = CommandParser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="the cases for one GPU instead of those for a CPU")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="some of the cases, by name")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures there as JSON")

@@ -28,9 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import ConfigError, DataError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.05
@@ -101,9 +101,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmark_preprocessing.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="parquet shards: files, globs, folders")
     add("--tokenizer-model", required=True, metavar="PATH", help="as of preprocess_data.py")
@@ -298,6 +296,8 @@ def watch_memory(pid: int, ended: threading.Event) -> int:
 
 def tree_memory(pid: int) -> int:
     """PSS in bytes: pages that several of the processes share count once."""
+    import psutil
+
     total = 0
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

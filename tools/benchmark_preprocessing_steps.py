@@ -6,7 +6,6 @@ prints the step's result as JSON. The benchmark itself loads none of these libra
 would count half in the memory of the tools it measures.
 """
 
-import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -14,11 +13,14 @@ import json
 import os
 import platform
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.errors import ConfigError, DataError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
 
 BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
 SAMPLE_DOCUMENTS = 64
@@ -27,7 +29,7 @@ DTYPE_BYTES = {4: 4, 8: 2}  # Megatron's codes of int32 and uint16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("arguments", type=json.loads, metavar="JSON", help="the step's arguments by name")
     given = parser.parse_args()

@@ -12,6 +12,7 @@ documents, padding is not counted, and MFU neither counts what is computed for i
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.config import (
     CheckpointConfig,
@@ -28,7 +31,7 @@ from megatron_neobert.config import (
     Settings,
     TrainingConfig,
 )
-from megatron_neobert.errors import run_command
+from megatron_neobert.errors import CommandParser, run_command
 
 LEARNING_RATE = 1e-4
 LAYOUTS = ("packed", "padded", "reference")
@@ -53,9 +56,7 @@ class Timing:
 
 def main() -> int:
     """Measures and prints one line per step, then the tables."""
-    parser = argparse.ArgumentParser(
-        prog="benchmark_step.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--num-layers", type=int, default=6, metavar="N", help="default %(default)s")
     add("--hidden-size", type=int, default=384, metavar="N", help="default %(default)s")

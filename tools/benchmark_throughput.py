@@ -10,10 +10,14 @@ The same command goes on after a kill; more lengths or batch sizes may be added.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.errors import ConfigError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.files import require_folder
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = tuple(2**power for power in range(10))
@@ -27,13 +31,13 @@ def main() -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"--model: two folders are called {name}, the name of results; link or rename one.")
+    for folder in arguments.model:
+        require_folder("--model", folder, holding="config.json")
     _run(arguments, dict(zip(names, arguments.model, strict=True)))
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmark_throughput.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--model", required=True, nargs="+", type=Path, metavar="DIR", help="Hugging Face folders of encoders")
     add("--output", required=True, type=Path, metavar="DIR", help="folder for results; created if missing")

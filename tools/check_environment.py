@@ -5,18 +5,19 @@
 Looks at Python, packages, GPUs, driver, limits, disks and environment variables, and knows which versions do not go
 together; each line is ok, a warning with its remedy, or a problem with its remedy. Exit code 0: training can start
 (there may be warnings); 69: it cannot, or it would not use the GPUs that are here. Runs where nothing is installed yet,
-with any Python from 3.8 on: nothing of the project and no package is imported into this process.
+with any Python from 3.8 on: no package is imported into this process, and of the project its errors alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-EXIT_UNAVAILABLE = 69  # as in megatron_neobert/errors.py, which an older Python cannot import
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import EXIT_UNAVAILABLE, CommandParser, run_command
 
 
 def main() -> int:
@@ -38,14 +39,11 @@ def main() -> int:
     else:
         colour, width = terminal(variables)
         print(to_text(sections, colour=colour, width=width))
-    sys.stdout.flush()
     return EXIT_UNAVAILABLE if worst(sections) == PROBLEM else 0
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="check_environment.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+def _parse() -> Namespace:
+    parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--save", type=Path, metavar="DIR", help="folder that a run will write to: is it writable, is there room?")
     add("--gpu-test", action="store_true", help="also compute on every GPU, and between them")
@@ -54,6 +52,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Not through run_command, which is not importable everywhere that this has to run: `| head` ends it as it ends cat.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main())
+    run_command(main)

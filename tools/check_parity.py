@@ -5,17 +5,19 @@ prints how far their logits are apart in fp32, with two controls that are wrong 
 28 x 768 model: half a minute of one core and 4 GB of memory. Exit code 0: as it should be; 1: not.
 """
 
-import argparse
 import json
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
 from megatron_neobert.config import ModelConfig, Settings
-from megatron_neobert.errors import ConfigError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
 
 
 def main() -> int:
     """Measures, prints the table, and returns 0 or 1."""
-    parser = argparse.ArgumentParser(prog="check_parity.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     for flag, default in (("num-layers", 28), ("hidden-size", 768), ("num-attention-heads", 12), ("vocab-size", 30522)):
         parser.add_argument(f"--{flag}", type=int, default=default, metavar="N", help="default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")

@@ -19,11 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, OutputError, run_command
+
+if TYPE_CHECKING:  # a missing package is reported by run_command
+    from packaging.version import Version
 
 VERSIONS = ("4.48.3", "4.57.3", "5.23.0")  # the first with the attention interface, the last of 4, and a new one
 SECONDS_PER_FOLDER = 3600
@@ -66,9 +69,9 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="check_transformers.py", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    from packaging.version import Version
+
+    parser = CommandParser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="MODEL_DIR", help="folder that convert.py wrote")
     parser.add_argument(
         "--transformers",
@@ -103,7 +106,7 @@ def brings_code(folder: Path) -> bool:
         raise ConfigError(f"{folder / 'config.json'} is not JSON ({error}); write the folder again.") from None
 
 
-def prepare_environment(place: Path, version: Version) -> Path:
+def prepare_environment(place: Path, version: "Version") -> Path:
     """The Python of an environment with this transformers: place/transformers-VERSION, made unless it is there.
 
     Raises:
@@ -128,7 +131,9 @@ def prepare_environment(place: Path, version: Version) -> Path:
     return python
 
 
-def _holds(python: Path, version: Version) -> bool:
+def _holds(python: Path, version: "Version") -> bool:
+    from packaging.version import Version
+
     if not python.exists():
         return False
     program = "import accelerate, importlib.metadata, torch; print(importlib.metadata.version('transformers'))"
@@ -136,7 +141,7 @@ def _holds(python: Path, version: Version) -> bool:
     return ended.returncode == 0 and Version(ended.stdout.strip()) == version
 
 
-def _check(python: Path, folder: Path, version: Version) -> Column:
+def _check(python: Path, folder: Path, version: "Version") -> Column:
     """Runs the checks in a process of that environment; one that breaks down fails with its last words."""
     name = folder.resolve().name
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,7 +12,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.errors import ConfigError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, choose_tasks
+from megatron_neobert.files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.glue.run import Evaluation
@@ -27,7 +31,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="evaluate_glue.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
     parser.add_argument(
         "--data-dir", required=True, type=Path, metavar="DIR", help="a folder per task: TSV, parquet or saved data set"
@@ -84,6 +88,10 @@ def _check(arguments: argparse.Namespace) -> None:
         problems += [f"--{name.replace('_', '-')} {value}: give at least {least}." for value in values if value < least]
     if problems:
         raise ConfigError(problems)
+    arguments.tasks = choose_tasks(arguments.tasks, PAPER_TASKS)
+    fetch = "on a machine with network: python tools/fetch_glue.py --output DIR"
+    require_folder("--data-dir", arguments.data_dir, remedy=fetch)
+    require_folder("--model", arguments.model, holding="config.json")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -106,8 +114,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
     from megatron_neobert.evaluation.glue.grid import choose_grid
-    from megatron_neobert.evaluation.glue.run import SOURCE, Evaluation, choose_tasks
-    from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS
+    from megatron_neobert.evaluation.glue.run import SOURCE, Evaluation
     from megatron_neobert.evaluation.glue.training import Protocol
     from megatron_neobert.evaluation.glue.workers import visible_gpus
 
@@ -125,7 +132,7 @@ def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
         output=arguments.output,
         grids={
             task: choose_grid(arguments.grid, task, **grid, weight_decays=arguments.weight_decay)
-            for task in choose_tasks(arguments.tasks, PAPER_TASKS)
+            for task in arguments.tasks
         },
         seeds=tuple(dict.fromkeys(arguments.seeds)),
         protocol=Protocol(

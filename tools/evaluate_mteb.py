@@ -16,8 +16,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.errors import ConfigError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
 from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER, SUCCESSOR
+from megatron_neobert.files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.encoders import LoadOptions
@@ -41,20 +44,19 @@ _LONGEST_NAME = 100  # characters of the tasks in a folder's name
 def main() -> None:
     """Reads the arguments, evaluates and writes the tables."""
     arguments = _parse()
-    if not arguments.model.is_dir():  # before seconds of imports
-        from megatron_neobert.errors import MissingInputError
-
-        raise MissingInputError(f"--model {arguments.model}: no such folder; name a Hugging Face folder.")
+    require_folder("--model", arguments.model, holding="config.json")
+    fetch = "on a machine with network: python tools/fetch_mteb.py --output DIR"
+    require_folder("--data-dir", arguments.data_dir, remedy=fetch)
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when these libraries are imported
     os.environ["HF_DATASETS_OFFLINE"] = "1"
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
-    warnings.filterwarnings("ignore", message="Precision is ill-defined")  # per class and draw; nobody reads it here
+    warnings.filterwarnings("ignore", module=r"sklearn\.")  # not converged, ill-defined: mteb's protocol, for each draw
     _evaluate(arguments)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="evaluate_mteb.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     what = parser.add_mutually_exclusive_group()

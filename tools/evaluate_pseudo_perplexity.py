@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from megatron_neobert.errors import ConfigError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.files import require_folder
 
 LENGTH_BINS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCH_TOKENS = 16384
@@ -31,9 +34,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="evaluate_pseudo_perplexity.py", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = CommandParser(__doc__)
     parser.add_argument("--model", nargs="+", required=True, type=Path, metavar="DIR", help="Hugging Face folders")
     parser.add_argument(
         "--data",
@@ -104,6 +105,11 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if problems:
         raise ConfigError(problems)
+    for folder in arguments.model:
+        require_folder("--model", folder, holding="config.json")
+    from megatron_neobert.data.shards.find import find_shards
+
+    find_shards(arguments.data)  # refuses what is not there, before seconds of imports
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

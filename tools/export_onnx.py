@@ -6,31 +6,34 @@ padded batches that the tracer has not seen; the folder gets its name only if th
 """
 
 import argparse
-import importlib.util
+import sys
 from pathlib import Path
 
-from checkpoint_conversion.output_folder import build_folder, refuse_existing
-from megatron_neobert.errors import ConfigError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.files import require_folder
 
 TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
 OPSETS = range(18, 23)  # below, PyTorch cannot go; of 23, onnxruntime 1.31 cannot run the rotation that PyTorch writes
-_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def main() -> None:
     """Reads the arguments, exports, checks and prints the figures."""
     arguments = _parse()
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"exporting to ONNX needs the packages {', '.join(missing)}: pip install 'megatron-neobert[onnx]'"
-        )
+    from checkpoint_conversion.output_folder import refuse_existing
+
+    require_folder("--model", arguments.model, holding="config.json")
     refuse_existing(arguments.output)  # before a minute of work
+    import onnx  # noqa: F401 (what is missing is reported before the work)
+    import onnxruntime  # noqa: F401
+    import onnxscript  # noqa: F401
+
     _export(arguments)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="export_onnx.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument(
         "--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder that convert.py wrote"
     )
@@ -59,6 +62,8 @@ def _export(arguments: argparse.Namespace) -> None:
     from onnx_export.comparison import TOLERANCE, TOLERANCE_INT8, check_graph, refuse_difference
     from onnx_export.folder import copy_companions, write_report
     from onnx_export.graph import load_for_task, quantize, write_graph
+
+    from checkpoint_conversion.output_folder import build_folder
 
     model = load_for_task(arguments.model, output_name=TASKS[arguments.task])
     with build_folder(arguments.output) as folder:

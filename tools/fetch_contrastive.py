@@ -7,10 +7,20 @@ are kept, so that the same command goes on. Copy the folder to where there is no
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import ConfigError, MissingInputError, NeoBERTError, OutputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import (
+    CommandParser,
+    ConfigError,
+    MissingInputError,
+    NeoBERTError,
+    OutputError,
+    run_command,
+)
 
 if TYPE_CHECKING:  # --help answers without importing datasets
     from megatron_neobert.evaluation.contrastive.config import DatasetSource
@@ -65,9 +75,7 @@ def _fetch(key: str, source: "DatasetSource", path: Path) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="fetch_contrastive.py", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = CommandParser(__doc__)
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for finetune_contrastive.py")
     parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="folder to write to")
     parser.add_argument("--datasets", nargs="+", metavar="KEY", help="(default: all but those with default: false)")

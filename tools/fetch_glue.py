@@ -7,10 +7,13 @@ appears whole or not at all.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import ConfigError, MissingInputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, run_command
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -40,7 +43,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="fetch_glue.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for a folder per task")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="such as cola sst2 (default: all, and ax)")
     return parser.parse_args()

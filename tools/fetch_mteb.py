@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.errors import ConfigError, MissingInputError, run_command, short_reason
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, run_command, short_reason
 from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER
 
 
@@ -39,7 +41,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="fetch_mteb.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to fill")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--benchmark", choices=BENCHMARKS, default=PAPER, help="all its tasks (default: %(default)s)")

@@ -10,12 +10,16 @@ where there is one. Start it with torchrun for several GPUs: each of them comput
 
 import argparse
 import os
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.errors import ConfigError, OutputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
+from megatron_neobert.files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.contrastive.config import ContrastiveConfig
@@ -27,6 +31,9 @@ _OVERRIDES = ("steps", "batch_size", "learning_rate", "instructions", "max_lengt
 def main() -> None:
     """Reads the arguments and trains."""
     arguments = _parse()
+    require_folder("--model", arguments.model, holding="config.json")
+    fetch = "on a machine with network: python tools/fetch_contrastive.py --data-dir DIR"
+    require_folder("--data-dir", arguments.data_dir, remedy=fetch)
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the libraries are imported
     from megatron_neobert.evaluation.contrastive.config import read_config
 
@@ -39,9 +46,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="finetune_contrastive.py", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = CommandParser(__doc__)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
     parser.add_argument(
         "--config", required=True, type=Path, metavar="FILE", help="settings and datasets, as examples/contrastive.yaml"

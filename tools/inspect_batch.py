@@ -17,8 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
 from megatron_neobert.config import ParallelConfig, Settings, flag_of
-from megatron_neobert.errors import ConfigError, OutputError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
 
 if TYPE_CHECKING:
     from megatron_neobert.inspection.found_batch import FoundBatch
@@ -39,13 +41,10 @@ def main() -> None:
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
+    from megatron_neobert.flags import run_flags
+
     doc = __doc__ or ""
-    parser = argparse.ArgumentParser(
-        prog="inspect_batch.py",
-        description=doc.splitlines()[0],
-        epilog=" ".join(doc.split("\n\n")[-1].split()),
-        allow_abbrev=False,
-    )
+    parser = CommandParser(__doc__, also=run_flags(), epilog=" ".join(doc.split("\n\n")[-1].split()))
     add = parser.add_argument
     add("--iteration", type=int, required=True, metavar="K", help="whose batch; the first iteration is 1")
     add("--load", type=Path, metavar="SAVE", help="folder of a run, its --save")

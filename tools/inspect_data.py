@@ -14,13 +14,17 @@ import random
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.data.corpus import Corpus
-from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConfigError, run_command
-from megatron_neobert.inspection.visible_text import visible
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.text import visible
+
+if TYPE_CHECKING:  # a missing package is reported by run_command
+    from megatron_neobert.data.corpus import Corpus
+    from megatron_neobert.data.tokenizer import Tokenizer
 
 _WIDTH = 120
 _NAME_WIDTH = 18
@@ -29,6 +33,9 @@ _CHUNK = 1 << 20  # lengths compared at a time
 
 def main() -> None:
     arguments = parse_arguments()
+    from megatron_neobert.data.corpus import Corpus
+    from megatron_neobert.data.tokenizer import load_tokenizer
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
     corpus = Corpus(arguments.prefix)
@@ -47,7 +54,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Show what is in a corpus written by tools/preprocess_data.py.")
+    parser = CommandParser(__doc__)
     parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
@@ -60,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def choose_documents(corpus: Corpus, arguments: argparse.Namespace) -> Sequence[int] | None:
+def choose_documents(corpus: "Corpus", arguments: argparse.Namespace) -> Sequence[int] | None:
     """Numbers of the documents to show; None: none was asked for.
 
     Raises:
@@ -88,7 +95,7 @@ def choose_documents(corpus: Corpus, arguments: argparse.Namespace) -> Sequence[
     return None if arguments.longest is None else find_longest(corpus, arguments.longest)
 
 
-def print_summary(corpus: Corpus) -> None:
+def print_summary(corpus: "Corpus") -> None:
     manifest = corpus.manifest
     filters = ", ".join(f"{name} {value}" for name, value in manifest.filters.items() if value is not None)
     print_rows(
@@ -106,18 +113,20 @@ def print_summary(corpus: Corpus) -> None:
     )
 
 
-def print_document(corpus: Corpus, number: int, tokenizer: Tokenizer, *, tokens: int) -> None:
+def print_document(corpus: "Corpus", number: int, tokenizer: "Tokenizer", *, tokens: int) -> None:
     ids = corpus.document(number)
     cut = f", the first {tokens:,}" if tokens < ids.size else ""
     shown = ids[:tokens].tolist()
     text = tokenizer.backend.decode(shown, skip_special_tokens=False)
     print(f"document {number:,}: {ids.size:,} tokens{cut}")
-    print_rows({"text": visible(text, keep="\n\t"), "ids": " ".join(map(str, shown))})
+    print_rows({"text": text, "ids": " ".join(map(str, shown))})
     print()
 
 
-def find_longest(corpus: Corpus, count: int) -> list[int]:
+def find_longest(corpus: "Corpus", count: int) -> list[int]:
     """Numbers of the `count` longest documents, the longest first, among equals the first first."""
+    import numpy as np
+
     first, best = 0, np.zeros((0, 2), dtype=np.int64)  # -length, number
     for volume in corpus.volumes:
         for begin in range(0, volume.lengths.size, _CHUNK):
@@ -131,11 +140,12 @@ def find_longest(corpus: Corpus, count: int) -> list[int]:
 
 
 def print_rows(rows: dict[str, str]) -> None:
-    """Names to the left, values to the right of them, their lines wrapped."""
+    """Names to the left, values to the right of them, their lines wrapped. What a stranger put there is escaped."""
     for name, value in rows.items():
+        name = visible(name)
         lines = [
             line
-            for paragraph in value.split("\n")
+            for paragraph in visible(value, keep="\n\t").split("\n")
             for line in textwrap.wrap(paragraph, _WIDTH - _NAME_WIDTH - 3, break_on_hyphens=False) or [""]
         ]
         print(f"  {name:<{_NAME_WIDTH}} {lines[0]}")

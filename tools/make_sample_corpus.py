@@ -11,16 +11,16 @@ import ast
 import hashlib
 import os
 import shutil
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import ConfigError, DataError, OutputError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, OutputError, run_command
 
 MINIMUM_CHARACTERS = 200  # shorter texts are one-liners such as "Return the name."
 MAXIMUM_CHARACTERS = 20_000  # the few longer ones would weigh too much: one class alone has 300,000
@@ -90,6 +90,9 @@ def write_shards(documents: list[Document], output: Path, *, shards: int) -> Non
     Raises:
         OutputError: The folder exists and is not empty.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OutputError(f"--output {output} exists and is not empty; remove it, or name another folder.")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +113,7 @@ def write_shards(documents: list[Document], output: Path, *, shards: int) -> Non
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for the shards: a new or an empty one")
     parser.add_argument("--megabytes", type=float, default=6.0, help="text to collect, in 10^6 bytes (default 6)")
     parser.add_argument("--shards", type=int, default=4, help="parquet files to write (default 4)")

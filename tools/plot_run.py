@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import ConfigError, OutputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
 
 if TYPE_CHECKING:
     from megatron_neobert.inspection.run_log import RunLog
@@ -30,7 +32,7 @@ def main() -> None:
 
     from megatron_neobert.inspection.run_figure import letters_without_picture, write_curves
     from megatron_neobert.inspection.run_log import read_run
-    from megatron_neobert.inspection.visible_text import visible
+    from megatron_neobert.text import visible
 
     names = [visible(name) for name in _names(arguments.runs)]
     runs = [read_run(path, name=name) for path, name in zip(arguments.runs, names, strict=True)]
@@ -51,9 +53,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     doc = __doc__ or ""
-    parser = argparse.ArgumentParser(
-        prog="plot_run.py", description=doc.splitlines()[0], epilog=" ".join(doc.split("\n\n")[-1].split())
-    )
+    parser = CommandParser(__doc__, epilog=" ".join(doc.split("\n\n")[-1].split()))
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, its --save; or a metrics.jsonl")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the figure and the table")

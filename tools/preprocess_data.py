@@ -14,23 +14,19 @@ import time
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from itertools import groupby
+from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.config import TOKENIZER_TYPES
-from megatron_neobert.data.corpus_format import token_dtype
-from megatron_neobert.data.preprocessing.job import JobFolder
-from megatron_neobert.data.preprocessing.plan import (
-    STANDARD_INPUT,
-    Plan,
-    PreprocessSettings,
-    is_complete,
-    plan_preprocessing,
-)
-from megatron_neobert.data.preprocessing.preview import preview
-from megatron_neobert.data.preprocessing.run import PreprocessReport, Progress, preprocess, start_workers
-from megatron_neobert.data.shards.records import Format, ReadSettings
-from megatron_neobert.errors import EXIT_STOPPED_EARLY, ConfigError, DataError, run_command
+from megatron_neobert.errors import EXIT_STOPPED_EARLY, CommandParser, ConfigError, DataError, run_command
+from megatron_neobert.text import visible
+
+if TYPE_CHECKING:  # Ctrl-C during imports, and a missing package, are answered for by run_command
+    from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings
+    from megatron_neobert.data.preprocessing.run import PreprocessReport, Progress
 
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
 _UNKNOWN_WARNING = 0.02
@@ -61,7 +57,11 @@ def main() -> int:
     return 0
 
 
-def run(settings: PreprocessSettings, *, dry_run: bool) -> None:
+def run(settings: "PreprocessSettings", *, dry_run: bool) -> None:
+    from megatron_neobert.data.preprocessing.job import JobFolder
+    from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+    from megatron_neobert.data.preprocessing.run import preprocess, start_workers
+
     if dry_run:
         print_plan(plan_preprocessing(settings))
         return
@@ -80,8 +80,10 @@ def run(settings: PreprocessSettings, *, dry_run: bool) -> None:
             workers.close()
 
 
-def describe_kept_parts(settings: PreprocessSettings) -> str:
+def describe_kept_parts(settings: "PreprocessSettings") -> str:
     """Empty where no part is finished."""
+    from megatron_neobert.data.preprocessing.job import JobFolder
+
     job = JobFolder(settings.files.partial)
     parts = job.finished_parts()
     return f"{parts:,} finished parts are kept in {job.path}; --resume goes on from there" if parts else ""
@@ -93,7 +95,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise StopRequested(number)
 
 
-def read_settings(arguments: argparse.Namespace) -> PreprocessSettings:
+def read_settings(arguments: argparse.Namespace) -> "PreprocessSettings":
+    from megatron_neobert.data.preprocessing.plan import STANDARD_INPUT, PreprocessSettings
+    from megatron_neobert.data.shards.records import ReadSettings
+
     given: dict[str, Any] = {**vars(arguments), "inputs": tuple(arguments.inputs)}
     if given.pop("dry_run") and STANDARD_INPUT in given["inputs"]:
         raise ConfigError("--dry-run cannot look at standard input and leave it there; write some of it to a file")
@@ -102,9 +107,10 @@ def read_settings(arguments: argparse.Namespace) -> PreprocessSettings:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Tokenize raw shards into PREFIX_KEY_document.bin, .idx and .json.", allow_abbrev=False
-    )
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings
+    from megatron_neobert.data.shards.records import Format, ReadSettings
+
+    parser = CommandParser(__doc__)
     # A flag has the default of the setting that is called like it.
     settings = (*fields(ReadSettings), *fields(PreprocessSettings))
     parser.set_defaults(**{setting.name: setting.default for setting in settings if setting.default is not MISSING})
@@ -206,16 +212,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: "Plan") -> None:
+    from megatron_neobert.data.corpus_format import token_dtype
+    from megatron_neobert.data.preprocessing.preview import preview
+
     shards = [(path, list(parts)) for path, parts in groupby(plan.parts, key=lambda part: part.path)]
     for path, parts in shards[:_SHARDS_SHOWN]:
         compression = f", {parts[0].compression}" if parts[0].compression else ""
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
-        print(f"{path} | {parts[0].format}{compression} | {_size(plan.versions[path].bytes)}{in_parts}")
+        print(f"{visible(path)} | {parts[0].format}{compression} | {_size(plan.versions[path].bytes)}{in_parts}")
     if len(shards) > _SHARDS_SHOWN:
         print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
     for reason in plan.damaged.values():
-        print(f"left out by --quarantine: {reason}")
+        print(f"left out by --quarantine: {visible(reason)}")
     total = sum(version.bytes for version in plan.versions.values())
     print(f"{len(shards):,} shards, {_size(total)}; text in '{plan.settings.read.text_key}'")
     tokenizer = plan.tokenizer
@@ -225,7 +234,7 @@ def print_plan(plan: Plan) -> None:
     )
     estimate = preview(plan)
     for text, ids in estimate.examples:
-        print(f"text  {_shortened(text)}")
+        print(f"text  {visible(_shortened(text))}")
         print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")
     workers = plan.settings.workers or 1
     print(
@@ -238,12 +247,12 @@ def print_plan(plan: Plan) -> None:
     print(f"would write {plan.files.bin}, {plan.files.idx.name}, {plan.files.manifest.name}")
 
 
-def print_report(plan: Plan, report: PreprocessReport) -> None:
+def print_report(plan: "Plan", report: "PreprocessReport") -> None:
     counts = report.counts
     for reason in report.damaged:
-        print(f"warning: left out by --quarantine: {reason}", file=sys.stderr)
+        print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
     for mismatch in report.mismatches:
-        print(f"warning: all parts were done by the reference tokenizer: {mismatch}", file=sys.stderr)
+        print(f"warning: all parts were done by the reference tokenizer: {visible(mismatch)}", file=sys.stderr)
     if plan.encoder.note:
         print(f"note: {plan.encoder.note}", file=sys.stderr)
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
@@ -280,7 +289,7 @@ class ProgressLine:
         self._started = self._shown = time.monotonic()
         return self
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: "Progress") -> None:
         now = time.monotonic()
         if now - self._shown < self._interval_seconds:
             return
@@ -290,7 +299,7 @@ class ProgressLine:
             print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
             sys.stderr.flush()
 
-    def _describe(self, progress: Progress, seconds: float) -> str:
+    def _describe(self, progress: "Progress", seconds: float) -> str:
         counts, done = progress.counts, progress.read_bytes
         if progress.joined_bytes:
             return f"joining the parts: {_size(progress.joined_bytes)} of token ids"

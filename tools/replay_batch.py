@@ -10,18 +10,18 @@ updates were skipped saves the very weights that these batches met. One process 
 under torchrun the ranks share it as the settings say. All other flags are those of a run, and replace its settings.
 """
 
-import argparse
 import math
+import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
 from megatron_neobert.config import CheckpointConfig, ParallelConfig, Settings
 from megatron_neobert.environment import is_rank_zero, world_size
-from megatron_neobert.errors import run_command
-from megatron_neobert.flags import read_record
-from megatron_neobert.inspection.saved_run import checkpoint_before, replace_by_flags, without_outputs
+from megatron_neobert.errors import CommandParser, run_command
 from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
 
 
@@ -35,9 +35,9 @@ class Origin:
 
 def main() -> None:
     """Replays the batch; rank 0 prints what is found."""
-    parser = argparse.ArgumentParser(
-        prog="replay_batch.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    from megatron_neobert.flags import run_flags
+
+    parser = CommandParser(__doc__, also=run_flags())
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="SAVE", help="folder of the run, its --save")
     add("--iteration", type=int, required=True, metavar="K", help="whose batch; the first iteration is 1")
@@ -60,6 +60,8 @@ def choose_origin(load: Path, iteration: int, *, weights: int | None) -> Origin:
         ConfigError: No iteration has that number.
         MissingInputError: The checkpoint that is wanted does not exist, or none at all.
     """
+    from megatron_neobert.inspection.saved_run import checkpoint_before
+
     place = checkpoint_before(load, iteration)
     return Origin(weights=place if weights is None else latest_checkpoint(load, iteration=weights), place=place)
 
@@ -70,6 +72,9 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
     Raises:
         ConfigError: Flags that a run would not take either.
     """
+    from megatron_neobert.flags import read_record
+    from megatron_neobert.inspection.saved_run import replace_by_flags, without_outputs
+
     saved = read_record((origin.weights or latest_checkpoint(load)) / "settings.yaml")
     saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)))
     if world_size() == 1:

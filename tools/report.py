@@ -6,15 +6,17 @@ Reads the records below the folders (the --output of the evaluations) and writes
 OUTPUT/report.html, which holds them. Reported numbers are marked and enter no average; what is missing is named.
 """
 
-import argparse
+import sys
 from pathlib import Path
 
-from megatron_neobert.errors import run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, run_command
 
 
 def main() -> None:
     """Reads the arguments, writes the report and says what is missing."""
-    parser = argparse.ArgumentParser(prog="report.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("--results", required=True, nargs="+", type=Path, metavar="DIR", help="--output of evaluations")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write to; may exist")
     arguments = parser.parse_args()

@@ -7,18 +7,17 @@ same shards in the same order give the same vocabulary.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_neobert.data.corpus_format import describe_reasons
-from megatron_neobert.data.preprocessing.part_tasks import Counts
-from megatron_neobert.data.preprocessing.plan import PreprocessSettings
-from megatron_neobert.data.preprocessing.run import check_error_rate
-from megatron_neobert.data.shards.find import find_shards
-from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.records import ReadSettings
-from megatron_neobert.data.tokenizer import train_wordpiece
-from megatron_neobert.errors import ConfigError, DataError, OutputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, OutputError, run_command
+
+if TYPE_CHECKING:  # a missing package is reported by run_command
+    from megatron_neobert.data.shards.records import ReadSettings
 
 MODEL_MAX_LENGTH = 1024  # tokens; the first training stage's. Converting a model writes its own length
 
@@ -35,6 +34,11 @@ def main() -> None:
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
+    from megatron_neobert.data.corpus_format import describe_reasons
+    from megatron_neobert.data.shards.find import find_shards
+    from megatron_neobert.data.shards.records import ReadSettings
+    from megatron_neobert.data.tokenizer import train_wordpiece
+
     read = ReadSettings(text_key=arguments.text_key)
     texts = ShardTexts(find_shards(arguments.input), read, max_error_rate=arguments.max_error_rate)
     tokenizer = train_wordpiece(
@@ -53,12 +57,16 @@ def main() -> None:
 class ShardTexts:
     """The texts of all shards, as often as they are iterated over; `counts` are those of the latest time."""
 
-    def __init__(self, shards: list[str], settings: ReadSettings, *, max_error_rate: float) -> None:
-        self.counts = Counts()
+    def __init__(self, shards: list[str], settings: "ReadSettings", *, max_error_rate: float) -> None:
         self._shards, self._settings, self._max_error_rate = shards, settings, max_error_rate
 
     def __iter__(self) -> Iterator[str]:
         """Raises DataError at the end where too many of the records were in error, or there is no document."""
+        from megatron_neobert.data.corpus_format import describe_reasons
+        from megatron_neobert.data.preprocessing.part_tasks import Counts
+        from megatron_neobert.data.preprocessing.run import check_error_rate
+        from megatron_neobert.data.shards.parts import read_part, split_into_parts
+
         self.counts = counts = Counts()
         first_error = None
         for shard in self._shards:
@@ -80,7 +88,9 @@ class ShardTexts:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Learn a WordPiece vocabulary from raw shards.", allow_abbrev=False)
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings
+
+    parser = CommandParser(__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs, folders, URLs, @lists"
     )

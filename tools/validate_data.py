@@ -6,19 +6,22 @@ Without --full the indexes are read (sizes, lengths, pointers, manifest), and th
 with it every token and all checksums.
 """
 
-import argparse
 import io
 import sys
+from pathlib import Path
 
-from megatron_neobert.data.corpus import Corpus, check_content, check_ends
-from megatron_neobert.errors import run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, run_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check a corpus written by tools/preprocess_data.py.")
+    parser = CommandParser(__doc__)
     parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
     parser.add_argument("--full", action="store_true", help="read every token, and compare all checksums")
     arguments = parser.parse_args()
+    from megatron_neobert.data.corpus import Corpus, check_content, check_ends
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
 

@@ -9,11 +9,15 @@ last line.
 import argparse
 import json
 import math
+import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.errors import DataError, MissingInputError, run_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, DataError, MissingInputError, run_command
+from megatron_neobert.files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing it
     from huggingface_hub import EvalResult
@@ -21,10 +25,9 @@ if TYPE_CHECKING:  # --help answers without importing it
 
 def main() -> None:
     arguments = parse_arguments()
+    require_folder("--model", arguments.model)
     from checkpoint_conversion.model_card import CARD, write_model_card
 
-    if not arguments.model.is_dir():
-        raise MissingInputError(f"--model {arguments.model}: no such folder.")
     write_model_card(
         arguments.model,
         model_id=arguments.name,
@@ -38,7 +41,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="folder of a converted model")
     parser.add_argument("--name", metavar="OWNER/NAME", help="of the model on the Hub, for the card's examples")
     parser.add_argument("--license", metavar="ID", help="the Hub's identifier, such as apache-2.0 (at first: unknown)")

@@ -56,6 +56,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
     _check(folder)
     register_neobert()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # its table of new and unread weights; what matters is refused below
     if options.attention is not None:
         changes["attn_implementation"] = options.attention
     try:

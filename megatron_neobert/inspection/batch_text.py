@@ -12,7 +12,7 @@ from megatron_neobert.inspection.batch_rows import Row
 from megatron_neobert.inspection.batch_summary import Bin, Summary, describe, histogram
 from megatron_neobert.inspection.found_batch import FoundBatch
 from megatron_neobert.inspection.token_view import MEANINGS, TokenView, TokenViews, describe_piece
-from megatron_neobert.inspection.visible_text import visible
+from megatron_neobert.text import visible
 
 _STYLES = {
     "masked": "bold white on blue",

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.inspection.batch_rows import Piece
 from megatron_neobert.inspection.found_batch import NO_LABEL
-from megatron_neobert.inspection.visible_text import TokenTexts
+from megatron_neobert.text import visible
 
 Fate = Literal["plain", "special", "masked", "replaced", "kept"]
 # In the order of a legend.
@@ -17,6 +18,31 @@ MEANINGS: dict[Fate, str] = {
     "kept": "predicted, although the model sees it",
     "special": "special token, never predicted",
 }
+
+_REPLACEMENT = "\ufffd"
+_BEFORE = "a"  # decoders treat the first piece apart: what a piece adds is seen behind another one
+
+
+class TokenTexts:
+    """The text of each token of a tokenizer, apart from the space before it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        self._special = set(tokenizer.special_ids)
+        self.of = cache(self._find)
+        """(space, text) of an id: the space before it or nothing, and what it says, which is never empty."""
+
+    def _find(self, token: int) -> tuple[str, str]:
+        piece = self._backend.id_to_token(token)
+        assert piece is not None, f"{token=} of {self._backend.get_vocab_size()}"
+        decoder = self._backend.decoder
+        if token in self._special or decoder is None:
+            return " ", visible(piece)
+        alone, behind = decoder.decode([_BEFORE]), decoder.decode([_BEFORE, piece])
+        text = behind[len(alone) :]
+        if not behind.startswith(alone) or not text.strip(" ") or _REPLACEMENT in text:
+            return "", visible(piece)  # a part of a character has no text; the piece says which part it is
+        return " " if text.startswith(" ") else "", visible(text.removeprefix(" "))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ PURE = Place(2, "pure")
 # Longest matching prefix wins.
 PLACES = {
     "megatron_neobert": Place(0, "version"),
+    "megatron_neobert.text": Place(0, "errors"),
     "megatron_neobert.errors": Place(0, "errors"),
     "megatron_neobert.environment": Place(1, "environment"),
     "megatron_neobert.files": Place(1, "files"),

@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import megatron_neobert
+from megatron_neobert.errors import MODULES_OF_EXTRAS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12")
@@ -32,6 +33,16 @@ def metadata() -> dict:
         patch.setattr(setuptools, "setup", lambda **keywords: captured.update(keywords))
         runpy.run_path(str(REPOSITORY / "setup.py"))
     return captured
+
+
+def test_command_that_misses_a_package_knows_the_extra_that_brings_it(metadata: dict):
+    modules = {"scikit-learn": "sklearn", "nvidia-dali-cuda130": "nvidia.dali"}
+    brought = {
+        extra: tuple(modules.get(name, name.replace("-", "_")) for name in (Requirement(line).name for line in lines))
+        for extra, lines in metadata["extras_require"].items()
+        if extra not in ("dev", "docs")  # which no command imports
+    }
+    assert brought == MODULES_OF_EXTRAS
 
 
 def constraint_lines() -> list[Requirement]:

@@ -17,6 +17,7 @@ CASES = {
     "CheckpointError('a')": (78, "error: a\n"),
     "ConversionError('a')": (78, "error: a\n"),
     "KeyboardInterrupt()": (130, ""),
+    "DataError('\\x1b[2J\\x07\\u202e of a stranger')": (65, "error: \\x1b[2J\\x07\\u202e of a stranger\n"),
 }
 
 
@@ -36,10 +37,45 @@ def test_an_error_ends_in_one_sentence_and_its_exit_code(expression):
     assert (finished.returncode, finished.stderr) == (code, message)
 
 
-def test_our_own_bugs_keep_their_traceback():
-    finished = run_raising("ValueError('a')", RANK="0")
+def test_without_escaping_a_message_would_reach_the_terminal_as_it_is():
+    """The control of the last case above."""
+    raw = run_raising("DataError('\\x1b[2J')", before="errors.visible = lambda text, keep: text")
+    assert raw.stderr == "error: \x1b[2J\n"
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "ValueError('a')",
+        "ModuleNotFoundError('a')",
+        "ModuleNotFoundError('a', name='megatron_neobert.x')",
+        "ModuleNotFoundError('a', name='json.x')",
+    ],
+)
+def test_our_own_bugs_keep_their_traceback(bug):
+    finished = run_raising(bug, RANK="0")
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
+
+
+@pytest.mark.parametrize(("module", "extra"), [("nvidia.dali.fn", "dali"), ("sklearn.svm", "eval"), ("ray", "ray")])
+def test_missing_package_of_an_extra_is_one_sentence_with_the_command_that_installs_it(module, extra):
+    finished = run_raising(f"ModuleNotFoundError('a', name='{module}')")
+    assert finished.returncode == 69
+    assert finished.stderr.startswith(f"error: {module} is not installed; it comes with the extra [{extra}]: ")
+    assert finished.stderr.endswith(f"[{extra}]'\n") and finished.stderr.count("\n") == 1
+
+
+def test_missing_package_of_every_run_is_one_sentence_with_the_command_that_makes_an_environment():
+    finished = run_raising("ModuleNotFoundError('a', name='torch')")
+    assert finished.returncode == 69
+    assert finished.stderr.startswith(f"error: {sys.executable} has no module torch; ")
+
+
+def test_warning_is_one_sentence_without_a_place_in_the_source_unless_warnings_were_asked_for():
+    warn = "import warnings; warnings.warn('odd\\x1b')"
+    assert run_raising("DataError('a')", before=warn).stderr == "warning: odd\\x1b\nerror: a\n"
+    assert "UserWarning: odd" in run_raising("DataError('a')", before=warn, PYTHONWARNINGS="default").stderr
 
 
 @pytest.mark.parametrize("expression", ["ConfigError('a')", "CheckpointError('a')", "SaveError('a')"])

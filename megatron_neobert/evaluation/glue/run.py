@@ -5,12 +5,10 @@ command goes on after a kill; the runs that were going on then start again. Comm
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from transformers.utils import logging as transformers_logging
 
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer
@@ -78,7 +76,6 @@ def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
         ConfigError, MissingInputError, DataError, ConversionError: Of model or data, before anything is run.
         OutputError: The output is of other settings, or another command is writing it.
     """
-    transformers_logging.set_verbosity_error()  # every head is new, and every load says so
     _check_transfer(evaluation)
     rows = _count_rows(evaluation)
     head = _check_model(evaluation)
@@ -198,16 +195,3 @@ def _settings(evaluation: Evaluation, task: str, start: Path) -> dict[str, Any]:
         "start": str(start),
         "data_dir": str(evaluation.data_dir),
     }
-
-
-def choose_tasks(names: Sequence[str] | None, default: Iterable[str]) -> list[str]:
-    """The tasks that are asked for.
-
-    Raises:
-        ConfigError: There is no such task.
-    """
-    chosen = list(default) if names is None else list(dict.fromkeys(name.lower().replace("-", "") for name in names))
-    unknown = [name for name in chosen if name not in TASKS]
-    if unknown:
-        raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(TASKS)}.")
-    return chosen

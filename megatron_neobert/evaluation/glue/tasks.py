@@ -5,7 +5,10 @@ otherwise. Metrics: the first one chooses models, all of them are averaged for t
 Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from megatron_neobert.errors import ConfigError
 
 PAIR = ("sentence1", "sentence2")
 BINARY = ("0", "1")
@@ -159,3 +162,16 @@ DIAGNOSTIC = GlueTask(
     tsv_names={"premise": "sentence1", "hypothesis": "sentence2"},
     rows={"test": 1_104},
 )
+
+
+def choose_tasks(names: Sequence[str] | None, default: Iterable[str]) -> list[str]:
+    """The tasks that are asked for.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    chosen = list(default) if names is None else list(dict.fromkeys(name.lower().replace("-", "") for name in names))
+    unknown = [name for name in chosen if name not in TASKS]
+    if unknown:
+        raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(TASKS)}.")
+    return chosen

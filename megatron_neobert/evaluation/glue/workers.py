@@ -15,9 +15,8 @@ from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
 
 import torch
-from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import EXIT_UNAVAILABLE, short_reason
+from megatron_neobert.errors import EXIT_UNAVAILABLE, print_warnings_as_sentences, short_reason
 from megatron_neobert.evaluation.glue.training import Outcome, Run, fine_tune
 
 
@@ -83,6 +82,7 @@ def visible_gpus() -> list[str]:
 
 
 def _start_worker(shares: "Queue[list[str]]") -> None:
+    print_warnings_as_sentences()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _prepare_process(shares.get())
 
@@ -96,7 +96,6 @@ def _end_with_parent() -> None:
 
 
 def _prepare_process(devices: list[str]) -> None:
-    """Before CUDA is used: which GPU. Afterwards the report of new heads, the same for every run, is left out."""
+    """Before CUDA is used: which GPU."""
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]
-    transformers_logging.set_verbosity_error()

@@ -16,7 +16,6 @@ from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers.utils import logging as transformers_logging
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
@@ -95,7 +94,6 @@ def _token_states(folder: Path, backbone: torch.nn.Module, longest: int) -> Tran
 
     The module can only load one itself, which is dropped for ours.
     """
-    transformers_logging.set_verbosity_error()  # the first loading has said which weights are missing
     module = Transformer(
         str(folder),
         model_kwargs={"local_files_only": True, "trust_remote_code": False, "dtype": backbone.dtype},

@@ -14,8 +14,7 @@ from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.evaluation.report.blocks import Block, Figure, Row, Table
 from megatron_neobert.evaluation.report.records import Run
 from megatron_neobert.evaluation.reported_numbers import Reported
-from megatron_neobert.evaluation.throughput.results import draw
-from megatron_neobert.evaluation.throughput.tables import to_cells
+from megatron_neobert.evaluation.throughput.tables import draw, to_cells
 
 _PAPERS_MTEB = "MTEB(eng, v1)"
 _OWN = {

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from megatron_neobert.evaluation.encoders import fingerprint
-from megatron_neobert.evaluation.plots import plot_curves
 from megatron_neobert.evaluation.records import describe_machine, versions, write_record
 from megatron_neobert.evaluation.throughput.batches import MASKED_SHARE, WEB_MEDIAN_TOKENS
 from megatron_neobert.evaluation.throughput.line_up import LineUp
 from megatron_neobert.evaluation.throughput.run import Sweep
-from megatron_neobert.evaluation.throughput.tables import to_csv, to_curves, to_markdown
+from megatron_neobert.evaluation.throughput.tables import draw, to_csv, to_markdown
 from megatron_neobert.files import replace_file
 
 KIND = "throughput"
@@ -67,23 +66,6 @@ def write_results(
     page = _page(rows, found, common)
     replace_file(output / f"{KIND}.md", page)
     return page
-
-
-def draw(path: Path, rows: Sequence[Mapping[str, Any]], passes: str, *, machine: str) -> bool:
-    """One figure for one kind of passes; False, and no file, if nothing was measured."""
-    group = [row for row in rows if row["passes"] == passes]
-    curves = to_curves(group)
-    if not curves:
-        return False
-    same = [value for name in ("dtype", "attention") for value in _only(row[name] for row in group)]
-    title = ", ".join([f"Throughput, {passes}", *same, machine])
-    plot_curves(path, curves, x_label="tokens of a document", y_label="tokens/s", title=title, log_x=True)
-    return True
-
-
-def _only(values: Any) -> list[str]:
-    distinct = set(values)
-    return list(distinct) if len(distinct) == 1 else []
 
 
 def _page(rows: Sequence[dict[str, Any]], found: LineUp, common: Mapping[str, Any]) -> str:

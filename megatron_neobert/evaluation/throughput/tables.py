@@ -6,9 +6,10 @@ A row is what `throughput.summarise` gives. Names of contenders say no more than
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_neobert.evaluation.plots import Curve
+from megatron_neobert.evaluation.plots import Curve, plot_curves
 
 COLUMNS = (
     "model", "dtype", "attention", "kernels", "layout", "passes", "length", "batch_size", "tokens", "slots", "outcome",
@@ -114,3 +115,20 @@ def _by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
     telling = [name for name in _TELLING if len({row[name] for row in rows}) > 1]
     groups = _by_contender(rows).values()
     return {", ".join([group[0]["model"], *(group[0][name] for name in telling)]): group for group in groups}
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], passes: str, *, machine: str) -> bool:
+    """One figure for one kind of passes; False, and no file, if nothing was measured."""
+    group = [row for row in rows if row["passes"] == passes]
+    curves = to_curves(group)
+    if not curves:
+        return False
+    same = [value for name in ("dtype", "attention") for value in _only(row[name] for row in group)]
+    title = ", ".join([f"Throughput, {passes}", *same, machine])
+    plot_curves(path, curves, x_label="tokens of a document", y_label="tokens/s", title=title, log_x=True)
+    return True
+
+
+def _only(values: Any) -> list[str]:
+    distinct = set(values)
+    return list(distinct) if len(distinct) == 1 else []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from unit.evaluation.pseudo_perplexity_models import LONGEST, write_model
 
@@ -119,3 +120,12 @@ def test_longest_input_is_what_the_model_has_positions_for(tmp_path: Path, kind:
     model, tokenizer = encoders.load_masked_lm(folder), encoders.load_tokenizer(folder)
     tokenizer.model_max_length = 1000
     assert encoders.longest_input(model, tokenizer) == LONGEST
+
+
+def test_loading_prints_no_table_of_new_and_unread_weights(folder: Path, caplog: pytest.LogCaptureFixture):
+    transformers.logging.set_verbosity_warning()
+    encoders.load_model(folder, "AutoModelForSequenceClassification")
+    assert caplog.text == ""
+    transformers.logging.set_verbosity_warning()
+    transformers.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)
+    assert "LOAD REPORT" in caplog.text, "the control: what transformers prints"

@@ -14,9 +14,9 @@ from megatron_neobert.evaluation.encoders import fingerprint
 from megatron_neobert.evaluation.glue.grid import Grid
 from megatron_neobert.evaluation.glue.predict import to_answers, write_submission
 from megatron_neobert.evaluation.glue.results import load_results
-from megatron_neobert.evaluation.glue.run import best_model, choose_tasks, evaluate
+from megatron_neobert.evaluation.glue.run import best_model, evaluate
 from megatron_neobert.evaluation.glue.study import RUN, TaskStudy
-from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation.glue.tasks import TASKS, choose_tasks
 from megatron_neobert.evaluation.glue.training import MODEL, Outcome
 from megatron_neobert.evaluation.glue.workers import share_out
 from megatron_neobert.evaluation.records import read_record

@@ -16,7 +16,8 @@ from megatron_neobert.inspection.batch_rows import rows_of
 from megatron_neobert.inspection.batch_summary import summarize
 from megatron_neobert.inspection.batch_text import print_rows, print_summary
 from megatron_neobert.inspection.found_batch import find_batch
-from megatron_neobert.inspection.visible_text import TokenTexts, visible
+from megatron_neobert.inspection.token_view import TokenTexts
+from megatron_neobert.text import visible
 
 ALLOWED = {"html", "head", "meta", "title", "style", "body", "main", "section", "article", "header", "input", "label"}
 ALLOWED |= {"h1", "h2", "h3", "small", "dl", "dt", "dd", "div", "span", "ul", "li", "p", "i", "b", "s", "u", "bdi"}

@@ -23,7 +23,7 @@ def command_line(tool: str, *arguments: object) -> list[str]:
 
 def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
     """Exit code, standard output and standard error; the options are those of subprocess.run."""
-    options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 120, **options}
+    options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 600, **options}
     ended = subprocess.run(command_line(tool, *arguments), check=False, **options)
     return ended.returncode, ended.stdout, ended.stderr
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
 from unit.tools.commands import REPOSITORY, import_tool, run
@@ -218,7 +219,7 @@ def test_version_that_pip_cannot_install_is_named(tmp_path: Path, monkeypatch: p
     with pytest.raises(
         tool.MissingInputError, match=r"transformers==4\.1\.99 accelerate cannot be installed .*\(pip: "
     ):
-        tool.prepare_environment(tmp_path, tool.Version("4.1.99"))
+        tool.prepare_environment(tmp_path, Version("4.1.99"))
 
 
 def test_matrix_has_one_line_per_reason():

@@ -6,12 +6,14 @@ Importing mteb takes seconds, so most runs of evaluate_mteb share this process.
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 from commands import ENVIRONMENT, command_line, import_tool, run
 
 pytest.importorskip("mteb")
 
+from sklearn.linear_model import LogisticRegression
 from unit.evaluation.mteb_places import make_encoder, write_hub, write_pairs
 
 from megatron_neobert.errors import NeoBERTError
@@ -91,6 +93,19 @@ def test_run_that_is_killed_goes_on_where_it_was(place, tmp_path, evaluate):
     assert "1/3 local:a: " in output
     assert "(kept)" in output.splitlines()[0]
     assert output.count("| local:") == 3
+
+
+def test_classifiers_that_do_not_converge_are_not_reported_draw_by_draw(evaluate):
+    def fit(action=None):
+        with warnings.catch_warnings(record=True) as caught:
+            if action:
+                warnings.simplefilter(action)
+            LogisticRegression(max_iter=1).fit([[0.0, 1.0], [1.0, 0.0], [2.0, 5.0]], [0, 1, 2])
+        return [str(warning.message) for warning in caught]
+
+    evaluate("--tasks", "local:sts")
+    assert fit() == []
+    assert "failed to converge" in fit("always")[0], "the control: what sklearn says"
 
 
 def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(evaluate):

@@ -20,7 +20,7 @@ from checkpoint_conversion.mapping import NEOBERT, to_internal, to_published
 from checkpoint_conversion.model_card import write_model_card
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
 from megatron_neobert.data.tokenizer import load_tokenizer
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.errors import ConversionError, MissingInputError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))  # as for the command itself
 from onnx_export.comparison import TOLERANCE, TOLERANCE_INT8, check_graph, refuse_difference
@@ -220,13 +220,3 @@ def test_failed_export_leaves_nothing_behind(folder_of, tmp_path, monkeypatch):
     with pytest.raises(MissingInputError, match=r"has no tokenizer\.json"):
         import_tool("export_onnx").main()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_packages_are_named_with_the_command_that_installs_them(tmp_path, monkeypatch):
-    command = import_tool("export_onnx")
-    monkeypatch.setattr(command, "_PACKAGES", ("onnx", "no_such_package"))
-    monkeypatch.setattr(sys, "argv", ["export_onnx.py", "--model", "m", "--output", str(tmp_path / "graphs")])
-    with pytest.raises(
-        ConfigError, match=r"needs the packages no_such_package: pip install 'megatron-neobert\[onnx\]'"
-    ):
-        command.main()

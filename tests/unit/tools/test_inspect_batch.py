@@ -1,5 +1,6 @@
 """The command that shows a batch, as a user starts it."""
 
+import shutil
 import sys
 from dataclasses import asdict
 
@@ -89,3 +90,13 @@ def test_what_cannot_be_shown_is_refused_with_the_reason(place, inspect, argumen
     load = [] if "--load" in arguments else ["--load", place / "run"]
     with pytest.raises(error, match=message):
         inspect(*load, *arguments)
+
+
+def test_settings_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path):
+    """The error names what it found; tests/unit/test_errors.py has the control."""
+    folder = tmp_path / "run" / "iter_0000004"
+    shutil.copytree(place / "run" / "iter_0000004", folder)
+    (folder / "settings.yaml").write_text('model: {num_layers: "\\e]0;owned\\a"}\n"\\e[2J": {}\n')
+    code, said, errors = run("inspect_batch", "--load", tmp_path / "run", "--iteration", 6)
+    assert (code, said) == (78, "")
+    assert "owned" in errors and not {"\x1b", "\x07"} & set(errors)

@@ -1,7 +1,11 @@
 """The command that shows documents of a corpus, as a user starts it."""
 
+import json
+import shutil
+import sys
+
 import pytest
-from commands import ENVIRONMENT, run
+from commands import ENVIRONMENT, import_tool, run
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
@@ -123,3 +127,24 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path):
     code, output, errors = inspect(tmp_path / "P", "--document", 0, "--tokenizer-model", tmp_path / "tokenizer.json")
     assert (code, errors) == (0, "")
     assert output.splitlines()[1:3] == ["  text               \\x1b[2J a\\u202eb", " " * 21 + " é\u200d"]
+
+
+def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monkeypatch, capsys):
+    for path in place.glob("P*"):
+        shutil.copy(path, tmp_path)
+    manifest = json.loads((tmp_path / "P.json").read_text())
+    hostile = "\x1b]0;owned\x07\u202e"
+    manifest |= {"text_key": hostile, "project_version": hostile, "filters": {hostile: hostile}}
+    manifest |= {"dropped": {hostile: 1}, "records": manifest["records"] + 1}
+    (tmp_path / "P.json").write_text(json.dumps(manifest))
+    tool = import_tool("inspect_data")
+    monkeypatch.setattr(sys, "argv", ["inspect_data.py", str(tmp_path / "P")])
+
+    def shown():
+        tool.main()
+        return capsys.readouterr().out
+
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown())
+    assert shown().count(r"\x1b]0;owned\x07\u202e") == 5
+    monkeypatch.setattr(tool, "visible", lambda text, **_: text)
+    assert shown().count(hostile) == 5, "the control: without escaping"

@@ -99,7 +99,7 @@ def test_folder_with_files_is_refused_and_left_alone(tool, tmp_path):
 
 
 def test_failure_while_writing_leaves_no_folder(tool, tmp_path, monkeypatch):
-    monkeypatch.setattr(tool.pq, "write_table", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(pq, "write_table", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         tool.write_shards([tool.Document(content="c", url="u")], tmp_path / "corpus", shards=1)
     assert list(tmp_path.iterdir()) == []
