@@ -6,16 +6,15 @@ before the folder gets its name.
 
 import json
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-import transformers
 
 import megatron_neobert
 from checkpoint_conversion.comparison import COMPARED_SETTINGS, dtype_name
-from checkpoint_conversion.huggingface_model import load_logit_model
 from checkpoint_conversion.huggingface_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
 from checkpoint_conversion.mapping import to_published
@@ -106,6 +105,8 @@ def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dty
     Raises:
         ConversionError: They compute different logits.
     """
+    from checkpoint_conversion.huggingface_model import load_logit_model  # transformers: seconds
+
     return verify(
         checkpoint_model(checkpoint, dtype),
         lambda precision: load_logit_model(folder, dtype=precision),
@@ -139,7 +140,7 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, 
         "versions": {
             "megatron_neobert": megatron_neobert.__version__,
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
             "safetensors": safetensors.__version__,
         },
     }

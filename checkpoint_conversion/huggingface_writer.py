@@ -6,10 +6,10 @@ Nothing is compared here; export.py does that before the folder gets its name.
 import json
 import shutil
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
@@ -40,7 +40,7 @@ def write_folder(
     Raises:
         OSError: It cannot be written.
     """
-    config = {**config, "transformers_version": transformers.__version__}
+    config = {**config, "transformers_version": version("transformers")}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if not layout.has_head:
         head = {name: weights[name] for name in _HEAD_NAMES}

@@ -7,19 +7,21 @@ the function depends on (rotary base and style, epsilon, widths) is written out;
 Source: transformers >= 5.3 models/eurobert and models/llama; the published config.json of chandar-lab/NeoBERT.
 """
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import torch
 
 from checkpoint_conversion.comparison import dtype_name
+from checkpoint_conversion.huggingface_folder import MODELING_FILE
 from checkpoint_conversion.mapping import EUROBERT, LLAMA, NEOBERT, Table
 from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.config import ModelConfig
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP
 
 _INIT_RANGE = 0.02  # of the heads that fine-tuning adds; the published model draws these from N(0, 0.02)
 
@@ -96,7 +98,7 @@ def build_neobert_config(source: Source) -> dict[str, Any]:
         )
     return {
         "architectures": ["NeoBERTLMHead"],
-        "auto_map": AUTO_MAP,
+        "auto_map": read_auto_map(),
         "model_type": "neobert",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -121,6 +123,15 @@ def build_neobert_config(source: Source) -> dict[str, Any]:
         "mask_token_id": tokenizer.mask_id,
         "torch_dtype": source.dtype_name,  # transformers 4.48 knows no other name
     }
+
+
+def read_auto_map() -> dict[str, str]:
+    """AUTO_MAP of the modelling file, which is not imported for it: transformers takes seconds."""
+    source = (resources.files("megatron_neobert.huggingface") / MODELING_FILE).read_text(encoding="utf-8")
+    assignments = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    (value,) = [node.value for node in assignments if ast.unparse(node.targets[0]) == "AUTO_MAP"]
+    found: dict[str, str] = ast.literal_eval(value)
+    return found
 
 
 def _llama_like_fields(source: Source) -> dict[str, Any]:

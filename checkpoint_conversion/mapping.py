@@ -170,17 +170,16 @@ def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[s
     return {name: tensor[: shape.vocab_size] if name in padded else tensor for name, tensor in internal.items()}
 
 
-def unstack_layers(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+def unstack_layers(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One tensor per layer out of a checkpoint, which stores the layers of a kind as one tensor, layer first.
 
-    `stacked` is emptied, so that no more than one kind is held twice.
+    What is returned are views.
     """
     tensors: dict[str, Tensor] = {}
-    for name in list(stacked):
-        tensor = stacked.pop(name)
+    for name, tensor in stacked.items():
         if name.startswith(LAYERS_PREFIX):
             kind = name.removeprefix(LAYERS_PREFIX)
-            tensors |= {f"{LAYERS_PREFIX}{i}.{kind}": layer.clone() for i, layer in enumerate(tensor)}
+            tensors |= {f"{LAYERS_PREFIX}{i}.{kind}": layer for i, layer in enumerate(tensor)}
         else:
             tensors[name] = tensor
     return tensors
@@ -220,7 +219,9 @@ def _check_tensors(
     for name, wanted in expected.items():
         if tuple(tensors[name].shape) != wanted:
             raise ConversionError(f"{name} has shape {tuple(tensors[name].shape)}; the settings give it {wanted}.")
-    if bad := [name for name in expected if not tensors[name].isfinite().all()]:
+    # A finite sum has finite terms; it costs a tenth of looking at each.
+    suspects = [name for name in expected if not tensors[name].sum().isfinite()]
+    if bad := [name for name in suspects if not tensors[name].isfinite().all()]:
         first = tensors[bad[0]]
         others = f", and so have {', '.join(bad[1:_LISTED_NAMES])}" * (len(bad) > 1)
         more = f" and {len(bad) - _LISTED_NAMES} more" * (len(bad) > _LISTED_NAMES)

@@ -7,10 +7,10 @@ in bfloat16 as well, as its users will run it.
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from checkpoint_conversion.comparison import (
@@ -107,6 +107,6 @@ def _refuse_other_function(comparison: Comparison, dtype: torch.dtype, what: str
     if not comparison.within(tolerance):
         raise ConversionError(
             f"{what}: its logits differ from the source's by {comparison.relative:.3g} of the largest, more than "
-            f"{tolerance:g} in {dtype_name(dtype)}; nothing was written. transformers is {transformers.__version__}: "
+            f"{tolerance:g} in {dtype_name(dtype)}; nothing was written. transformers is {version('transformers')}: "
             "try the version in constraints.txt."
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +10,9 @@ from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import BatchStream
 from megatron_neobert.data.rows import Cursor
 from megatron_neobert.data.tokenizer import Tokenizer
-from megatron_neobert.model.neobert import NeoBERTModel
+
+if TYPE_CHECKING:  # conversion reads Progress without megatron.core, whose import takes seconds
+    from megatron_neobert.model.neobert import NeoBERTModel
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Run:
     tick: Callable[[], None] = lambda: None
 
     @property
-    def unwrapped_models(self) -> list[NeoBERTModel]:
+    def unwrapped_models(self) -> "list[NeoBERTModel]":
         """The models below the wrappers for data parallelism and bfloat16."""
         modules = [model.module for model in self.models]
         return [module.module for module in modules] if self.settings.training.bf16 else modules
