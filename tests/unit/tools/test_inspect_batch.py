@@ -96,7 +96,7 @@ def test_settings_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path):
     """The error names what it found; tests/unit/test_errors.py has the control."""
     folder = tmp_path / "run" / "iter_0000004"
     shutil.copytree(place / "run" / "iter_0000004", folder)
-    (folder / "settings.yaml").write_text('model: {num_layers: "\\e]0;owned\\a"}\n"\\e[2J": {}\n')
+    (folder / "settings.yaml").write_text('model: {normalization: "\\e]0;owned\\a"}')
     code, said, errors = run("inspect_batch", "--load", tmp_path / "run", "--iteration", 6)
     assert (code, said) == (78, "")
     assert "owned" in errors and not {"\x1b", "\x07"} & set(errors)
