@@ -19,7 +19,7 @@ def read_version() -> str:
 
 REQUIREMENTS = [
     "torch>=2.11",  # whose packed attention takes a scale
-    "megatron-core>=0.16.1,<0.17",  # inner functions of which are used, to save safely and on CPU
+    "megatron-core>=0.16.1,<0.17",  # inner functions of which are used, on CPU and to cut checkpoints
     "numpy>=1.26",
     "pyarrow>=16",
     "orjson>=3.9",

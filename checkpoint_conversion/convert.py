@@ -75,11 +75,6 @@ def _parse() -> argparse.Namespace:
         action="store_true",
         help="add what SentenceTransformer(DIR) reads: mean pooling over the tokens",
     )
-    export.add_argument(
-        "--trust-checkpoint",
-        action="store_true",
-        help="let the checkpoint's pickled table of contents run code; only for files from people you trust",
-    )
     back = commands.add_parser(
         "hf-to-megatron",
         help="write a checkpoint to continue pre-training from and compare it with the folder's model",
@@ -125,7 +120,7 @@ def _size(text: str) -> str:
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     """Returns the number of folders written."""
     from checkpoint_conversion.output_folder import refuse_existing, refuse_inside
-    from megatron_neobert.training.checkpoint_files import latest_checkpoint
+    from megatron_neobert.checkpoint.folder import latest_checkpoint
 
     output: Path = arguments.output
     refuse_inside(output, arguments.load)
@@ -137,10 +132,8 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     from checkpoint_conversion.export import ExportOptions
     from checkpoint_conversion.megatron_reader import read_checkpoint
     from checkpoint_conversion.model_card import check_declared
-    from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
     check_declared(license=arguments.license, base_model=arguments.base_model)
-    refuse_unsafe_environment(arguments.trust_checkpoint)
     options = ExportOptions(
         layout=arguments.format,
         dtype=getattr(torch, arguments.dtype),
@@ -153,7 +146,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     wanted = _every_iteration(arguments, options) if arguments.all_iterations else [(arguments.iteration, output)]
     written = 0
     for iteration, folder in wanted:
-        checkpoint = read_checkpoint(arguments.load, iteration=iteration, trust=arguments.trust_checkpoint)
+        checkpoint = read_checkpoint(arguments.load, iteration=iteration)
         _export(checkpoint, folder, _choose_tokenizer(arguments.tokenizer_model, checkpoint), options)
         written += 1
     return written
@@ -162,7 +155,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
 def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") -> Iterator[tuple[int, Path]]:
     """Each checkpoint of the save folder and its place, but for those that were converted before."""
     from checkpoint_conversion.export import is_export_of
-    from megatron_neobert.training.checkpoint_files import iteration_of, list_checkpoints
+    from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 
     for checkpoint in reversed(list_checkpoints(arguments.load)):
         folder = arguments.output / checkpoint.name

@@ -23,9 +23,9 @@ from checkpoint_conversion.model_card import write_model_card
 from checkpoint_conversion.output_folder import build_folder
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
 from checkpoint_conversion.verification import Checks, checkpoint_model, to_report, verify
+from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.files import sha256_of
-from megatron_neobert.training.checkpoint_files import MANIFEST
 
 REPORT = "conversion_report.json"
 _SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with

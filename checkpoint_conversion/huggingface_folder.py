@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_neobert.checkpoint.folder import POINTER
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
-from megatron_neobert.training.checkpoint_files import POINTER
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"

@@ -26,6 +26,7 @@ from checkpoint_conversion.tensor_rules import (
 )
 from megatron_neobert.errors import ConversionError
 
+_HALVES = ("_w", "_v")  # what megatron.core adds to the name, mlp.py: apply_swiglu_sharded_factory
 LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its layers
 _LISTED_NAMES = 4  # names that a message spells out before it counts the rest
 
@@ -170,32 +171,25 @@ def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[s
     return {name: tensor[: shape.vocab_size] if name in padded else tensor for name, tensor in internal.items()}
 
 
-def unstack_layers(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor per layer out of a checkpoint, which stores the layers of a kind as one tensor, layer first.
-
-    What is returned are views.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in stacked.items():
-        if name.startswith(LAYERS_PREFIX):
-            kind = name.removeprefix(LAYERS_PREFIX)
-            tensors |= {f"{LAYERS_PREFIX}{i}.{kind}": layer for i, layer in enumerate(tensor)}
-        else:
-            tensors[name] = tensor
+def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the model out of a checkpoint, which stores the gate and the value of SwiGLU apart."""
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(_HALVES)}
+    for name, gate in stored.items():
+        whole = name.removesuffix(_HALVES[0])
+        if whole != name and whole + _HALVES[1] in stored:
+            tensors[whole] = torch.cat([gate, stored[whole + _HALVES[1]]])
     return tensors
 
 
-def stack_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The way back of `unstack_layers`."""
-    kinds: dict[str, list[Tensor]] = {}
-    stacked: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():  # of one kind in the order of the layers
-        if name.startswith(LAYERS_PREFIX):
-            kind = name.removeprefix(LAYERS_PREFIX).partition(".")[2]
-            kinds.setdefault(LAYERS_PREFIX + kind, []).append(tensor)
+def split_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The way back of `join_halves`."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.linear_fc1.weight"):
+            stored |= {name + half: part.contiguous() for half, part in zip(_HALVES, tensor.chunk(2), strict=True)}
         else:
-            stacked[name] = tensor
-    return stacked | {name: torch.stack(layers) for name, layers in kinds.items()}
+            stored[name] = tensor
+    return stored
 
 
 def _shapes_of(rows: list[Row], shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -6,27 +6,23 @@ Costs the memory of the weights and the time to check every file of the checkpoi
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, to_published, unstack_layers
+from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, join_halves, to_published
 from checkpoint_conversion.tensor_rules import ModelShape
+from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
+from megatron_neobert.checkpoint.tensors import OPTIMIZER_PREFIX, StoredTensors
+from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.config import ModelConfig, Settings, flag_of
 from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
-from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
-from megatron_neobert.training.checkpoint_metadata import OPTIMIZER_PREFIX
-from megatron_neobert.training.common_file import read_common
-from megatron_neobert.training.safe_reading import one_sentence, open_reader
 
 PROVENANCE = "provenance.json"
 _LARGEST_PROVENANCE_BYTES = 1 << 16
@@ -43,7 +39,7 @@ class MegatronCheckpoint:
     settings: Settings
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
-    progress: dict[str, Any]  # how far the run had come; empty if nobody could read it safely
+    progress: dict[str, Any]  # how far the run had come
     declared: dict[str, str] = field(default_factory=dict)  # licence and base_model of the weights that it began with
 
     @property
@@ -96,29 +92,26 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
     )
 
 
-def read_checkpoint(save: Path, *, iteration: int | None = None, trust: bool = False) -> MegatronCheckpoint:
+def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
     """The newest checkpoint of a save folder, or that of one iteration.
-
-    Args:
-        trust: Let torch unpickle the table of contents, which can run code.
 
     Raises:
         MissingInputError: There is none.
-        CheckpointError: It is damaged, incomplete, or wants to run code.
+        CheckpointError: It is damaged or incomplete.
         ConversionError: Its layers are not NeoBERT's.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
     settings = read_record(folder / "settings.yaml")
     _refuse_other_layers(folder, settings.model)
-    stacked = _read_tensors(folder, trust=trust)
-    _check_depth(folder, stacked, settings.model.num_layers)
+    tensors = _read_tensors(folder)
+    _check_depth(folder, tensors, settings.model.num_layers)
     return MegatronCheckpoint(
         folder=folder,
         settings=settings,
         tokenizer=load_tokenizer(folder / "tokenizer"),
-        tensors=unstack_layers(stacked),
-        progress={} if trust else read_common(folder)["progress"],
+        tensors=join_halves(tensors),
+        progress=read_train_state(folder)["progress"],
         declared=_read_provenance(folder, settings),
     )
 
@@ -152,14 +145,14 @@ def _refuse_other_layers(folder: Path, model: ModelConfig) -> None:
     )
 
 
-def _check_depth(folder: Path, stacked: dict[str, Tensor], num_layers: int) -> None:
+def _check_depth(folder: Path, tensors: dict[str, Tensor], num_layers: int) -> None:
     """Refuses tensors of another number of layers than the settings, before names are made for each of these."""
-    for name, tensor in stacked.items():
-        if name.startswith(LAYERS_PREFIX) and (tensor.dim() == 0 or len(tensor) != num_layers):
-            raise ConversionError(
-                f"{folder}: {name} has shape {tuple(tensor.shape)}, one entry for each layer; settings.yaml says "
-                f"--num-layers {num_layers}. One of the files belongs to another checkpoint."
-            )
+    layers = {name.split(".")[2] for name in tensors if name.startswith(LAYERS_PREFIX)}
+    if len(layers) != num_layers:
+        raise ConversionError(
+            f"{folder} holds the tensors of {len(layers)} layers; settings.yaml says --num-layers {num_layers}. One of "
+            "the files belongs to another checkpoint."
+        )
 
 
 def _flag(name: str, value: object) -> str:
@@ -168,30 +161,22 @@ def _flag(name: str, value: object) -> str:
     return f"{flag_of(name)} {value}"
 
 
-def _read_tensors(folder: Path, *, trust: bool) -> dict[str, Tensor]:
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the model at its full size, under the names of the checkpoint.
 
     Of weights that training computed with in less than fp32, those that the optimizer updates: their rounding is what
     was computed with.
     """
-    reader = open_reader(folder, trust=trust)
-    entries = {
-        name: entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    sources = {name: _main_weight(name, entries) for name in entries if not name.startswith(OPTIMIZER_PREFIX)}
-    if not sources:
+    stored = StoredTensors(folder)
+    names = [name for name in stored.shapes if not name.startswith(OPTIMIZER_PREFIX)]
+    if not names:
         raise CheckpointError(f"{folder} holds no weights; use another checkpoint.")
-    read = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in sources.values()}
-    with one_sentence():
-        torch_checkpoint.load(read, storage_reader=reader, no_dist=True)
-    return {name: read.pop(source) for name, source in sources.items()}
+    return {name: stored.read_whole(_main_weight(name, stored)) for name in names}
 
 
-def _main_weight(name: str, entries: Mapping[str, TensorStorageMetadata]) -> str:
+def _main_weight(name: str, stored: StoredTensors) -> str:
     """The name of the optimizer's own fp32 copy of a weight, where there is one."""
-    if entries[name].properties.dtype is torch.float32:
+    if stored.dtypes[name] is torch.float32:
         return name
     candidates = [f"{OPTIMIZER_PREFIX}state.{kind}.{name}" for kind in _MAIN_WEIGHTS]
-    return next((one for one in candidates if one in entries and entries[one].size == entries[name].size), name)
+    return next((one for one in candidates if stored.shapes.get(one) == stored.shapes[name]), name)

@@ -4,24 +4,20 @@ It holds what a conversion knows: weights in fp32, the model's settings and the 
 in the data are not there, so training starts with fresh moments at iteration 0; any layout of ranks can load it.
 """
 
-import io
 import json
-from dataclasses import asdict
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint_conversion.mapping import stack_layers
+from checkpoint_conversion.mapping import split_halves
 from checkpoint_conversion.megatron_reader import PROVENANCE
+from megatron_neobert.checkpoint.folder import iteration_folder, publish, write_manifest
+from megatron_neobert.checkpoint.tensors import write_tensors
+from megatron_neobert.checkpoint.train_state import write_train_state
 from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.flags import write_record
-from megatron_neobert.training.checkpoint_files import iteration_folder, publish, write_manifest
 from megatron_neobert.training.run import Progress
-from megatron_neobert.training.safe_reading import FORMAT
 
 
 def write_checkpoint(
@@ -43,20 +39,11 @@ def write_checkpoint(
     final = iteration_folder(save, 0)
     temporary = save / f".tmp-{final.name}"
     temporary.mkdir()
-    stacked = stack_layers({name: tensor.float() for name, tensor in tensors.items()})
-    try:
-        torch_checkpoint.save(stacked, checkpoint_id=temporary, no_dist=True)
-    except CheckpointException as error:
-        reason: BaseException | None = next(iter(error.failures.values()))[0]
-        while reason is not None and not isinstance(reason, OSError):
-            reason = reason.__context__
-        if reason is None:
-            raise
-        raise reason from error
-    common = io.BytesIO()  # for a failure to write is an OSError then
-    torch.save({"progress": asdict(Progress(corpus_sha256=""))}, common)
-    (temporary / "common.pt").write_bytes(common.getvalue())
-    (temporary / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
+    parts = split_halves({name: tensor.float() for name, tensor in tensors.items()})
+    write_tensors(
+        temporary / "rank_00000.safetensors", parts, {name: (0,) * tensor.dim() for name, tensor in parts.items()}
+    )
+    write_train_state(temporary, Progress(corpus_sha256=""))
     (temporary / PROVENANCE).write_text(json.dumps(declared), encoding="utf-8")
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)

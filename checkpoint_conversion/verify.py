@@ -32,11 +32,6 @@ def main() -> int:
         "weight (default: 1e-4 for logits, as after a conversion, and none for weights; rounded to bfloat16 on one "
         "side, logits differ by 0.015)",
     )
-    parser.add_argument(
-        "--trust-checkpoint",
-        action="store_true",
-        help="let a checkpoint's pickled table of contents run code; only for files from people you trust",
-    )
     arguments = parser.parse_args()
     for name, folder in (("A", arguments.first), ("B", arguments.second)):
         require_folder(name, folder)
@@ -44,11 +39,8 @@ def main() -> int:
     import torch
 
     from checkpoint_conversion.comparison import TOLERANCES, build_prompts, compare_models, to_table
-    from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
-    trust = arguments.trust_checkpoint
-    refuse_unsafe_environment(trust)
-    first, second = (load_side(folder, trust=trust) for folder in (arguments.first, arguments.second))
+    first, second = (load_side(folder) for folder in (arguments.first, arguments.second))
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
             f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
@@ -90,8 +82,8 @@ def compare_content(first: "LogitModel", second: "LogitModel", *, tolerance: flo
     return not settings and differing[worst] <= tolerance
 
 
-def load_side(folder: Path, *, trust: bool = False) -> "LogitModel":
-    """The model of a folder in fp32, whichever kind it is; `trust` lets a table of contents be unpickled.
+def load_side(folder: Path) -> "LogitModel":
+    """The model of a folder in fp32, whichever kind it is.
 
     Raises:
         MissingInputError: It holds no model.
@@ -104,7 +96,7 @@ def load_side(folder: Path, *, trust: bool = False) -> "LogitModel":
     from checkpoint_conversion.megatron_reader import read_checkpoint
     from checkpoint_conversion.verification import checkpoint_model
 
-    checkpoint = read_checkpoint(folder, trust=trust)
+    checkpoint = read_checkpoint(folder)
     return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")
 
 

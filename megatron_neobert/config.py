@@ -291,9 +291,6 @@ class CheckpointConfig:
         None, "with --keep-last: keep those of iterations that are a multiple of this as well", minimum=1
     )
     check_for_nan: bool = setting(True, "refuse to save weights that are not finite")
-    trust_checkpoint: bool = setting(
-        False, "read checkpoints whose pickled objects could run code; only for files from people you trust"
-    )
 
     @property
     def loads_save(self) -> bool:

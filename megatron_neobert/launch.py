@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.config import CheckpointConfig, Settings, flag_of
 from megatron_neobert.data.inputs import open_inputs
 from megatron_neobert.errors import (
@@ -37,7 +38,6 @@ from megatron_neobert.errors import (
 from megatron_neobert.flags import parse_command_line
 from megatron_neobert.meeting import Meeting, serve_store
 from megatron_neobert.nodes import Place, find_place, whole_number
-from megatron_neobert.training.checkpoint_files import check_folders
 from megatron_neobert.training.stopping import (
     ABORT_SIGNAL,
     FIRST_INTERRUPT,

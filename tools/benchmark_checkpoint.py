@@ -95,7 +95,7 @@ def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
 
 def _iterate(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
     """Seconds of some iterations, with a checkpoint after the first of them, and of the calls to the saver."""
-    from megatron_neobert.training.saver import Saver
+    from megatron_neobert.checkpoint.save import Saver
     from megatron_neobert.training.step import train_step
 
     run.settings = run.settings.with_section("checkpoint", async_save=mode == "beside training")
@@ -115,7 +115,7 @@ def _iterate(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
 
 def _verify(run: Any) -> tuple[float, int]:
     """Seconds, and bytes of the newest checkpoint."""
-    from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
+    from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 
     checkpoint = latest_checkpoint(Path(run.settings.checkpoint.save))
     started = time.perf_counter()

@@ -78,9 +78,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _choose(arguments: argparse.Namespace, flags: list[str]) -> tuple[Path | None, Settings]:
     """The checkpoint to start from, and the settings of the run, checked."""
+    from megatron_neobert.checkpoint.folder import list_checkpoints
     from megatron_neobert.flags import parse_command_line
     from megatron_neobert.inspection import saved_run
-    from megatron_neobert.training.checkpoint_files import list_checkpoints
 
     ranks = arguments.world_size or 1
     if arguments.rank is None:

@@ -19,10 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
+from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 from megatron_neobert.config import CheckpointConfig, ParallelConfig, Settings
 from megatron_neobert.environment import is_rank_zero, world_size
 from megatron_neobert.errors import CommandParser, run_command
-from megatron_neobert.training.checkpoint_files import latest_checkpoint, verify_files
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
 def replay(settings: Settings, origin: Origin, iteration: int) -> None:
     """Forward and backward on the batch of an iteration, and what they find. Collective: all ranks."""
     from megatron_neobert.model.kernels import check_hardware
-    from megatron_neobert.training.safe_reading import refuse_unsafe_environment
 
-    refuse_unsafe_environment(settings.checkpoint.trust_checkpoint)
     check_hardware(settings)  # before Megatron is imported: it imports whatever package is called apex
 
     from megatron_neobert import distributed
@@ -108,7 +106,7 @@ def replay(settings: Settings, origin: Origin, iteration: int) -> None:
 
 def stream_at(run: Any, origin: Origin, iteration: int) -> Any:
     """This rank's batches from that of the iteration on; loads the weights. Collective: all ranks."""
-    from megatron_neobert.training.checkpoint import load_from
+    from megatron_neobert.checkpoint.load import load_from
 
     if origin.place is not None:
         load_from(run, origin.place)

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
+from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import BatchStream, PackedBatch
 from megatron_neobert.data.inputs import Inputs, batch_settings, open_inputs
@@ -18,7 +20,6 @@ from megatron_neobert.data.packing import PackedRows
 from megatron_neobert.data.rows import Cursor, Source, read_cursor
 from megatron_neobert.data.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
-from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint
 
 NO_LABEL = -1
 
@@ -151,9 +152,7 @@ def _refuse_none_of_the_run(settings: Settings, iteration: int, *, first: int) -
 
 def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor]:
     """Iterations that a checkpoint has behind it, and where its data goes on."""
-    from megatron_neobert.training.common_file import read_common  # imports megatron.core: some seconds
-
-    progress = read_common(checkpoint)["progress"]
+    progress = read_train_state(checkpoint)["progress"]
     if progress["corpus_sha256"] != inputs.identity:
         raise CheckpointError(
             f"{checkpoint} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path names "

@@ -8,10 +8,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
 from megatron_neobert.config import CheckpointConfig, LoggingConfig, Settings
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.flags import parse_command_line, read_record, write_record
-from megatron_neobert.training.checkpoint_files import iteration_of, latest_checkpoint, list_checkpoints
 
 
 def checkpoint_before(load: Path, iteration: int) -> Path | None:

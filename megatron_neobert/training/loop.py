@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 
 from megatron_neobert import distributed
+from megatron_neobert.checkpoint.folder import check_folders, claim
+from megatron_neobert.checkpoint.load import load_checkpoint
+from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config import Settings
 from megatron_neobert.data.batches import StepBatches
 from megatron_neobert.data.dali import build_dali_loader
@@ -15,14 +18,10 @@ from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.training.build import build_run, join
-from megatron_neobert.training.checkpoint import load_checkpoint
-from megatron_neobert.training.checkpoint_files import check_folders, claim
 from megatron_neobert.training.flops import count_parameters
 from megatron_neobert.training.guard import count_update, too_many_skips
 from megatron_neobert.training.metrics import Averages, Monitor
 from megatron_neobert.training.run import Progress, Run
-from megatron_neobert.training.safe_reading import refuse_unsafe_environment
-from megatron_neobert.training.saver import Saver
 from megatron_neobert.training.step import train_step, validation_step
 from megatron_neobert.training.stopping import reason_to_stop, requests_of_this_rank
 from megatron_neobert.training.trackers_wandb import refuse_missing_wandb
@@ -37,7 +36,6 @@ def run_training(settings: Settings) -> int:
 
     Collective: all ranks.
     """
-    refuse_unsafe_environment(settings.checkpoint.trust_checkpoint)
     refuse_missing_wandb(settings)
     check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None):

@@ -13,9 +13,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.config import CheckpointConfig, Settings, flag_of
 from megatron_neobert.data.inputs import Inputs, open_inputs
-from megatron_neobert.training.checkpoint_files import iteration_of, list_checkpoints
 from megatron_neobert.training.flops import count_parameters, training_flops_per_token
 from megatron_neobert.training.metrics_line import percent
 from megatron_neobert.training.plan_costs import checkpoint_lines, counted, gpu_lines, memory_lines, plan_memories

@@ -4,9 +4,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.config import Settings
 from megatron_neobert.data.shapes import usual_masked
-from megatron_neobert.training.checkpoint_files import iteration_of, list_checkpoints
 from megatron_neobert.training.flops import checkpoint_bytes
 from megatron_neobert.training.gpus import GPUS
 from megatron_neobert.training.memory import RankMemory, plan_memory

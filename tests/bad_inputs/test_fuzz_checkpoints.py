@@ -14,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_reference
 
-from checkpoint_conversion.mapping import NEOBERT, stack_layers, to_internal
+from checkpoint_conversion.mapping import NEOBERT, to_internal
 from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.checkpoint.folder import latest_checkpoint, list_checkpoints, verify_files
+from megatron_neobert.checkpoint.tensors import StoredTensors
+from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.errors import CheckpointError, NeoBERTError
-from megatron_neobert.training.checkpoint_files import latest_checkpoint, list_checkpoints, verify_files
-from megatron_neobert.training.checkpoint_metadata import SafeReader
-from megatron_neobert.training.safe_reading import read_common
 
 pytestmark = pytest.mark.slow
 
 JSON = (".json",)
+TENSORS = "rank_00000.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def saved(tmp_path_factory):
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
     model = SavedModel(save=folder / "save", reference=build_reference(), vocabulary=vocabulary)
-    model.write(stack_layers(to_internal(build_reference().state_dict(), SHAPE, NEOBERT)))
+    model.write(to_internal(build_reference().state_dict(), SHAPE, NEOBERT))
     root = model.iteration_folder
     files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     return model, files
@@ -66,31 +67,31 @@ def test_mutated_checkpoint_does_not_pass_for_whole(saved, data):
 
 @examples(300)
 @given(data=st.data())
-def test_mutated_table_of_contents_is_refused_or_read(saved, data):
+def test_mutated_header_of_tensors_is_refused_or_read(saved, data):
     model, files = saved
-    path = model.iteration_folder / ".metadata"
-    path.write_bytes(data.draw(mutated(files[".metadata"])))
+    path = model.iteration_folder / TENSORS
+    header = 8 + int.from_bytes(files[TENSORS][:8], "little")
+    path.write_bytes(data.draw(mutated(files[TENSORS][:header])) + files[TENSORS][header:])
     try:
         with bounded():
-            SafeReader(model.iteration_folder).read_metadata()
+            stored = StoredTensors(model.iteration_folder)
+            for name in stored.shapes:
+                stored.read_whole(name)
     except CheckpointError as error:
         assert "\n" not in str(error)
     finally:
-        path.write_bytes(files[".metadata"])
+        path.write_bytes(files[TENSORS])
 
 
 @examples(250)
 @given(data=st.data())
-def test_mutated_progress_is_refused_or_read(tmp_path_factory, data):
-    folder = tmp_path_factory.getbasetemp() / "common"
+def test_mutated_progress_is_refused_or_read(saved, tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "train_state"
     folder.mkdir(exist_ok=True)
-    sound = folder / "sound.pt"
-    if not sound.exists():
-        torch.save({"progress": {"iteration": 30, "cursor": {"row": 5}}, "steps": torch.arange(3)}, sound)
-    (folder / "common.pt").write_bytes(data.draw(mutated(sound.read_bytes())))
+    (folder / "train_state.json").write_bytes(mutation(data.draw, "train_state.json", saved[1]["train_state.json"]))
     try:
         with bounded():
-            read_common(folder)
+            read_train_state(folder)
     except CheckpointError as error:
         assert "\n" not in str(error)
 
@@ -100,7 +101,7 @@ def test_mutated_progress_is_refused_or_read(tmp_path_factory, data):
 def test_converter_refuses_or_reads_what_a_hostile_hand_has_sealed(saved, data):
     model, files = saved
     sources = sorted(name for name in files if name != "MANIFEST.json")
-    name = data.draw(st.sampled_from([*sources, ".metadata", ".metadata", "settings.yaml"]))
+    name = data.draw(st.sampled_from([*sources, TENSORS, "settings.yaml"]))
     path = model.iteration_folder / name
     path.write_bytes(mutation(data.draw, name, files[name]))
     model.seal()

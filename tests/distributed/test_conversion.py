@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from processes import run_on_ranks
 from ranks import train_on_ranks
 from tolerances import MEGATRON_LOGITS
 
-from checkpoint_conversion.mapping import unstack_layers
+from checkpoint_conversion.mapping import join_halves
 from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.checkpoint.save import Saver
+from megatron_neobert.checkpoint.tensors import StoredTensors
 from megatron_neobert.config import Settings
 from megatron_neobert.training.build import build_run, join
-from megatron_neobert.training.saver import Saver
 
 LENGTHS = (9, 1, 30, 4)
 STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -89,12 +89,7 @@ def test_bfloat16_run_is_read_as_the_fp32_weights_that_its_optimizer_updates(set
 
 def model_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """The model's own tensors of a checkpoint, in the precision that they are stored in."""
-    reader = torch_checkpoint.FileSystemReader(folder)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if not name.startswith("optimizer.")
-    }
-    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    stored = StoredTensors(folder)
+    tensors = {name: stored.read_whole(name) for name in stored.shapes if not name.startswith("optimizer.")}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    return unstack_layers(tensors)
+    return join_halves(tensors)

@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from ranks import read_metrics, train_on_ranks
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoint_conversion.export import ExportOptions, export
 from checkpoint_conversion.imports import import_folder
-from checkpoint_conversion.mapping import stack_layers
+from checkpoint_conversion.mapping import split_halves
 from checkpoint_conversion.megatron_reader import read_checkpoint
+from megatron_neobert.checkpoint.folder import latest_checkpoint
+from megatron_neobert.checkpoint.tensors import StoredTensors
 from megatron_neobert.config import Settings
-from megatron_neobert.training.checkpoint_files import latest_checkpoint
 
 STOP = 3
 
@@ -38,14 +37,8 @@ def continued(run: Settings, source: str, **training: Any) -> Settings:
 
 def stored_tensors(save: str, prefix: str) -> dict[str, Tensor]:
     folder = latest_checkpoint(Path(save))
-    reader = torch_checkpoint.FileSystemReader(folder)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    stored = StoredTensors(folder)
+    return {name.removeprefix(prefix): stored.read_whole(name) for name in stored.shapes if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +80,7 @@ def test_a_bfloat16_run_updates_the_converted_weights_and_not_their_rounding(
     run = settings("second", parallel={"use_distributed_optimizer": distributed_optimizer}, optimizer={"lr": 0.0})
     run = continued(run.with_section("optimizer", min_lr=0.0), imported, exit_interval=1, bf16=True)
     train_on_ranks(run)
-    expected = stack_layers(read_checkpoint(Path(imported)).tensors)
+    expected = split_halves(read_checkpoint(Path(imported)).tensors)
     prefix = f"optimizer.state.{'param' if distributed_optimizer else 'fp32_param'}."
     found = stored_tensors(run.checkpoint.save, prefix)
     assert found.keys() == expected.keys()

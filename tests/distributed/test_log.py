@@ -14,9 +14,10 @@ from ranks import quick_only, read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 from torch.multiprocessing import ProcessRaisedException
 
+from megatron_neobert.checkpoint import folder as checkpoint_files
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.training import checkpoint_files, loop
+from megatron_neobert.training import loop
 from megatron_neobert.training.flops import training_flops_per_token
 
 LAST = 3  # iteration of each run here

@@ -11,7 +11,7 @@ from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from megatron_neobert.training.checkpoint_files import list_checkpoints
+from megatron_neobert.checkpoint.folder import list_checkpoints
 
 PEAK, FLOOR = 2e-3, 2e-4
 

@@ -13,11 +13,11 @@ from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 
 from megatron_neobert import megatron_fixes
+from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.config import CheckpointConfig
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import MissingInputError, OutputError
-from megatron_neobert.training.checkpoint_files import check_folders
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}  # an interleaved pipeline of two ranks needs that many

@@ -17,19 +17,19 @@ from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
 
+from megatron_neobert.checkpoint import save as saver
+from megatron_neobert.checkpoint.folder import list_checkpoints, verify_files
+from megatron_neobert.checkpoint.save import Saver, TensorWriter
 from megatron_neobert.config import Settings
 from megatron_neobert.data.corpus import Corpus
 from megatron_neobert.errors import NeoBERTError
-from megatron_neobert.training import checkpoint_writer, loop, saver, stopping
-from megatron_neobert.training.checkpoint_files import list_checkpoints, verify_files
-from megatron_neobert.training.checkpoint_writer import TensorWriter
-from megatron_neobert.training.saver import Saver
+from megatron_neobert.training import loop, stopping
 
 WHOLE_OPTIMIZER = {"use_distributed_optimizer": False}
 
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.distcp"))}
+    return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
 
 
 def saves_each_iteration(settings: Any, name: str, **checkpoint: Any) -> Settings:
@@ -40,7 +40,7 @@ def saves_each_iteration(settings: Any, name: str, **checkpoint: Any) -> Setting
 def write_after_the_next_update() -> None:
     """Every file waits until the weights have changed since it was asked for."""
     updated = threading.Event()
-    write, save, step = checkpoint_writer._write, Saver.save, loop.train_step
+    write, save, step = saver._write, Saver.save, loop.train_step
 
     def write_later(*args: Any) -> Any:
         assert updated.wait(30)
@@ -57,17 +57,12 @@ def write_after_the_next_update() -> None:
         updated.set()
         return report
 
-    checkpoint_writer._write, Saver.save, loop.train_step = write_later, save_and_hold, step_and_release
+    saver._write, Saver.save, loop.train_step = write_later, save_and_hold, step_and_release
 
 
 def write_after_the_next_update_from_no_copy() -> None:
     write_after_the_next_update()
-    start = TensorWriter.start
-
-    def without_copy(self: TensorWriter, *, copy: bool) -> None:
-        start(self, copy=False)
-
-    TensorWriter.start = without_copy
+    saver._copy_to_host = torch.Tensor.detach
 
 
 CASES = {
@@ -111,14 +106,14 @@ def fail_on_rank(rank: int, iteration: int) -> Any:
     """No room on one rank's disk from some iteration on."""
 
     def prepare() -> None:
-        write = checkpoint_writer._write
+        write = saver._write
 
-        def write_or_fail(storage: Any, bucket: Any) -> Any:
-            if torch.distributed.get_rank() == rank and f"{iteration:07d}" in str(bucket[0]):
-                raise OSError(28, "No space left on device", str(bucket[0]))
-            return write(storage, bucket)
+        def write_or_fail(path: Path, *args: Any) -> Any:
+            if torch.distributed.get_rank() == rank and f"{iteration:07d}" in str(path):
+                raise OSError(28, "No space left on device", str(path))
+            return write(path, *args)
 
-        checkpoint_writer._write = write_or_fail
+        saver._write = write_or_fail
 
     return prepare
 
@@ -292,16 +287,16 @@ def ask_for_a_checkpoint_that_rank_1_writes_slowly(folder: Path) -> Any:
 
     def prepare() -> None:
         released = threading.Event()
-        write, step, start = checkpoint_writer._write, loop.train_step, TensorWriter.start
+        write, step, start = saver._write, loop.train_step, TensorWriter.start
         writers: list[TensorWriter] = []
 
         def write_later(*args: Any) -> Any:
             assert torch.distributed.get_rank() == 0 or released.wait(30)
             return write(*args)
 
-        def start_and_keep(self: TensorWriter, **how: Any) -> None:
+        def start_and_keep(self: TensorWriter) -> None:
             writers.append(self)
-            start(self, **how)
+            start(self)
 
         def step_and_look(run: Any, batches: Any) -> Any:
             iteration, save = run.progress.iteration + 1, folder / "run"
@@ -312,11 +307,11 @@ def ask_for_a_checkpoint_that_rank_1_writes_slowly(folder: Path) -> Any:
                 (folder / f"seen.{iteration}").write_text(json.dumps(holds))
             if iteration == 5:
                 released.set()
-                futures.wait(writers[0]._written)
+                futures.wait([writers[0]._written])
             return step(run, batches)
 
         stopping._SECONDS_BETWEEN_LOOKS = 0
-        checkpoint_writer._write, TensorWriter.start, loop.train_step = write_later, start_and_keep, step_and_look
+        saver._write, TensorWriter.start, loop.train_step = write_later, start_and_keep, step_and_look
 
     return prepare
 

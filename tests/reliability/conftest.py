@@ -16,7 +16,7 @@ checkpoint bit for bit with those of a run that nothing has happened to):
                                                                             distributed/test_saving.py
     kill -9 of everything, of one rank, of the launcher, during saves       test_kills.py
     bit flip, truncation, every checkpoint damaged                          test_damage.py; other damage:
-                                                                            unit/training/test_checkpoint_files.py
+                                                                            unit/checkpoint/test_folder.py
     disk full, before and while a checkpoint is written                     test_full_disk.py
     a save that fails on one rank ends all with one sentence                distributed/test_saving.py
     a loss or gradient on one rank that is not finite, spikes               distributed/test_skipped_updates.py; the
@@ -27,10 +27,10 @@ checkpoint bit for bit with those of a run that nothing has happened to):
     ranks started again by torchrun                                         test_hangs_and_restarts.py; by our launcher:
                                                                             distributed/test_launch_restarts.py
     which checkpoints are deleted                                           distributed/test_saving.py
-    a crash at every file-system event of a save and of deleting            unit/training/test_checkpoint_files.py
+    a crash at every file-system event of a save and of deleting            unit/checkpoint/test_folder.py
     settings that have changed                                              unit/test_compatibility.py; one command:
                                                                             test_resume_policy.py
-    --resume                                                                unit/training/test_checkpoint_files.py,
+    --resume                                                                unit/checkpoint/test_folder.py,
                                                                             distributed/test_resume.py
 """
 

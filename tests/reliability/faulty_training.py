@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_neobert import pretrain
 from megatron_neobert.errors import run_command
-from megatron_neobert.training import checkpoint_writer, loop, stopping
+from megatron_neobert.training import loop, stopping
 from megatron_neobert.training.run import Run
 
 RANK = os.environ.get("RANK", "0")
@@ -48,17 +48,6 @@ def nan_loss(run: Run) -> None:
 def file_size_limit(run: Run) -> None:
     """From now on this rank can write no large file: EFBIG, from the kernel."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, LARGEST_FILE_BYTES))
-
-
-def full_disk(run: Run) -> None:
-    """The tensors of this rank's next checkpoint meet a full device: ENOSPC, from the kernel."""
-    original = checkpoint_writer.TensorWriter.start
-
-    def start(writer: Any, **how: Any) -> None:
-        (writer.folder / f"__{RANK}_0.distcp").symlink_to("/dev/full")
-        original(writer, **how)
-
-    checkpoint_writer.TensorWriter.start = start
 
 
 def install(faults: str) -> None:

@@ -1,5 +1,6 @@
 """What checkpoints hold, for comparisons bit for bit."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whichever ranks wrote it."""
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint))  # and not this project's own
     described = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -24,7 +25,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def progress_of(checkpoint: Path) -> dict[str, Any]:
     """How far the run had come: iteration, place in the data, counts."""
-    return dict(torch.load(checkpoint / "common.pt", weights_only=True)["progress"])
+    return dict(json.loads((checkpoint / "train_state.json").read_text())["progress"])
 
 
 def assert_same_state(checkpoint: Path, expected: Path) -> None:

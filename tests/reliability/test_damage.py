@@ -21,7 +21,7 @@ def truncate(path: Path) -> None:
 
 def one_of(checkpoint: Path) -> Path:
     """A file with tensors."""
-    return min(checkpoint.glob("*.distcp"))
+    return min(checkpoint.glob("*.safetensors"))
 
 
 def test_a_bit_flip_and_a_truncation_are_named_and_the_run_goes_on_exactly_from_the_checkpoint_before_them(
@@ -48,13 +48,13 @@ def test_a_bit_flip_and_a_truncation_are_named_and_the_run_goes_on_exactly_from_
 def test_a_run_whose_checkpoints_are_all_damaged_ends_with_78_and_changes_nothing(start, copy_until):
     save = copy_until(150)
     flip_bit(one_of(save / "iter_0000050"))
-    truncate(save / "iter_0000100" / "common.pt")
+    truncate(save / "iter_0000100" / "train_state.json")
     one_of(save / "iter_0000150").unlink()
     before = names_in(save)
     with start(save) as training:
         assert training.finish() == 78, training.output
     (error,) = [line for line in training.lines if line.startswith("error: ")]
-    for name in ("iter_0000050/__0_", "iter_0000100/common.pt", "iter_0000150/__0_"):
+    for name in ("iter_0000050/rank_00000", "iter_0000100/train_state.json", "iter_0000150/rank_00000"):
         assert name in error
     assert "Traceback" not in training.output
     assert "iteration " not in training.output

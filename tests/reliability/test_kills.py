@@ -35,7 +35,7 @@ def stop_in_a_save(training: Training, save: Path) -> None:
 
 
 def is_half_written(save: Path) -> bool:
-    return any(save.glob(".tmp-iter_*/*.distcp"))
+    return any(save.glob(".tmp-iter_*/*.safetensors"))
 
 
 @pytest.mark.parametrize("seed", [SEED])

@@ -49,6 +49,7 @@ PLACES = {
     "megatron_neobert.model": Place(4, "model"),
     "megatron_neobert.data": Place(4, "data"),
     "megatron_neobert.training": Place(5, "training"),
+    "megatron_neobert.checkpoint": Place(5, "training"),
     "megatron_neobert.evaluation": Place(6, "evaluation"),
     "megatron_neobert.huggingface": Place(0, "huggingface"),  # travels alone with an export
     "megatron_neobert.inspection": Place(7, "inspection"),

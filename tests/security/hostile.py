@@ -2,13 +2,8 @@
 
 import json
 import os
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_neobert.files import sha256_of
 
@@ -45,27 +40,6 @@ class Checkpoint:
     def replace(self, name: str, content: bytes) -> None:
         (self.folder / name).write_bytes(content)
         self.seal()
-
-    def change_table(self, change: Callable[[Metadata], None]) -> None:
-        table = self.read_table()
-        change(table)
-        self.replace(".metadata", pickle.dumps(table))
-
-    def read_table(self) -> Metadata:
-        """As torch reads it: only for tables that this test wrote."""
-        with (self.folder / ".metadata").open("rb") as stream:
-            table: Metadata = pickle.load(stream)
-        return table
-
-    def append(self, thing: Any) -> tuple[str, int, int]:
-        """Stores something as torch stores a tensor: the file, its offset and its length."""
-        path = sorted(self.folder.glob("*.distcp"))[0]
-        with path.open("ab") as stream:
-            offset = stream.tell()
-            torch.save(thing, stream)
-            length = stream.tell() - offset
-        self.seal()
-        return path.name, offset, length
 
     def seal(self) -> None:
         """Writes the manifest of whatever files are there."""

@@ -93,13 +93,6 @@ _ON = ("1", "y", "yes", "true", "on")
 _OFF = ("0", "n", "no", "false", "off")
 
 VARIABLES = (
-    Variable(
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
-        _ON,
-        PROBLEM,
-        "lets every checkpoint run code, and training refuses to start with it",
-        "unset it, or start with --trust-checkpoint",
-    ),
     Variable("CUDA_LAUNCH_BLOCKING", _ON, WARNING, "waits for every kernel: several times slower"),
     Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", _ON, WARNING, "asks the driver for every tensor: many times slower"),
     Variable("TORCH_DISTRIBUTED_DEBUG", ("detail",), WARNING, "compares every collective between ranks: slow"),

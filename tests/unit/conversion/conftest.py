@@ -6,7 +6,7 @@ import pytest
 from saved_model import SHAPE, WORDS, SavedModel, build_reference
 from torch import Tensor
 
-from checkpoint_conversion.mapping import NEOBERT, stack_layers, to_internal
+from checkpoint_conversion.mapping import NEOBERT, to_internal
 
 
 @pytest.fixture
@@ -20,6 +20,6 @@ def saved(tmp_path: Path, internal: dict[str, Tensor]) -> SavedModel:
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
     model = SavedModel(save=tmp_path / "checkpoints", reference=build_reference(), vocabulary=vocabulary)
-    model.write(stack_layers(internal))
+    model.write(internal)
     (model.save / "latest_checkpointed_iteration.txt").write_text("30")
     return model

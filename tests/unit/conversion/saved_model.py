@@ -2,19 +2,21 @@
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
 
 from checkpoint_conversion.comparison import make_loud
 from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.mapping import split_halves
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from checkpoint_conversion.tensor_rules import ModelShape
 from checkpoint_conversion.verification import Checks
+from megatron_neobert.checkpoint.tensors import write_tensors
+from megatron_neobert.checkpoint.train_state import write_train_state
 from megatron_neobert.config import ModelConfig, Settings
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.files import sha256_of
@@ -41,12 +43,6 @@ SHAPE = ModelShape(
 )
 
 PROGRESS = Progress(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
 
 @dataclass
@@ -62,15 +58,15 @@ class SavedModel:
         return self.save / "iter_0000030"
 
     def write(self, tensors: dict[str, Tensor]) -> None:
-        """Replaces the weights by stacked tensors under the names of a Megatron checkpoint, and renews the manifest."""
+        """Replaces the weights by tensors under the names of a Megatron checkpoint, and renews the manifest."""
         optimizer = {"optimizer.state.exp_avg.output_layer.bias": torch.ones(3)}
         folder = self.iteration_folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        torch_checkpoint.save(tensors | optimizer, checkpoint_id=folder, no_dist=True)
+        parts = split_halves(tensors) | optimizer
+        write_tensors(folder / "rank_00000.safetensors", parts, {name: [0] * parts[name].dim() for name in parts})
         write_record(Settings(model=MODEL), folder / "settings.yaml")
-        (folder / "metadata.json").write_text(json.dumps(FORMAT))
-        torch.save({"progress": asdict(PROGRESS)}, folder / "common.pt")
+        write_train_state(folder, PROGRESS)
         load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)
         self.seal()
 

@@ -13,10 +13,10 @@ from checkpoint_conversion.mapping import (
     TABLES,
     Table,
     expand_table,
-    stack_layers,
+    join_halves,
+    split_halves,
     to_internal,
     to_published,
-    unstack_layers,
 )
 from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.errors import ConversionError
@@ -109,19 +109,12 @@ def test_no_name_stands_twice_in_a_table(table: Table):
     assert len({row.internal for row in rows}) == len(rows) == 4 + 6 * 3
 
 
-def test_stacked_layers_come_apart_in_order():
-    stacked = {
-        "decoder.layers.mlp.linear_fc2.weight": torch.arange(6.0).view(3, 2, 1),
-        "output_layer.bias": torch.ones(2),
-    }
-    tensors = unstack_layers(stacked)
-    assert list(tensors) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)] + ["output_layer.bias"]
-    assert tensors["decoder.layers.2.mlp.linear_fc2.weight"].flatten().tolist() == [4, 5]
-
-
-def test_twelve_layers_survive_being_stacked_in_order():
+def test_halves_of_swiglu_are_stored_apart_and_joined_in_order():
     internal = build_internal(replace(SHAPE, num_layers=12))
-    restored = unstack_layers(stack_layers(internal))
+    stored = split_halves(internal)
+    name = "decoder.layers.11.mlp.linear_fc1.weight"
+    assert torch.equal(stored[f"{name}_w"], internal[name][: len(internal[name]) // 2]), "the gate comes first"
+    restored = join_halves(stored)
     assert restored.keys() == internal.keys()
     assert all(torch.equal(restored[name], tensor) for name, tensor in internal.items())
 

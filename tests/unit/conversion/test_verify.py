@@ -16,7 +16,6 @@ from torch import Tensor
 from checkpoint_conversion import comparison, verify
 from checkpoint_conversion.comparison import LogitModel, build_prompts
 from checkpoint_conversion.export import ExportOptions, export
-from checkpoint_conversion.mapping import stack_layers
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.errors import ConversionError, MissingInputError
 
@@ -98,7 +97,7 @@ def test_changed_weight_is_not_equal(
     capsys: pytest.CaptureFixture[str],
 ):
     internal["decoder.layers.1.self_attention.linear_qkv.weight"][:4] *= 1.1
-    saved.write(stack_layers(internal))
+    saved.write(internal)
     assert run_verify(monkeypatch, saved.save, exported) == 1
     assert "NOT equal within 0.0001" in capsys.readouterr().out
     assert run_verify(monkeypatch, saved.save, exported, "--tolerance", "2") == 0
@@ -107,7 +106,7 @@ def test_changed_weight_is_not_equal(
 def test_models_of_other_vocabularies_are_refused_with_both_sizes(exported: Path, monkeypatch: pytest.MonkeyPatch):
     load = verify.load_side
 
-    def load_smaller(folder: Path, *, trust: bool) -> LogitModel:
+    def load_smaller(folder: Path) -> LogitModel:
         side = load(folder)
         return replace(side, vocab_size=12) if folder.name == "smaller" else side
 
@@ -141,7 +140,7 @@ def test_damaged_export_is_refused(exported: Path, damage: str, monkeypatch: pyt
 
 def test_command_ends_with_exit_code_1_for_two_models(saved: SavedModel, exported: Path, internal: dict[str, Tensor]):
     internal["output_layer.bias"][0] += 1.0
-    saved.write(stack_layers(internal))
+    saved.write(internal)
     command = [sys.executable, REPOSITORY / "checkpoint_conversion" / "verify.py", saved.save, exported]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -1,8 +1,8 @@
 """A small corpus whose tokenizer knows words that would act if they were not shown as text, and runs over it."""
 
+import json
 from pathlib import Path
 
-import torch
 from unit.data.small_corpus import random_documents, write_corpus, write_vocabulary
 
 from megatron_neobert.config import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
@@ -48,6 +48,6 @@ def write_checkpoint(save: Path, settings: Settings, *, iteration: int, cursor: 
     folder.mkdir(parents=True)
     write_record(settings, folder / "settings.yaml")
     progress = {"corpus_sha256": open_inputs(settings.data).identity, "iteration": iteration, "cursor": cursor}
-    torch.save({"progress": progress, "optimizer": {}}, folder / "common.pt")
+    (folder / "train_state.json").write_text(json.dumps({"progress": progress, "optimizer": {}}))
     (folder / "MANIFEST.json").touch()
     return folder

@@ -10,13 +10,13 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests_tiny import tiny_settings
 
+from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config import CheckpointConfig, Settings
 from megatron_neobert.data import rows
 from megatron_neobert.data.batches import BatchStream
 from megatron_neobert.data.inputs import batch_settings, open_inputs
 from megatron_neobert.data.order import COMPONENT_SHIFT
 from megatron_neobert.training import plan_data
-from megatron_neobert.training.checkpoint_files import MANIFEST
 from megatron_neobert.training.flops import training_flops_per_token
 from megatron_neobert.training.gpus import find_gpu
 from megatron_neobert.training.metrics_line import duration

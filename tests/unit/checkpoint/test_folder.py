@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config import CheckpointConfig
-from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
-from megatron_neobert.training import checkpoint_files
-from megatron_neobert.training.checkpoint_files import (
+from megatron_neobert.checkpoint import folder as checkpoint_files
+from megatron_neobert.checkpoint.folder import (
     check_folders,
     claim,
     find_good_checkpoint,
@@ -29,8 +27,10 @@ from megatron_neobert.training.checkpoint_files import (
     verify_files,
     write_manifest,
 )
+from megatron_neobert.config import CheckpointConfig
+from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
 
-FILES = (".metadata", "common.pt", "metadata.json", "settings.yaml", "__0_0.distcp", "__1_0.distcp")
+FILES = ("train_state.json", "settings.yaml", *(f"rank_{rank:05d}.safetensors" for rank in range(4)))
 TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
 
 
@@ -131,7 +131,7 @@ def restart(save: Path) -> tuple[int, str]:
     with claim(str(save)):
         found, problems = find_good_checkpoint(save)
         assert problems == []
-        iteration, content = checkpoint_files.iteration_of(found), (found / "common.pt").read_text()
+        iteration, content = checkpoint_files.iteration_of(found), (found / "train_state.json").read_text()
         save_files(save, 4)
         prune(save, keep_last=2, keep_every=None)
     assert names(save) == [f"iter_{iteration:07d}", "iter_0000004", "latest_checkpointed_iteration.txt", "lock"]
@@ -189,7 +189,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path):
-    written = {"__1_0.distcp": checkpoint_files.Fingerprint(10, "0" * 64)}
+    written = {"rank_00001.safetensors": checkpoint_files.Fingerprint(10, "0" * 64)}
     with pytest.raises(OSError, match="is not seen here; --save must be on a file system that all nodes share"):
         write_manifest(tmp_path, written)
 
@@ -205,24 +205,42 @@ def damage_manifest(change):
 
 
 def link_elsewhere(folder: Path) -> None:
-    (folder / "common.pt").rename(folder.parent / "elsewhere")
-    (folder / "common.pt").symlink_to(folder.parent / "elsewhere")
+    (folder / "train_state.json").rename(folder.parent / "elsewhere")
+    (folder / "train_state.json").symlink_to(folder.parent / "elsewhere")
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (damage_manifest(lambda files: files.clear()), "does not list .metadata, common.pt, metadata.json"),
-        (damage_manifest(lambda files: files.pop("common.pt")), "does not list common.pt"),
-        (damage_manifest(lambda files: files.update({"../x": files["common.pt"]})), "'../x', which is no file"),
-        (damage_manifest(lambda files: files.update({"a\nb": files["common.pt"]})), "'a\\nb', which is no file"),
-        (damage_manifest(lambda files: files.update({"/etc/passwd": files["common.pt"]})), "'/etc/passwd', which"),
-        (link_elsewhere, "common.pt: missing"),
-        (lambda folder: (folder / "common.pt").write_text("contenT"), "common.pt: its sha256"),
-        (lambda folder: (folder / "common.pt").write_text("conten"), "common.pt: 6 bytes, expected 7"),
+        (damage_manifest(lambda files: files.clear()), "does not list train_state.json, settings.yaml"),
+        (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
+        (damage_manifest(lambda files: files.update({"../x": files["train_state.json"]})), "'../x', which is no file"),
+        (
+            damage_manifest(lambda files: files.update({".metadata": files["train_state.json"]})),
+            "megatron.core's format",
+        ),
+        (damage_manifest(lambda files: files.update({"a\nb": files["train_state.json"]})), "'a\\nb', which is no file"),
+        (
+            damage_manifest(lambda files: files.update({"/etc/passwd": files["train_state.json"]})),
+            "'/etc/passwd', which",
+        ),
+        (link_elsewhere, "train_state.json: missing"),
+        (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
+        (lambda folder: (folder / "train_state.json").write_text("conten"), "train_state.json: 6 bytes, expected 7"),
         (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: not readable"),
     ],
-    ids=["empty", "incomplete", "parent", "line feed", "absolute", "link", "flipped", "truncated", "unsealed"],
+    ids=[
+        "empty",
+        "incomplete",
+        "parent",
+        "old format",
+        "line feed",
+        "absolute",
+        "link",
+        "flipped",
+        "truncated",
+        "unsealed",
+    ],
 )
 def test_a_damaged_newest_checkpoint_is_passed_over_with_its_file_named_and_can_be_set_aside(tmp_path, damage, said):
     good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
@@ -335,7 +353,7 @@ def test_remains_of_checkpoints_are_no_reason_to_start_from_scratch(tmp_path, re
 
 HOLD = """
 import sys
-from megatron_neobert.training.checkpoint_files import claim
+from megatron_neobert.checkpoint.folder import claim
 with claim(sys.argv[1]):
     print("claimed", flush=True)
     sys.stdin.read()

@@ -1,7 +1,7 @@
 """A folder of checkpoints as files: which of them count, and whether they are whole. Needs no torch.
 
     SAVE/latest_checkpointed_iteration.txt      the newest iteration
-    SAVE/iter_0001000/                          settings.yaml  tokenizer/  common.pt  metadata.json  .metadata  *.distcp
+    SAVE/iter_0001000/                          settings.yaml  tokenizer/  train_state.json  rank_*.safetensors
     SAVE/iter_0001000/MANIFEST.json             size and sha256 of every file; written last
 
 A checkpoint counts when its folder has its final name and a manifest. Names that begin otherwise are on their way:
@@ -34,7 +34,7 @@ MANIFEST = "MANIFEST.json"
 _LOCK = "lock"
 _LEAVE_SECONDS = 10  # a run that was killed may have children that hold its lock a little longer
 # Without these there is nothing to load.
-_NEEDED = (".metadata", "common.pt", "metadata.json", "settings.yaml")
+_NEEDED = ("train_state.json", "settings.yaml")
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,11 @@ def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
             raise CheckpointError(
                 f"{manifest}: lists {name!r:.80}, which is no file below its folder; use another checkpoint."
             )
+    if ".metadata" in files:
+        raise CheckpointError(
+            f"{manifest.parent} is in megatron.core's format, which holds pickles and is no longer read; export it "
+            "with the version that wrote it (convert.py megatron-to-hf), and import that here (hf-to-megatron)."
+        )
     missing = [name for name in _NEEDED if name not in files]
     if missing:
         raise CheckpointError(f"{manifest}: does not list {', '.join(missing)}; the checkpoint is incomplete.")

@@ -1,22 +1,27 @@
 """Saves a run: everything into a temporary folder, the manifest last, then one rename makes the checkpoint exist.
 
-With --async-save the tensors are written beside training, from a copy in host memory; the rest is the same. All ranks
+With --async-save training resumes as soon as the tensors are copied to host memory; the rest is the same. All ranks
 agree that a checkpoint is whole or there is none: whatever fails on one of them ends the run on all, and the older
 checkpoints stay.
 """
 
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from torch import Tensor
 
-from megatron_neobert.environment import is_rank_zero
-from megatron_neobert.errors import DivergenceError, SaveError
-from megatron_neobert.flags import write_record
-from megatron_neobert.training.checkpoint import sharded_state
-from megatron_neobert.training.checkpoint_files import (
+from megatron_neobert.checkpoint.folder import (
+    Fingerprint,
+    fingerprint_of,
     iteration_folder,
     list_checkpoints,
     prepare_folder,
@@ -24,11 +29,96 @@ from megatron_neobert.training.checkpoint_files import (
     publish,
     write_manifest,
 )
-from megatron_neobert.training.checkpoint_writer import Part, TensorWriter, describe_problem, first_problem
+from megatron_neobert.checkpoint.load import sharded_state
+from megatron_neobert.checkpoint.tensors import write_tensors
+from megatron_neobert.checkpoint.train_state import write_train_state
+from megatron_neobert.environment import is_rank_zero
+from megatron_neobert.errors import DivergenceError, SaveError
+from megatron_neobert.files import sync_to_disk
+from megatron_neobert.flags import write_record
 from megatron_neobert.training.flops import checkpoint_bytes
 from megatron_neobert.training.replicas import describe_drift
 from megatron_neobert.training.run import Run
 from megatron_neobert.training.stopping import fulfil_save_request, take_save_request
+
+
+@dataclass
+class Written:
+    """What one rank has written, and what went wrong."""
+
+    files: dict[str, Fingerprint] = field(default_factory=dict)
+    problem: str | None = None
+
+
+class TensorWriter:
+    """This rank's part of one checkpoint, on its way to disk: a thread writes a copy in host memory.
+
+    Args:
+        state: Megatron's sharded state of the run; what of it is no tensor becomes `common`, the same on all ranks.
+        folder: Where to; exists.
+
+    Collective: all ranks, which compare what they hold: every part of a tensor must be stored once.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path) -> None:
+        self.path = folder / f"rank_{torch.distributed.get_rank():05d}.safetensors"
+        sharded, self.common = save_preprocess(state)
+        own = [tensor for tensor in nested_values(sharded) if is_main_replica(tensor.replica_id)]
+        assert all(isinstance(tensor, ShardedTensor) for tensor in own), {type(tensor) for tensor in own}
+        self._parts: dict[str, Tensor] = {tensor.key: tensor.data for tensor in own}
+        self._offsets = {tensor.key: tensor.global_offset for tensor in own}
+        assert len(self._parts) == len(own), "two parts of one tensor on one rank cannot lie in one file"
+        self._written: Future[Fingerprint] | None = None
+
+    def tensors_not_finite(self) -> list[str]:
+        """Names of those in this rank's part."""
+        return sorted(name for name, tensor in self._parts.items() if not tensor.isfinite().all())
+
+    def start(self) -> None:
+        """Begins to write and returns; the state may change from now on."""
+        if self._parts:
+            copies = {name: _copy_to_host(tensor) for name, tensor in self._parts.items()}
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._written = thread.submit(_write, self.path, copies, self._offsets)
+            thread.shutdown(wait=False)
+        self._parts = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._written is not None and not self._written.done()
+
+    def wait(self) -> Written:
+        """Waits until this rank's file is on disk, or cannot be."""
+        if self._written is None:
+            return Written()
+        try:
+            return Written({self.path.name: self._written.result()})
+        except Exception as error:  # of any kind: the other ranks have to hear of it
+            return Written(problem=describe_problem(error))
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> Fingerprint:
+    write_tensors(path, parts, offsets)
+    sync_to_disk(path)
+    return fingerprint_of(path)
+
+
+def describe_problem(error: BaseException) -> str:
+    """An error as the other ranks should hear of it."""
+    text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"rank {torch.distributed.get_rank()} on {socket.gethostname()}: {text}"
+
+
+def first_problem(problem: str | None) -> str | None:
+    """That of the lowest rank that has one, the same on all ranks. Collective: all ranks."""
+    problems: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    return next((text for text in problems if text is not None), None)
 
 
 class Saver:
@@ -40,6 +130,7 @@ class Saver:
         self.save_folder = Path(run.settings.checkpoint.save or "")
         self._writer: TensorWriter | None = None
         self._iteration = 0  # of the checkpoint that is being written
+        self._progress = run.progress  # likewise
 
     @property
     def is_writing(self) -> bool:
@@ -62,9 +153,10 @@ class Saver:
         self.refuse_drift()
         self._raise_alike(self._prepare_folder())
         writer = TensorWriter(sharded_state(run, loading=False), self._temporary)
+        self._progress = run.progress
         if config.check_for_nan:
             self._refuse_values_not_finite(writer)
-        writer.start(copy=config.async_save)
+        writer.start()
         self._writer = writer
         if config.async_save:
             self.say(f"saving {self._final} in the background")
@@ -133,14 +225,14 @@ class Saver:
                 "--no-check-for-nan saves such weights as well."
             )
 
-    def _complete(self, writer: TensorWriter, parts: list[Part]) -> str | None:
+    def _complete(self, writer: TensorWriter, parts: list[Written]) -> str | None:
         """What rank 0 does when all ranks have written their tensors. Returns what went wrong on any of them."""
         run, config = self.run, self.run.settings.checkpoint
         problem = next((part.problem for part in parts if part.problem is not None), None)
         if problem is not None:
             return problem
         try:
-            writer.write_tables(parts)
+            write_train_state(self._temporary, self._progress, writer.common["optimizer"])
             write_record(run.settings, self._temporary / "settings.yaml")
             run.tokenizer.save_tokenizer_files(
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings

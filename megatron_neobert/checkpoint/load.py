@@ -1,7 +1,7 @@
 """What of a run is saved, and loading it again.
 
-The tensors go through megatron.core.dist_checkpointing, so another number of ranks or another layout can read them.
-saver.py writes them; checkpoint_files.py knows which folders count and whether they are whole.
+Which part of which tensor a rank holds is megatron.core's knowledge (its ShardedTensors), where the parts lie that of
+tensors.py; so another number of ranks or another layout reads what it needs. Every rank reads for itself.
 """
 
 from dataclasses import asdict
@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch import Tensor
 
+from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, set_aside
+from megatron_neobert.checkpoint.tensors import StoredTensors
+from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.compatibility import changes, refuse_other_run
 from megatron_neobert.config import Settings
 from megatron_neobert.data.rows import Cursor, read_cursor
@@ -19,17 +25,11 @@ from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.environment import is_rank_zero
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.flags import read_record
-from megatron_neobert.training.checkpoint_files import (
-    find_good_checkpoint,
-    is_newest,
-    list_checkpoints,
-    set_aside,
-)
-from megatron_neobert.training.checkpoint_metadata import OPTIMIZER_PREFIX
 from megatron_neobert.training.run import Progress, Run
-from megatron_neobert.training.safe_reading import open_reader, safe_reading
 
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+# One name for each part that a rank holds (the two halves of SwiGLU's first matrix have one each), and the optimizer's
+# state cut like the weights whatever the number of replicas.
+_STATE_FORMAT = {"singleton_local_shards": True, "distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def load_checkpoint(run: Run) -> Path | None:
@@ -69,9 +69,9 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
     Collective: all ranks.
     """
-    config = run.settings.checkpoint
     saved = read_record(folder / "settings.yaml")
-    weights_only = not _has_optimizer_state(folder, trust=config.trust_checkpoint)
+    train_state = read_train_state(folder)
+    weights_only = "optimizer" not in train_state
     refuse_other_run(saved, run.settings, folder, has_new_data=has_new_data, weights_only=weights_only)
     _refuse_other_tokenizer(run, folder)
     if weights_only and not has_new_data:
@@ -80,9 +80,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
             "it as --continue-from and other folders as --save and --load."
         )
     wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
-    with safe_reading(trust=config.trust_checkpoint):
-        state = dist_checkpointing.load(wanted, str(folder))  # collective: all ranks
-    progress = dict(state["progress"])
+    state = _read(wanted, folder, train_state)  # collective: all ranks
+    progress = train_state["progress"]
     if has_new_data:
         _refuse_ended_run(run, progress["iteration"])
         progress |= {"corpus_sha256": run.progress.corpus_sha256, "cursor": asdict(Cursor())}
@@ -109,13 +108,42 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
     """What is written or read. Tensors are known by their names in the whole model, whatever stage holds them."""
     models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
-    state = {
-        **models,
-        "optimizer": run.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_OPTIMIZER_FORMAT),
-    }
-    if not loading:
-        state["progress"] = asdict(run.progress)
-    return state
+    optimizer = run.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_STATE_FORMAT)
+    return {**models, "optimizer": optimizer}
+
+
+def _read(wanted: dict[str, Any], folder: Path, train_state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the tensors of the checkpoint in it, and the optimizer's plain values.
+
+    Raises:
+        CheckpointError: A rank lacks a tensor, or cannot read one; the same error on all ranks.
+
+    Collective: all ranks.
+    """
+    state, plain, factories = load_preprocess(wanted)
+    state, _ = extract_sharded_base(state)
+    error: Exception | None = None
+    try:
+        stored = StoredTensors(folder)
+        dict_list_map_inplace(lambda tensor: _read_tensor(stored, tensor), state)
+    except (CheckpointError, OSError) as found:
+        error = found
+    errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, error)  # collective: all ranks
+    for problem in errors:
+        if problem is not None:
+            raise problem
+    merge(state, plain)
+    if "optimizer" in wanted:
+        merge(state, {"optimizer": train_state["optimizer"]})
+    return apply_factory_merges(state, factories)
+
+
+def _read_tensor(stored: StoredTensors, wanted: ShardedTensor) -> Tensor:
+    wanted.init_data("cpu")  # where the optimizer has none yet
+    data = wanted.data.detach()
+    stored.read(wanted.key, data, offsets=wanted.global_offset, is_padded=wanted.allow_shape_mismatch)
+    return data
 
 
 def _named_models(run: Run) -> dict[str, Any]:
@@ -128,7 +156,11 @@ def _sharded_model(model: Any) -> dict[str, Any]:
     Those are pickles, which a reader must not open, and hold nothing but the history of delayed FP8 scaling, which
     begins anew where a run goes on.
     """
-    return {name: value for name, value in model.sharded_state_dict().items() if not name.endswith("_extra_state")}
+    return {
+        name: value
+        for name, value in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
+        if not name.endswith("_extra_state")
+    }
 
 
 def _load_model(model: Any, state: dict[str, Any]) -> None:
@@ -152,11 +184,6 @@ def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
         ) from error
     for group, settings in zip(run.optimizer.param_groups, wanted, strict=True):
         group.update(settings)
-
-
-def _has_optimizer_state(folder: Path, *, trust: bool) -> bool:
-    names = open_reader(folder, trust=trust).read_metadata().state_dict_metadata
-    return any(name.startswith(OPTIMIZER_PREFIX) for name in names)
 
 
 def _state_of_weights(run: Run) -> dict[str, Any]:

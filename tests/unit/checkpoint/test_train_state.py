@@ -1,40 +1,45 @@
-"""common.pt: what a run saves is read back, and nothing else is computed with."""
+"""train_state.json: what a run saves is read back, and nothing else is computed with."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from megatron_neobert.checkpoint.train_state import read_train_state, write_train_state
 from megatron_neobert.data.rows import Cursor, read_cursor
 from megatron_neobert.errors import CheckpointError
-from megatron_neobert.training.common_file import read_common
 from megatron_neobert.training.run import Progress
 
 PROGRESS = Progress(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3), recent_updates=((2.5, 0.5),))
 
 
+def write(folder: Path, state: dict[str, Any]) -> None:
+    (folder / "train_state.json").write_text(json.dumps(state))
+
+
 def test_progress_that_a_run_saves_is_read_back(tmp_path: Path):
-    common = {"progress": asdict(PROGRESS), "optimizer": {"param_groups": [{"step": 7}]}}
-    torch.save(common, tmp_path / "common.pt")
-    assert read_common(tmp_path) == common
-    assert read_cursor(common["progress"]["cursor"]) == PROGRESS.cursor
+    optimizer = {"param_groups": [{"step": 7, "lr": 0.1 + 0.2}]}
+    write_train_state(tmp_path, PROGRESS, optimizer)
+    state = read_train_state(tmp_path)
+    assert state == {"progress": asdict(PROGRESS), "optimizer": optimizer}
+    assert read_cursor(state["progress"]["cursor"]) == PROGRESS.cursor
 
 
 def test_place_in_a_blend_by_rows_is_refused_but_its_checkpoint_is_read(tmp_path: Path):
     retired = {"sources": (asdict(Cursor()), asdict(Cursor(0, 0, 9))), "rows": (1, 2)}
     common = {"progress": {**asdict(PROGRESS), "cursor": retired}, "optimizer": {}}
-    torch.save(common, tmp_path / "common.pt")
+    write(tmp_path, common)
     with pytest.raises(CheckpointError, match=r"a blend whose shares counted rows.* as --continue-from"):
-        read_cursor(read_common(tmp_path)["progress"]["cursor"])
+        read_cursor(read_train_state(tmp_path)["progress"]["cursor"])
 
 
 def test_progress_of_an_older_version_is_read(tmp_path: Path):
     common = {"progress": {"corpus_sha256": "ab", "iteration": 7, "cursor": asdict(Cursor())}, "optimizer": {}}
-    torch.save(common, tmp_path / "common.pt")
-    assert read_common(tmp_path) == common
+    write(tmp_path, common)
+    assert read_train_state(tmp_path)["progress"] == {**common["progress"], "recent_updates": ()}
 
 
 @pytest.mark.parametrize(
@@ -45,10 +50,10 @@ def test_progress_of_an_older_version_is_read(tmp_path: Path):
         (lambda common: common["progress"].pop("iteration"), r"its progress has no iteration;"),
         (lambda common: common["progress"].update(iteration=-5), r"has iteration -5;"),
         (lambda common: common["progress"].update(iteration="7"), r"has iteration '7';"),
-        (lambda common: common["progress"].update(iteration=torch.ones(2)), r"has iteration of type Tensor;"),
+        (lambda common: common["progress"].update(iteration=[2]), r"has iteration of type list;"),
         (lambda common: common["progress"].update(cursor={"epoch": "a"}), r"has cursor of type dict;"),
         (lambda common: common["progress"].update(cursor={"sources": 3, "row": ()}), r"has cursor of type dict;"),
-        (lambda common: common["progress"].update(recent_updates=((1.0,),)), r"has recent_updates of type tuple;"),
+        (lambda common: common["progress"].update(recent_updates=((1.0,),)), r"has recent_updates of type list;"),
         (lambda common: common["progress"].update(corpus_sha256=3, more=1), r"has an unknown 'more', corpus_sha256 3;"),
     ],
 )
@@ -57,17 +62,17 @@ def test_progress_that_no_run_saves_is_refused(
 ):
     common: dict[str, Any] = {"progress": asdict(PROGRESS), "optimizer": {}}
     change(common)
-    torch.save(common, tmp_path / "common.pt")
-    with pytest.raises(CheckpointError, match=rf"common\.pt: .*{message}"):
-        read_common(tmp_path)
+    write(tmp_path, common)
+    with pytest.raises(CheckpointError, match=rf"train_state\.json: .*{message}"):
+        read_train_state(tmp_path)
 
 
 def test_missing_file_is_an_incomplete_checkpoint(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"common\.pt: missing"):
-        read_common(tmp_path)
+    with pytest.raises(CheckpointError, match=r"train_state\.json: missing"):
+        read_train_state(tmp_path)
 
 
 def test_damaged_file_is_refused(tmp_path: Path):
-    (tmp_path / "common.pt").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(CheckpointError, match=r"common\.pt: cannot be read safely"):
-        read_common(tmp_path)
+    (tmp_path / "train_state.json").write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(CheckpointError, match=r"train_state\.json: cannot be read"):
+        read_train_state(tmp_path)

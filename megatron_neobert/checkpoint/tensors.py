@@ -1,0 +1,139 @@
+"""The tensors of a checkpoint: a safetensors file per rank, as torch.distributed.checkpoint writes and reads them.
+
+Every tensor has one name in the whole model, and each rank stores the part that it holds. Where a part begins stands in
+the header of its file, so that another number of ranks or another layout finds what it needs; torch's
+HuggingFaceStorageReader reads the same files. They hold numbers alone: nothing in them can be executed, and what a
+header says is compared with the size of the files before memory is taken.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_neobert.errors import CheckpointError, short_reason
+
+OPTIMIZER_PREFIX = "optimizer."
+# torch.distributed.checkpoint's names for where the parts begin, torch/distributed/checkpoint/_hf_utils.py.
+_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+def write_tensors(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]) -> None:
+    """One file of contiguous CPU tensors that share no memory.
+
+    Args:
+        offsets: Where each part begins in its whole tensor, a number per dimension.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    places = {name: {_OFFSETS: list(offsets[name])} for name in parts}
+    try:
+        save_file(dict(parts), path, metadata={_SHARDING: json.dumps(places)})  # of several keys the order is random
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: Path
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class StoredTensors:
+    """What the files of a checkpoint hold.
+
+    Attributes:
+        shapes: Of each whole tensor.
+        dtypes: Likewise.
+
+    Raises:
+        CheckpointError: A file is damaged, or the parts of a tensor are not all there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._parts: dict[str, list[_Part]] = {}
+        self._files: dict[Path, Any] = {}
+        for path in sorted(path for path in folder.glob("*.safetensors") if not path.is_symlink()):
+            try:
+                self._list_parts(path)
+            except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{path}: cannot be read ({short_reason(error)}); use another checkpoint."
+                ) from error
+        for name, parts in self._parts.items():
+            ends = [[start + size for start, size in zip(part.offsets, part.shape, strict=True)] for part in parts]
+            self.shapes[name] = tuple(map(max, zip(*ends, strict=True)))
+            if sum(prod(part.shape) for part in parts) != prod(self.shapes[name]):
+                raise CheckpointError(
+                    f"{folder}: the parts of {name} do not add up to its shape {self.shapes[name]}; use another "
+                    "checkpoint."
+                )
+
+    def _list_parts(self, path: Path) -> None:
+        file = self._files[path] = safe_open(path, framework="pt")
+        places = json.loads((file.metadata() or {})[_SHARDING])
+        for name in file.keys():  # noqa: SIM118  not a dict
+            stored = file.get_slice(name)
+            offsets, shape = tuple(places[name][_OFFSETS]), tuple(stored.get_shape())
+            if len(offsets) != len(shape) or not all(type(offset) is int and offset >= 0 for offset in offsets):
+                raise ValueError(f"{name} of shape {shape} begins at {offsets!r:.80}")
+            dtype = _DTYPES[stored.get_dtype()]
+            if self.dtypes.setdefault(name, dtype) != dtype:
+                raise ValueError(f"{name} is {dtype} here and {self.dtypes[name]} in another file")
+            self._parts.setdefault(name, []).append(_Part(path, offsets, shape))
+
+    def read(self, name: str, into: Tensor, *, offsets: Sequence[int], is_padded: bool = False) -> None:
+        """Fills a tensor with a part of a stored one, in the dtype of the former.
+
+        Args:
+            offsets: Where the part begins.
+            is_padded: Whether it may reach beyond the stored tensor, and is zero there; by how much the vocabulary is
+                padded depends on the layout.
+
+        Raises:
+            CheckpointError: There is no such tensor or part, or its file cannot be read.
+        """
+        if name not in self._parts or len(self.shapes[name]) != into.dim():
+            raise CheckpointError(f"{self.folder} holds no {name} of {into.dim()} dimensions; it is of another model.")
+        stops = [start + size for start, size in zip(offsets, into.shape, strict=True)]
+        if is_padded:
+            into.zero_()
+        elif any(stop > size for stop, size in zip(stops, self.shapes[name], strict=True)):
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {self.shapes[name]}, but up to {tuple(stops)} is needed; it is of "
+                "another model."
+            )
+        for part in self._parts[name]:
+            own_stops = [start + size for start, size in zip(part.offsets, part.shape, strict=True)]
+            common = [
+                (max(start, own_start), min(stop, own_stop))
+                for start, own_start, stop, own_stop in zip(offsets, part.offsets, stops, own_stops, strict=True)
+            ]
+            if all(begin < end for begin, end in common):
+                here, there = (
+                    tuple(slice(begin - first, end - first) for (begin, end), first in zip(common, firsts, strict=True))
+                    for firsts in (offsets, part.offsets)
+                )
+                try:
+                    into[here] = self._files[part.path].get_slice(name)[there].to(into)
+                except SafetensorError as error:
+                    raise CheckpointError(f"{part.path}: cannot be read ({short_reason(error)}).") from error
+
+    def read_whole(self, name: str) -> Tensor:
+        """A whole tensor in the dtype that it is stored in."""
+        tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        self.read(name, tensor, offsets=[0] * tensor.dim())
+        return tensor
