@@ -15,17 +15,24 @@
 #
 # Python: $PYTHON, else that of the active environment, else .venv of this repository, else python3.
 set -euo pipefail
-own="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python"
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} # before any copy that is installed
+own=$checkout/.venv/bin/python
 active=${VIRTUAL_ENV-}
 if [[ ${CONDA_DEFAULT_ENV-base} != base ]]; then active=${CONDA_PREFIX-}; fi
 if [[ -z "${PYTHON-}$active" && -x "$own" ]]; then PYTHON=$own; fi
 PYTHON=${PYTHON:-python3}
 if ! problem=$("$PYTHON" -c 'import megatron_neobert.flags' 2>&1); then
     echo "error: $PYTHON cannot run this (${problem##*$'\n'}); make an environment with tools/prepare_environment.sh" >&2
-    exit 2
+    exit 69
 fi
 exec "$PYTHON" -m megatron_neobert.launch "$0" "$@"
 '''
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import run_command
 from megatron_neobert.pretrain import main

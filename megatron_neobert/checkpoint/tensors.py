@@ -134,6 +134,6 @@ class StoredTensors:
 
     def read_whole(self, name: str) -> Tensor:
         """A whole tensor in the dtype that it is stored in."""
-        tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        tensor = torch.zeros(self.shapes[name], dtype=self.dtypes[name])  # hostile parts can leave gaps
         self.read(name, tensor, offsets=[0] * tensor.dim())
         return tensor

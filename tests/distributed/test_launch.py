@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -41,6 +42,28 @@ def test_bash_and_torchrun_start_the_same_run_on_two_ranks(tiny_corpus, tmp_path
         losses[name] = read_metrics(save)
     assert losses["bash"] == losses["torchrun"]
     assert sorted(losses["bash"]) == [1, 2, 3]
+
+
+def test_script_runs_its_own_checkout_whatever_is_installed(tmp_path):
+    other = tmp_path / "installed" / "megatron_neobert" / "__init__.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("raise SystemExit('the other one')\n")
+    started = {"env": {**environment(1), "PYTHONPATH": str(other.parents[1])}, "cwd": tmp_path}
+    command = [sys.executable, "-m", "megatron_neobert.launch", SCRIPT, "--help"]
+    for words, code in ((BASH, 0), ([sys.executable, SCRIPT], 0), (command[:-1], 1)):  # the last one is the control
+        ended = subprocess.run([*words, "--help"], capture_output=True, text=True, check=False, timeout=600, **started)
+        assert ended.returncode == code, ended.stderr
+
+
+def test_script_without_an_environment_is_one_sentence_and_69(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named yaml' >&2; exit 1\n")
+    python.chmod(0o755)
+    ended = subprocess.run(
+        [*BASH, "--help"], env={**environment(1), "PYTHON": str(python)}, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (69, 1)
+    assert "No module named yaml); make an environment with tools/prepare_environment.sh" in ended.stderr
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from ranks import read_metrics, train_on_ranks
 from test_layouts import largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
-from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron_neobert.checkpoint.folder import list_checkpoints
+from megatron_neobert.checkpoint.tensors import StoredTensors
 
 PEAK, FLOOR = 2e-3, 2e-4
 
@@ -40,9 +40,7 @@ def test_learning_rate_warms_up_linearly_and_then_follows_its_style(settings, st
 
 
 def final_norm_weights(save: str) -> torch.Tensor:
-    state = {"decoder.final_layernorm.weight": torch.empty(64)}
-    load(state, storage_reader=FileSystemReader(f"{save}/iter_{ITERATIONS:07d}"), no_dist=True)
-    return state["decoder.final_layernorm.weight"]
+    return StoredTensors(Path(save) / f"iter_{ITERATIONS:07d}").read_whole("decoder.final_layernorm.weight")
 
 
 def share_left_by_decay(save: str) -> float:

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus_format import token_dtype
 from megatron_neobert.data.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.preprocessing.counts import Counts, error_record
 from megatron_neobert.data.shards.find import ShardVersion, shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.records import ReadSettings, RecordBatch, Rejected, ShardPart
@@ -37,36 +38,6 @@ TOO_MANY_TOKENS = "longer than --max-tokens"
 HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
 Kind = Literal["ids", "lengths", "hashes", "rejects"]
 _UNSYNCED_BYTES = 4 << 20  # of a part's files; of 0.15 s of work. Five waits for the disk cost 5 ms
-
-
-@dataclass
-class Counts:
-    """What became of the records read so far: records = documents + rejected + dropped."""
-
-    documents: int = 0
-    tokens: int = 0
-    unknown_tokens: int = 0
-    repaired_documents: int = 0
-    utf8_bytes: int = 0  # of the texts that were tokenised
-    rejected: Counter[str] = field(default_factory=Counter)  # records by reason: errors
-    dropped: Counter[str] = field(default_factory=Counter)  # records by the name of the filter
-
-    def add(self, other: "Counts") -> None:
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.unknown_tokens += other.unknown_tokens
-        self.repaired_documents += other.repaired_documents
-        self.utf8_bytes += other.utf8_bytes
-        self.rejected.update(other.rejected)
-        self.dropped.update(other.dropped)
-
-    @property
-    def errors(self) -> int:
-        return self.rejected.total()
-
-    @property
-    def records(self) -> int:
-        return self.documents + self.errors + self.dropped.total()
 
 
 @dataclass(frozen=True)
@@ -326,11 +297,6 @@ class _PartFiles:
         self.first_error = self.first_error or f"{where}: {record.reason} ({record.detail})"
         if task.settings.on_error == "fail":
             raise error_record(self.first_error)
-
-
-def error_record(first_error: str) -> DataError:
-    """What ends a run that is to fail on errors."""
-    return DataError(f"{first_error}; mend the record, or leave such records out with --on-error skip")
 
 
 def absolute_rejects(source: Path, target: Path, *, unit: str, before: int) -> None:

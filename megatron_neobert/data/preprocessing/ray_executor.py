@@ -56,7 +56,7 @@ def run_on_ray(
     except Exception as error:  # Ray raises anything, Exception itself where a node does not come up
         if address in (None, "auto", "local"):
             problem = f"--executor ray: Ray does not start or connect on this machine ({short_reason(error)})"
-            remedy = "look into its logs below RAY_TMPDIR or /tmp/ray, or use --executor local"
+            remedy = "look into its logs below RAY_TMPDIR, or use --executor local"
         else:
             problem = f"--ray-address {address}: no Ray cluster answers there ({short_reason(error)})"
             remedy = "see ray status, or start one"

@@ -20,16 +20,15 @@ from megatron_neobert.data.corpus_writer import (
     refuse_existing,
     write_corpus,
 )
+from megatron_neobert.data.preprocessing.counts import Counts, check_error_rate, error_record, too_many_errors
 from megatron_neobert.data.preprocessing.job import JobFolder
 from megatron_neobert.data.preprocessing.part_tasks import (
-    Counts,
     PartDamage,
     PartProgress,
     PartResult,
     PartTask,
     Report,
     absolute_rejects,
-    error_record,
     load_early,
     read_damage,
     read_result,
@@ -301,7 +300,7 @@ def _check_hopelessness(progress: Progress) -> None:
     if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
         expected_records = counts.records / min(read, 1.0)
         if counts.errors > _HOPELESS * progress.plan.settings.max_error_rate * expected_records:
-            raise _too_many_errors(counts, progress.plan.settings.max_error_rate, progress.first_error)
+            raise too_many_errors(counts, progress.plan.settings.max_error_rate, progress.first_error)
 
 
 def _check_account(progress: Progress) -> None:
@@ -313,25 +312,6 @@ def _check_account(progress: Progress) -> None:
             f"no document in {len(progress.plan.versions)} shards ({counts.records:,} records: {reasons}); a corpus "
             "needs at least one. Check --input, --text-key and the filters"
         )
-
-
-def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None) -> None:
-    """Raises DataError where more of the records are in error than may be.
-
-    Args:
-        first_error: An example: the record's place and what is wrong with it.
-    """
-    if counts.errors > max_error_rate * counts.records:
-        raise _too_many_errors(counts, max_error_rate, first_error)
-
-
-def _too_many_errors(counts: Counts, max_error_rate: float, first_error: str | None) -> DataError:
-    return DataError(
-        f"{counts.errors:,} of {counts.records:,} records have no usable text "
-        f"({counts.errors / counts.records:.2%}), more than --max-error-rate {max_error_rate} allows "
-        f"({describe_reasons(counts.rejected)}); for example: {first_error}. "
-        "Fix the shards, check --text-key, or allow more"
-    )
 
 
 def _join(

@@ -59,7 +59,7 @@ def broken(tmp_path_factory):
     (place / "modules" / "torch" / "__init__.py").write_text("import os\nos.abort()\n")
     path = f"{write_command(place / 'bin', NVIDIA_SMI)}{os.pathsep}{os.environ['PATH']}"
     modules = f"{place / 'modules'}{os.pathsep}{REPOSITORY}"
-    return check("--gpu-test", cwd=place, PATH=path, PYTHONPATH=modules, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
+    return check("--gpu-test", cwd=place, PATH=path, PYTHONPATH=modules, CUDA_LAUNCH_BLOCKING="1")
 
 
 def findings_of(answer, subject):
@@ -92,9 +92,9 @@ def test_gpus_are_named_by_their_driver_where_torch_is_broken(broken):
     assert findings_of(broken[1], "driver 580.82.07") == [(OK, "2 GPU(s), NVIDIA H100 80GB HBM3")]
 
 
-def test_variable_that_training_refuses_is_told_and_no_other_variable(broken):
-    assert findings_of(broken[1], "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1")[0][0] == PROBLEM
-    assert list(broken[1]["facts"]["variables"]) == ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+def test_variable_that_slows_training_is_told_and_no_other_variable(broken):
+    assert findings_of(broken[1], "CUDA_LAUNCH_BLOCKING=1")[0][0] == WARNING
+    assert list(broken[1]["facts"]["variables"]) == ["CUDA_LAUNCH_BLOCKING"]
 
 
 def test_gpu_test_without_a_gpu_is_a_problem(broken):

@@ -1,0 +1,119 @@
+"""What a conversion leaves of its output when it fails, is stopped or killed: nothing, or what others put there."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from saved_model import SavedModel, convert
+
+from checkpoint_conversion.convert import main
+from checkpoint_conversion.output_folder import build_folder
+from megatron_neobert.errors import (
+    OutputError,
+    run_command,
+)
+
+
+def assert_nothing_written(folder: Path) -> None:
+    assert [path.name for path in folder.iterdir() if path.name.startswith("model")] == []
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Lets this process write no file larger than `size` bytes: to it, a disk that is full there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [100, 1000, 20_000], ids=["config", "tokenizer or head", "weights"])
+@pytest.mark.parametrize("direction", ["megatron-to-hf", "hf-to-megatron"])
+def test_a_full_disk_is_a_sentence_with_exit_code_74_and_leaves_nothing(
+    saved: SavedModel,
+    tmp_path: Path,
+    direction: str,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    source = saved.save
+    if direction == "hf-to-megatron":
+        source = tmp_path / "source"
+        convert(saved, source, verified=False)
+    arguments = ["convert.py", direction, "--load", str(source), "--output", str(tmp_path / "model")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended, largest_file(size):
+        run_command(main)
+    assert ended.value.code == 74
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "model cannot be written (" in error
+    assert "File too large" in error
+    assert_nothing_written(tmp_path)
+
+
+def build_slowly(output: Path) -> None:
+    def build() -> None:
+        with build_folder(output) as folder:
+            (folder / "half").write_text("half")
+            time.sleep(600)
+
+    run_command(build)
+
+
+@contextmanager
+def building(output: Path) -> Iterator[BaseProcess]:
+    """A process that has written half of a folder."""
+    process = get_context("fork").Process(target=build_slowly, args=(output,))
+    process.start()
+    try:
+        while not (output.parent / f"{output.name}.unfinished-{process.pid}" / "half").exists():
+            assert process.is_alive()
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_sigterm_leaves_nothing_of_an_unfinished_folder(tmp_path: Path):
+    with building(tmp_path / "model") as process:
+        process.terminate()
+        process.join()
+    assert process.exitcode == 130
+    assert_nothing_written(tmp_path)
+
+
+def test_what_killed_conversions_leave_is_removed_by_the_next_and_that_of_a_living_one_is_not(tmp_path: Path):
+    with building(tmp_path / "model") as killed:
+        killed.kill()
+        killed.join()
+    (leftover,) = tmp_path.iterdir()
+    (tmp_path / "model.unfinished-notes").mkdir()
+    with building(tmp_path / "model") as alive:
+        assert not leftover.exists()
+        with build_folder(tmp_path / "model"):
+            assert (tmp_path / f"model.unfinished-{alive.pid}" / "half").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model",
+        "model.unfinished-notes",
+        f"model.unfinished-{alive.pid}",
+    }
+
+
+def test_output_that_another_program_created_meanwhile_is_kept(tmp_path: Path):
+    with (
+        pytest.raises(OutputError, match="model was created by another program meanwhile"),
+        build_folder(tmp_path / "model"),
+    ):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "notes.txt").write_text("theirs")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["model", "model/notes.txt"]
