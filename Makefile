@@ -21,7 +21,7 @@ quickstart:
 # The linters' verdict waits until the tests have spoken, so that one run shows everything.
 test: selection = -m "not slow"
 test test-all:
-	@$(environment) && lint=0 && { $(MAKE) --no-print-directory lint || lint=$$?; } && "$$python" -m pytest -n auto $(selection) && exit $$lint
+	@$(environment) && lint=0 && { $(MAKE) --no-print-directory lint || lint=$$?; } && "$$python" -m pytest -n auto --dist worksteal --durations=10 $(selection) && exit $$lint
 
 fuzz:
 	@$(environment) && FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) "$$python" -m pytest tests/bad_inputs -k fuzz

@@ -129,6 +129,7 @@ def test_second_interrupt_aborts_launcher_and_ranks_with_130(hanging):
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.slow
 def test_ranks_without_their_launcher_end_by_themselves(hanging):
     ranks = psutil.Process(hanging.pid).children()
     assert len(ranks) == 2

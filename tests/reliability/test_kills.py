@@ -38,6 +38,7 @@ def is_half_written(save: Path) -> bool:
     return any(save.glob(".tmp-iter_*/*.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [SEED])
 def test_a_run_killed_five_times_ends_bit_for_bit_like_one_that_was_not(start: Start, tmp_path, undisturbed, seed):
     rng, save = random.Random(seed), tmp_path

@@ -95,6 +95,7 @@ def test_ray_worker_that_is_killed_costs_its_part_another_try(place):
     assert place.contents("ray") == place.contents("local")
 
 
+@pytest.mark.slow
 def test_error_of_a_part_arrives_as_it_was_raised(place):
     place.add_lines("a.jsonl", "broken")
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: malformed JSON"):

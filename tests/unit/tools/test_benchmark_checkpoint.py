@@ -1,8 +1,10 @@
 """The checkpoint benchmark, at the smallest size that still shows its table."""
 
+import pytest
 from commands import run
 
 
+@pytest.mark.slow
 def test_the_table_shows_what_each_way_of_saving_costs_and_the_speed_of_verifying(tmp_path):
     options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
     code, said, complaints = run("benchmark_checkpoint", *options, "--folder", tmp_path)

@@ -98,6 +98,7 @@ def test_report_holds_the_figures_of_tools_that_wrote_the_same_ids(inputs, tmp_p
     assert f"all wrote {expected:,} tokens; the same ids: ours-plain, tokenizers" in result.stdout
 
 
+@pytest.mark.slow
 def test_fast_backend_and_reference_are_compared_by_their_ids(inputs, tmp_path):
     pytest.importorskip("nanotoken")
     result = run(inputs, "--tools", "ours-fast,ours-plain", "--rounds", "1")
@@ -145,6 +146,7 @@ def test_tool_that_fails_is_named_with_its_last_words(inputs):
     assert "other ended with exit code 1, so nothing is compared. It said:\nno vocabulary" in result.stderr
 
 
+@pytest.mark.slow
 def test_memory_is_measured_at_multiples_of_the_shards(inputs, tmp_path):
     report_file = tmp_path / "report.json"
     result = run(inputs, "--memory", "1,3", "--tools", "ours-plain,tokenizers", "--output", str(report_file))

@@ -107,6 +107,7 @@ def test_eurobert_folder_does_all_that_transformers_has_for_it(eurobert: Path):
     assert checks.keys() == CHECKS.keys()
 
 
+@pytest.mark.slow
 def test_llama_folder_does_all_but_masked_language_modelling(llama: Path):
     checks = run_checks(llama, trusted=False)
     assert {name: reason.split(":")[0] for name, reason in _not_ok(checks).items()} == dict.fromkeys(
@@ -120,6 +121,7 @@ def test_llama_folder_does_all_but_masked_language_modelling(llama: Path):
     )
 
 
+@pytest.mark.slow
 def test_neobert_folder_passes_the_command(neobert: Path, tmp_path: Path):
     """In an environment that is there already: the one that runs this test."""
     _make_environment(tmp_path, f'exec "{sys.executable}" "$@"')
@@ -182,6 +184,7 @@ def test_folder_that_is_wrong_fails_its_check(
         CHECKS[check](Subject(folder, trusted=False))
 
 
+@pytest.mark.slow
 def test_code_in_a_folder_runs_only_with_permission(neobert: Path, tmp_path: Path):
     folder, ran = shutil.copytree(neobert, tmp_path / "neobert"), tmp_path / "ran"
     (folder / "modeling_neobert.py").write_text(f"open({str(ran)!r}, 'w').close()\n")

@@ -85,12 +85,14 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(ranks):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_rank_that_computes_for_ever_is_told_from_those_that_wait_for_it(ranks):
     ranks.start(failure="time.sleep(300)")
     assert [process.wait(60) for process in ranks.processes] == [69, 69]
     assert "is in no collective: <string> line " in ranks.said(0) + ranks.said(1)
 
 
+@pytest.mark.slow
 def test_rank_that_is_stopped_ends_the_others_with_69_and_its_name(ranks):
     ranks.start(before=UNTIL_HEARD_OF, failure="os.kill(os.getpid(), signal.SIGSTOP)")
     assert ranks.processes[0].wait(60) == 69, ranks.said(0)
@@ -121,6 +123,7 @@ def test_rank_that_loses_another_ends_with_69_and_one_sentence(ranks, failure, c
     assert more == []
 
 
+@pytest.mark.slow
 def test_work_that_takes_longer_than_the_limit_is_no_hang_while_it_sets_marks(ranks):
     ranks.start(work="time.sleep(0.5)", iterations=12, minutes=4 / 60)
     assert [process.wait(60) for process in ranks.processes] == [0, 0], ranks.said(0) + ranks.said(1)
