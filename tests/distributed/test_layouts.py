@@ -122,7 +122,7 @@ def test_two_seeds_give_loss_curves_that_the_comparison_tells_apart(settings):
     assert gap > 100 * LAYOUT_LOSS.gate
 
 
-@pytest.mark.parametrize("name", quick_only(IN_BF16, "tensor 2, sequence parallel"))
+@pytest.mark.parametrize("name", quick_only(IN_BF16))
 def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, one_rank, tmp_path, name):
     layout = LAYOUTS[name]
     train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout, bf16=True), world_size=layout.ranks)

@@ -57,6 +57,7 @@ def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, c
         assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
 
+@pytest.mark.slow
 def test_padded_buckets_resume_exactly_only_with_the_fix_for_megatron(settings):
     uninterrupted = settings("uninterrupted", **PADDED_BUCKETS)
     train_on_ranks(uninterrupted, world_size=2)

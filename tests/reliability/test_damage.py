@@ -24,6 +24,7 @@ def one_of(checkpoint: Path) -> Path:
     return min(checkpoint.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_bit_flip_and_a_truncation_are_named_and_the_run_goes_on_exactly_from_the_checkpoint_before_them(
     start, copy_until, undisturbed
 ):

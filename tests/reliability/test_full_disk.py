@@ -51,6 +51,7 @@ def in_small_file_system(folder: Path, size_kib: int) -> list[str]:
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_a_checkpoint_is_noticed_before_it_is_written(start, undisturbed, tmp_path):
     probe = subprocess.run([*in_small_file_system(tmp_path, 100), "true"], capture_output=True, text=True, check=False)
     if probe.returncode:

@@ -10,6 +10,7 @@ from reliability.states import assert_same_state
 LAST = f"iter_{ITERATIONS:07d}"
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_ends_all_with_69_and_is_named_with_its_iteration(start, tmp_path):
     limit = ("--distributed-timeout-minutes", 0.15)  # 9 s, which building the run must not take
     with start(tmp_path, *limit, command=LAUNCH_FAULTY, FAULTS="hang:1:5") as training:

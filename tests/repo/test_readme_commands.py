@@ -63,7 +63,8 @@ def missing_script(command: str) -> str | None:
     """The script, module or make target that a command names and that does not exist."""
     words = shlex.split(command)
     if words[0] == "make":
-        targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        rules = re.findall(r"^([\w -]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        targets = " ".join(rules).split()
         return next((word for word in words[1:] if word not in targets), None)
     if "-m" in words[:2]:
         module = words[2]

@@ -38,6 +38,7 @@ def call(monkeypatch, *arguments):
     import_tool("evaluate_glue").main()
 
 
+@pytest.mark.slow
 def test_command_killed_in_two_processes_goes_on_in_one_with_the_same_results(place, monkeypatch, capsys):
     seeds = ("--seeds", "0", "1", "2")
     command = command_line("evaluate_glue", *arguments_of(place, "killed", *seeds, "--jobs", "2"))
