@@ -28,7 +28,7 @@ from megatron_neobert.flags import read_record
 from megatron_neobert.training.run import Progress, Run
 
 # One name for each part that a rank holds (the two halves of SwiGLU's first matrix have one each), and the optimizer's
-# state cut like the weights whatever the number of replicas.
+# state cut like the weights for any number of replicas.
 _STATE_FORMAT = {"singleton_local_shards": True, "distrib_optim_sharding_type": "fully_reshardable"}
 
 

@@ -180,7 +180,7 @@ def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
 
 
 def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> PackedRows:
-    """The rows of one window, whose documents are packed together whatever their source.
+    """The rows of one window, whose documents are packed together from all sources.
 
     Documents are numbered with their component, which masks depend on through it.
     """

@@ -98,3 +98,7 @@ def convert(saved: SavedModel, output: Path, **options: Any) -> Checks:
     """Exports the newest checkpoint; `options` are fields of ExportOptions."""
     checkpoint = read_checkpoint(saved.save)
     return export(checkpoint, output, tokenizer=checkpoint.tokenizer, options=ExportOptions(**options))
+
+
+def assert_nothing_written(folder: Path) -> None:
+    assert [path.name for path in folder.iterdir() if path.name.startswith("model")] == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_model import MODEL, WORDS, SavedModel, convert
+from saved_model import MODEL, WORDS, SavedModel, assert_nothing_written, convert
 from torch import Tensor
 
 from checkpoint_conversion import export
@@ -37,10 +37,6 @@ def run_convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, REPOSITORY / "checkpoint_conversion" / "convert.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
-def assert_nothing_written(folder: Path) -> None:
-    assert [path.name for path in folder.iterdir() if path.name.startswith("model")] == []
 
 
 def test_wrong_mapping_is_refused_and_leaves_nothing(

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from saved_model import SavedModel, convert
+from saved_model import SavedModel, assert_nothing_written, convert
 
 from checkpoint_conversion.convert import main
 from checkpoint_conversion.output_folder import build_folder
@@ -18,10 +18,6 @@ from megatron_neobert.errors import (
     OutputError,
     run_command,
 )
-
-
-def assert_nothing_written(folder: Path) -> None:
-    assert [path.name for path in folder.iterdir() if path.name.startswith("model")] == []
 
 
 @contextmanager

@@ -9,8 +9,10 @@ import pyarrow.parquet as pq
 from small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
+from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings
 from megatron_neobert.data.tokenizer import load_tokenizer
 
@@ -77,3 +79,10 @@ def add_mixed_shards(place):
             )
         else:
             (place.shards / f"{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(["{}", *lines]).encode()))
+
+
+def cut_small(monkeypatch, part_bytes):
+    """Shards of a few kB in several parts each."""
+    monkeypatch.setattr(
+        plan_module, "split_into_parts", lambda shard, read: split_into_parts(shard, read, part_bytes=part_bytes)
+    )

@@ -121,7 +121,7 @@ def test_stage_2_of_web_like_documents_fills_its_rows(monkeypatch):
     assert (tokens_c / tokens_c.sum()).round(2).tolist() == [0.06, 0.36, 0.58]
 
 
-# --- one order per source, whatever the others do ---
+# --- one order per source, independent of the others ---
 
 
 def test_one_corpus_with_a_share_is_the_corpus_alone(corpora):

@@ -7,19 +7,17 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preprocess_place import WORDS, Place, add_mixed_shards, decoded
+from preprocess_place import WORDS, Place, add_mixed_shards, cut_small, decoded
 from small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus import check_content
 from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
-from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.counts import Counts
 from megatron_neobert.data.preprocessing.part_tasks import read_result, tokenize_part
 from megatron_neobert.data.preprocessing.plan import part_tasks, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.data.preprocessing.workers import Workers
-from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 
@@ -27,13 +25,6 @@ from megatron_neobert.errors import ConfigError, DataError, MissingInputError, O
 @pytest.fixture
 def place(tmp_path):
     return Place(tmp_path)
-
-
-def cut_small(monkeypatch, part_bytes):
-    """Shards of a few kB in several parts each."""
-    monkeypatch.setattr(
-        plan_module, "split_into_parts", lambda shard, read: split_into_parts(shard, read, part_bytes=part_bytes)
-    )
 
 
 def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place, monkeypatch):

@@ -6,16 +6,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preprocess_place import Place, decoded
+from preprocess_place import Place, cut_small, decoded
 
 from megatron_neobert.data import fast_backends
 from megatron_neobert.data.corpus_format import BackendRecord
 from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
-from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
-from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.tokenizer import EncodedBatch
 from megatron_neobert.errors import DataError, MissingInputError
 
@@ -23,13 +21,6 @@ from megatron_neobert.errors import DataError, MissingInputError
 @pytest.fixture
 def place(tmp_path):
     return Place(tmp_path)
-
-
-def cut_small(monkeypatch, part_bytes):
-    """Shards of a few kB in several parts each."""
-    monkeypatch.setattr(
-        plan_module, "split_into_parts", lambda shard, read: split_into_parts(shard, read, part_bytes=part_bytes)
-    )
 
 
 def test_missing_column_is_found_before_anything_is_written(place):
