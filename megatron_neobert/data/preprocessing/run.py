@@ -93,19 +93,22 @@ class Progress:
 
     def finish(self, result: PartResult | PartDamage) -> None:
         """Counts a part that is in work, or was finished by an earlier run."""
+        self._count(result)
+        self._tell()
+
+    def begin_again(self, results: Iterable[PartResult]) -> None:
+        """Counts these parts and no others; nothing is told of a count that is half done."""
+        self.in_work.clear()
+        self.finished, self.finished_bytes, self.first_error = Counts(), 0.0, None
+        for result in results:
+            self._count(result)
+
+    def _count(self, result: PartResult | PartDamage) -> None:
         self.in_work.pop(result.number, None)
         self.finished_bytes += self.plan.input_bytes(self.plan.parts[result.number])
         if isinstance(result, PartResult):
             self.finished.add(result.counts)
             self.first_error = self.first_error or result.first_error
-        self._tell()
-
-    def begin_again(self, results: Iterable[PartResult]) -> None:
-        """Counts these parts and no others."""
-        self.in_work.clear()
-        self.finished, self.finished_bytes, self.first_error = Counts(), 0.0, None
-        for result in results:
-            self.finish(result)
 
     def join(self, new_bytes: int) -> None:
         self.joined_bytes += new_bytes
