@@ -58,7 +58,7 @@ EXTRAS = {
         "accelerate>=1",  # transformers' Trainer
     ],
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what tools/export_onnx.py writes and runs
-    "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what tools/benchmark_preprocessing.py compares with
+    "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what benchmarks/benchmark_preprocessing.py compares with
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"],  # make docs; needs no network once installed
     "dev": [
         "pytest>=8",

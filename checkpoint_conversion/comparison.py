@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_neobert.config import ModelConfig
+from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
 # Largest difference over largest logit that two correct implementations may show, by the precision that computes.

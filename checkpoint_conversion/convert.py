@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConversionError, OutputError, run_command
-from megatron_neobert.files import require_folder
+from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.export import ExportOptions
     from checkpoint_conversion.megatron_reader import MegatronCheckpoint
-    from megatron_neobert.data.tokenizer import Tokenizer
+    from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") ->
 
 
 def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "Tokenizer":
-    from megatron_neobert.data.tokenizer import load_tokenizer
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     if path is None:
         return checkpoint.tokenizer
@@ -205,7 +205,7 @@ def _convert_to_megatron(arguments: argparse.Namespace) -> int:
     from checkpoint_conversion.comparison import to_table
     from checkpoint_conversion.imports import import_folder
     from checkpoint_conversion.model_card import check_declared
-    from megatron_neobert.flags import model_flags
+    from megatron_neobert.config.cli import model_flags
 
     print(f"converting {arguments.load}")
     check_declared(license=arguments.license, base_model=arguments.base_model)

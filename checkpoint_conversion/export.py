@@ -15,7 +15,7 @@ import torch
 
 import megatron_neobert
 from checkpoint_conversion.comparison import COMPARED_SETTINGS, dtype_name
-from checkpoint_conversion.huggingface_writer import write_folder
+from checkpoint_conversion.hf_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
 from checkpoint_conversion.mapping import to_published
 from checkpoint_conversion.megatron_reader import MegatronCheckpoint
@@ -24,8 +24,8 @@ from checkpoint_conversion.output_folder import build_folder
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
 from checkpoint_conversion.verification import Checks, checkpoint_model, to_report, verify
 from megatron_neobert.checkpoint.folder import MANIFEST
-from megatron_neobert.data.tokenizer import Tokenizer
-from megatron_neobert.files import sha256_of
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 REPORT = "conversion_report.json"
 _SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
@@ -105,7 +105,7 @@ def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dty
     Raises:
         ConversionError: They compute different logits.
     """
-    from checkpoint_conversion.huggingface_model import load_logit_model  # transformers: seconds
+    from checkpoint_conversion.hf_model import load_logit_model  # transformers: seconds
 
     return verify(
         checkpoint_model(checkpoint, dtype),

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.huggingface_model import build_logit_model
-from checkpoint_conversion.huggingface_reader import ImportedModel, read_folder
+from checkpoint_conversion.hf_model import build_logit_model
+from checkpoint_conversion.hf_reader import ImportedModel, read_folder
 from checkpoint_conversion.mapping import TABLES, to_internal
 from checkpoint_conversion.megatron_reader import model_shape, read_checkpoint
 from checkpoint_conversion.megatron_writer import write_checkpoint
 from checkpoint_conversion.model_card import read_declared
 from checkpoint_conversion.output_folder import build_folder
 from checkpoint_conversion.verification import Checks, checkpoint_model, verify
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 
 
 def import_folder(

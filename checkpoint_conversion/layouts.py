@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from checkpoint_conversion.comparison import dtype_name
-from checkpoint_conversion.huggingface_folder import MODELING_FILE
+from checkpoint_conversion.hf_folder import MODELING_FILE
 from checkpoint_conversion.mapping import EUROBERT, LLAMA, NEOBERT, Table
 from checkpoint_conversion.tensor_rules import ModelShape
-from megatron_neobert.config import ModelConfig
-from megatron_neobert.data.tokenizer import Tokenizer
+from megatron_neobert.config.schema import ModelConfig
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import ConversionError
 
 _INIT_RANGE = 0.02  # of the heads that fine-tuning adds; the published model draws these from N(0, 0.02)

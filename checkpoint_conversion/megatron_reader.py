@@ -18,10 +18,10 @@ from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 from megatron_neobert.checkpoint.tensors import OPTIMIZER_PREFIX, StoredTensors
 from megatron_neobert.checkpoint.train_state import read_train_state
-from megatron_neobert.config import ModelConfig, Settings, flag_of
-from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
-from megatron_neobert.flags import read_record
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 PROVENANCE = "provenance.json"

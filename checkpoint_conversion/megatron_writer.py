@@ -14,10 +14,10 @@ from checkpoint_conversion.megatron_reader import PROVENANCE
 from megatron_neobert.checkpoint.folder import iteration_folder, publish, write_manifest
 from megatron_neobert.checkpoint.tensors import write_tensors
 from megatron_neobert.checkpoint.train_state import write_train_state
-from megatron_neobert.config import ModelConfig, Settings
-from megatron_neobert.data.tokenizer import Tokenizer
-from megatron_neobert.flags import write_record
-from megatron_neobert.training.run import Progress
+from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.state import Progress
 
 
 def write_checkpoint(

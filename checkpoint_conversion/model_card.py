@@ -17,11 +17,11 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from checkpoint_conversion.huggingface_config import LAYOUTS
-from checkpoint_conversion.huggingface_folder import MODELING_FILE, read_object
+from checkpoint_conversion.hf_config import LAYOUTS
+from checkpoint_conversion.hf_folder import MODELING_FILE, read_object
 from checkpoint_conversion.model_card_text import NO_MODEL_ID, CardFacts, title_of, write_body
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 CARD = "README.md"
 MARKER = "<!-- Text below this line stays when the card is written anew. -->"

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron_neobert.errors import OutputError, SaveError
-from megatron_neobert.files import sync_to_disk
+from megatron_neobert.runtime.atomic_files import sync_to_disk
 
 
 def refuse_inside(output: Path, source: Path) -> None:

@@ -30,17 +30,17 @@ from checkpoint_conversion.comparison import (
     make_loud,
 )
 from checkpoint_conversion.export import ExportOptions, write_model
-from checkpoint_conversion.huggingface_model import load_logit_model
+from checkpoint_conversion.hf_model import load_logit_model
 from checkpoint_conversion.layouts import LAYOUTS
 from checkpoint_conversion.mapping import NEOBERT, to_internal
 from checkpoint_conversion.megatron_reader import MegatronCheckpoint, model_shape, reference_config
 from checkpoint_conversion.tensor_rules import COPY, PAIR_ADJACENT
 from checkpoint_conversion.verification import reference_model
-from megatron_neobert import distributed
-from megatron_neobert.config import Settings
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.model.reference import ReferenceNeoBERT
+from megatron_neobert.runtime import distributed
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # The names that the norms have in a model built of megatron.core's own classes, and in every checkpoint.

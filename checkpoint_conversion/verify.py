@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConversionError, run_command
-from megatron_neobert.files import require_folder
+from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.comparison import LogitModel
@@ -90,7 +90,7 @@ def load_side(folder: Path) -> "LogitModel":
         CheckpointError, ConversionError: The model cannot be used.
     """
     if (folder / "config.json").is_file():
-        from checkpoint_conversion.huggingface_model import is_readable, load_as_read, load_logit_model
+        from checkpoint_conversion.hf_model import is_readable, load_as_read, load_logit_model
 
         return load_as_read(folder) if is_readable(folder) else load_logit_model(folder)
     from checkpoint_conversion.megatron_reader import read_checkpoint

@@ -22,7 +22,7 @@ active=${VIRTUAL_ENV-}
 if [[ ${CONDA_DEFAULT_ENV-base} != base ]]; then active=${CONDA_PREFIX-}; fi
 if [[ -z "${PYTHON-}$active" && -x "$own" ]]; then PYTHON=$own; fi
 PYTHON=${PYTHON:-python3}
-if ! problem=$("$PYTHON" -c 'import megatron_neobert.flags' 2>&1); then
+if ! problem=$("$PYTHON" -c 'import megatron_neobert.config.cli' 2>&1); then
     echo "error: $PYTHON cannot run this (${problem##*$'\n'}); make an environment with tools/prepare_environment.sh" >&2
     exit 69
 fi

@@ -24,8 +24,9 @@ from typing import Any
 import psutil
 
 from megatron_neobert.checkpoint.folder import check_folders
-from megatron_neobert.config import CheckpointConfig, Settings, flag_of
-from megatron_neobert.data.inputs import open_inputs
+from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
+from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import (
     EXIT_INTERRUPTED,
     EXIT_IO_ERROR,
@@ -35,10 +36,9 @@ from megatron_neobert.errors import (
     NeoBERTError,
     run_command,
 )
-from megatron_neobert.flags import parse_command_line
-from megatron_neobert.meeting import Meeting, serve_store
-from megatron_neobert.nodes import Place, find_place, whole_number
-from megatron_neobert.training.stopping import (
+from megatron_neobert.runtime.nodes import Place, find_place, whole_number
+from megatron_neobert.runtime.rendezvous import Meeting, serve_store
+from megatron_neobert.runtime.signals import (
     ABORT_SIGNAL,
     FIRST_INTERRUPT,
     STOP_SIGNALS,
@@ -90,7 +90,7 @@ def main() -> int:
         meeting.refuse(str(error), exit_code=exit_code)
         return exit_code
     if command.dry_run:
-        from megatron_neobert.training.plan import print_plan
+        from megatron_neobert.planning.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size)
     if world_size == 1 and not max_restarts:

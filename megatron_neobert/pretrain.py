@@ -3,22 +3,22 @@
 import os
 import sys
 
-from megatron_neobert.environment import world_size
 from megatron_neobert.errors import run_command
-from megatron_neobert.training import stopping
+from megatron_neobert.runtime import signals
+from megatron_neobert.runtime.environment import world_size
 
 
 def main() -> int:
     """Parses the flags, then builds and trains, or says what would be trained."""
-    stopping.install_signal_handlers()  # first of all: the imports below take seconds
-    from megatron_neobert.flags import parse_command_line
+    signals.install_signal_handlers()  # first of all: the imports below take seconds
+    from megatron_neobert.config.cli import parse_command_line
 
     command = parse_command_line(sys.argv[1:], world_size=world_size())
     if command.dry_run:
-        from megatron_neobert.training.plan import print_plan
+        from megatron_neobert.planning.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size())
-    stopping.refuse_stop_file(command.settings.checkpoint.save)
+    signals.refuse_stop_file(command.settings.checkpoint.save)
     if command.settings.parallel.tensor_model_parallel_size > 1:
         # CUDA reads it when it starts. Kernels then begin in the order of their launches, by which Megatron overlaps
         # the reductions of tensor parallelism with its matrix products.
@@ -26,7 +26,7 @@ def main() -> int:
     from megatron_neobert.model.kernels import check_hardware
 
     check_hardware(command.settings)  # before Megatron is imported: it imports whatever package is called apex
-    from megatron_neobert.megatron_imports import import_megatron
+    from megatron_neobert.runtime.megatron_imports import import_megatron
 
     import_megatron()
     from megatron_neobert.training.loop import run_training

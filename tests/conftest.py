@@ -38,7 +38,7 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     """600 documents of 1 to 160 words, Zipf-like, written by the real tools."""
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
     from megatron_neobert.data.preprocessing.run import preprocess
-    from megatron_neobert.data.tokenizer import train_wordpiece
+    from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
     folder = tmp_path_factory.mktemp("tiny_corpus")
     rng = random.Random(0)

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_neobert.megatron_imports import import_megatron
+from megatron_neobert.runtime.megatron_imports import import_megatron
 
 import_megatron()
 import pyarrow.parquet  # noqa: E402, F401

@@ -6,7 +6,6 @@ group crashes. multiprocessing's fork server is a fresh interpreter, started at 
 
 import importlib
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -18,6 +17,9 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 from torch import multiprocessing
+from torch.distributed import TCPStore
+
+from megatron_neobert.runtime.rendezvous import serve_store
 
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -39,13 +41,16 @@ class Ended(NamedTuple):
 
 def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int) -> None:
     """Calls a function in `world_size` processes that torch's env:// can join; raises if one of them fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    call = _Call(function, arguments, {**os.environ, **group}, (1, 2))
+    store = serve_store("127.0.0.1", 0, nodes=world_size)
+    call = _Call(function, arguments, {**os.environ, **group_of(store, world_size=world_size)}, (1, 2))
     _ensure_server()
     multiprocessing.start_processes(_run_rank, args=(call,), nprocs=world_size, start_method="forkserver")
+
+
+def group_of(store: TCPStore, *, world_size: int) -> dict[str, str]:
+    """Where ranks meet whose store stands already: a port that was only looked for may be taken a moment later."""
+    where = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {"WORLD_SIZE": str(world_size), **where}
 
 
 def run_command(module: str, *arguments: Any, environment: dict[str, str] | None = None) -> Ended:

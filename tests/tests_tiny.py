@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.config import (
+from megatron_neobert.config.schema import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.config import ModelConfig, Settings
+from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
 
 

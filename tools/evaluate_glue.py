@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, choose_tasks
-from megatron_neobert.files import require_folder
+from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.glue.run import Evaluation

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
 from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER, SUCCESSOR
-from megatron_neobert.files import require_folder
+from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.encoders import LoadOptions
@@ -187,7 +187,7 @@ def _write(
     from megatron_neobert.evaluation.mteb.results import to_csv, to_markdown, to_results
     from megatron_neobert.evaluation.records import write_record
     from megatron_neobert.evaluation.reported_numbers import MTEB
-    from megatron_neobert.files import replace_file
+    from megatron_neobert.runtime.atomic_files import replace_file
 
     name = arguments.model.resolve().name
     write_record(

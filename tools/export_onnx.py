@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, run_command
-from megatron_neobert.files import require_folder
+from megatron_neobert.runtime.atomic_files import require_folder
 
 TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
 OPSETS = range(18, 23)  # below, PyTorch cannot go; of 23, onnxruntime 1.31 cannot run the rotation that PyTorch writes

@@ -59,7 +59,7 @@ def main() -> None:
 
 def _fetch(key: str, source: "DatasetSource", path: Path) -> None:
     from megatron_neobert.evaluation.contrastive.data import fetch_pairs
-    from megatron_neobert.files import own_name, sync_to_disk
+    from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
 
     if path.exists():
         print(f"kept {path}")

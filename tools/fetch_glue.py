@@ -63,7 +63,7 @@ def _download(name: str) -> "DatasetDict":
 
 def write_splits(splits: "DatasetDict", folder: Path) -> dict[str, int]:
     """One parquet file per split; the number of rows of each."""
-    from megatron_neobert.files import own_name, sync_to_disk
+    from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():

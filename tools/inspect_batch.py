@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.config import ParallelConfig, Settings, flag_of
+from megatron_neobert.config.schema import ParallelConfig, Settings, flag_of
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
-    from megatron_neobert.flags import run_flags
+    from megatron_neobert.config.cli import run_flags
 
     doc = __doc__ or ""
     parser = CommandParser(__doc__, also=run_flags(), epilog=" ".join(doc.split("\n\n")[-1].split()))
@@ -79,7 +79,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _choose(arguments: argparse.Namespace, flags: list[str]) -> tuple[Path | None, Settings]:
     """The checkpoint to start from, and the settings of the run, checked."""
     from megatron_neobert.checkpoint.folder import list_checkpoints
-    from megatron_neobert.flags import parse_command_line
+    from megatron_neobert.config.cli import parse_command_line
     from megatron_neobert.inspection import saved_run
 
     ranks = arguments.world_size or 1
@@ -107,12 +107,12 @@ def _flags_of_one_rank() -> list[str]:
 
 
 def _show(found: "FoundBatch", arguments: argparse.Namespace) -> None:
-    from megatron_neobert.files import replace_file
     from megatron_neobert.inspection.batch_html import to_html
     from megatron_neobert.inspection.batch_rows import rows_of
     from megatron_neobert.inspection.batch_summary import summarize
     from megatron_neobert.inspection.batch_text import print_rows, print_summary
-    from megatron_neobert.terminal import Terminal
+    from megatron_neobert.runtime.atomic_files import replace_file
+    from megatron_neobert.runtime.terminal import Terminal
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes

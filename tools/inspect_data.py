@@ -23,8 +23,8 @@ from megatron_neobert.errors import CommandParser, ConfigError, run_command
 from megatron_neobert.text import visible
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
-    from megatron_neobert.data.corpus import Corpus
-    from megatron_neobert.data.tokenizer import Tokenizer
+    from megatron_neobert.data.corpus.reader import Corpus
+    from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 _WIDTH = 120
 _NAME_WIDTH = 18
@@ -33,8 +33,8 @@ _CHUNK = 1 << 20  # lengths compared at a time
 
 def main() -> None:
     arguments = parse_arguments()
-    from megatron_neobert.data.corpus import Corpus
-    from megatron_neobert.data.tokenizer import load_tokenizer
+    from megatron_neobert.data.corpus.reader import Corpus
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.config import TOKENIZER_TYPES
+from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, CommandParser, ConfigError, DataError, run_command
 from megatron_neobert.text import visible
 
@@ -213,7 +213,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def print_plan(plan: "Plan") -> None:
-    from megatron_neobert.data.corpus_format import token_dtype
+    from megatron_neobert.data.corpus.format import token_dtype
     from megatron_neobert.data.preprocessing.preview import preview
 
     shards = [(path, list(parts)) for path, parts in groupby(plan.parts, key=lambda part: part.path)]

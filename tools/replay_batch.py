@@ -20,9 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
-from megatron_neobert.config import CheckpointConfig, ParallelConfig, Settings
-from megatron_neobert.environment import is_rank_zero, world_size
+from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig, Settings
 from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.runtime.environment import is_rank_zero, world_size
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Origin:
 
 def main() -> None:
     """Replays the batch; rank 0 prints what is found."""
-    from megatron_neobert.flags import run_flags
+    from megatron_neobert.config.cli import run_flags
 
     parser = CommandParser(__doc__, also=run_flags())
     add = parser.add_argument
@@ -72,7 +72,7 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
     Raises:
         ConfigError: Flags that a run would not take either.
     """
-    from megatron_neobert.flags import read_record
+    from megatron_neobert.config.cli import read_record
     from megatron_neobert.inspection.saved_run import replace_by_flags, without_outputs
 
     saved = read_record((origin.weights or latest_checkpoint(load)) / "settings.yaml")
@@ -89,8 +89,8 @@ def replay(settings: Settings, origin: Origin, iteration: int) -> None:
 
     check_hardware(settings)  # before Megatron is imported: it imports whatever package is called apex
 
-    from megatron_neobert import distributed
-    from megatron_neobert.training.build import build_run, join
+    from megatron_neobert.runtime import distributed
+    from megatron_neobert.training.setup import build_run, join
     from megatron_neobert.training.step import compute_gradients
 
     run = build_run(settings, *join(settings))
@@ -182,7 +182,7 @@ def print_findings(stream: Any, found: Findings, grad_norm: float) -> None:
 
 def documents_of(stream: Any, rows: Any) -> dict[str, list[int]]:
     """Numbers of the documents in some rows, by corpus."""
-    from megatron_neobert.data.order import COMPONENT_SHIFT
+    from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 
     found: dict[str, dict[int, None]] = {}
     for number in rows.segments.documents_n.tolist():

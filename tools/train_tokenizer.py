@@ -34,10 +34,10 @@ def main() -> None:
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
-    from megatron_neobert.data.corpus_format import describe_reasons
+    from megatron_neobert.data.corpus.format import describe_reasons
     from megatron_neobert.data.shards.find import find_shards
     from megatron_neobert.data.shards.records import ReadSettings
-    from megatron_neobert.data.tokenizer import train_wordpiece
+    from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
     read = ReadSettings(text_key=arguments.text_key)
     texts = ShardTexts(find_shards(arguments.input), read, max_error_rate=arguments.max_error_rate)
@@ -62,7 +62,7 @@ class ShardTexts:
 
     def __iter__(self) -> Iterator[str]:
         """Raises DataError at the end where too many of the records were in error, or there is no document."""
-        from megatron_neobert.data.corpus_format import describe_reasons
+        from megatron_neobert.data.corpus.format import describe_reasons
         from megatron_neobert.data.preprocessing.counts import Counts, check_error_rate
         from megatron_neobert.data.shards.parts import read_part, split_into_parts
 

@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
     parser.add_argument("--full", action="store_true", help="read every token, and compare all checksums")
     arguments = parser.parse_args()
-    from megatron_neobert.data.corpus import Corpus, check_content, check_ends
+    from megatron_neobert.data.corpus.reader import Corpus, check_content, check_ends
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from megatron_neobert.config import CheckpointConfig
+from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
-from megatron_neobert.files import lock_if_possible, replace_file, sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of, sync_to_disk
 
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"

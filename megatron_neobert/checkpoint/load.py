@@ -18,14 +18,14 @@ from torch import Tensor
 from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, set_aside
 from megatron_neobert.checkpoint.tensors import StoredTensors
 from megatron_neobert.checkpoint.train_state import read_train_state
-from megatron_neobert.compatibility import changes, refuse_other_run
-from megatron_neobert.config import Settings
-from megatron_neobert.data.rows import Cursor, read_cursor
-from megatron_neobert.data.tokenizer import load_tokenizer
-from megatron_neobert.environment import is_rank_zero
+from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.resume_rules import changes, refuse_other_run
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.rows import Cursor, read_cursor
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
-from megatron_neobert.flags import read_record
-from megatron_neobert.training.run import Progress, Run
+from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.state import Progress, Run
 
 # One name for each part that a rank holds (the two halves of SwiGLU's first matrix have one each), and the optimizer's
 # state cut like the weights for any number of replicas.

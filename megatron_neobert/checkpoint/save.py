@@ -32,14 +32,14 @@ from megatron_neobert.checkpoint.folder import (
 from megatron_neobert.checkpoint.load import sharded_state
 from megatron_neobert.checkpoint.tensors import write_tensors
 from megatron_neobert.checkpoint.train_state import write_train_state
-from megatron_neobert.environment import is_rank_zero
+from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, SaveError
-from megatron_neobert.files import sync_to_disk
-from megatron_neobert.flags import write_record
-from megatron_neobert.training.flops import checkpoint_bytes
+from megatron_neobert.model.flops import checkpoint_bytes
+from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.signals import fulfil_save_request, take_save_request
+from megatron_neobert.state import Run
 from megatron_neobert.training.replicas import describe_drift
-from megatron_neobert.training.run import Run
-from megatron_neobert.training.stopping import fulfil_save_request, take_save_request
 
 
 @dataclass

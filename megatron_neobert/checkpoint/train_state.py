@@ -8,9 +8,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.data.rows import Cursor
+from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
-from megatron_neobert.training.run import Progress
+from megatron_neobert.state import Progress
 
 TRAIN_STATE = "train_state.json"
 _PLACE = {field.name for field in fields(Cursor)}

@@ -15,8 +15,8 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, short_reason
-from megatron_neobert.files import sha256_of
 from megatron_neobert.huggingface.auto_classes import register_neobert
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

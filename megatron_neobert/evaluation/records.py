@@ -19,7 +19,7 @@ import torch
 import megatron_neobert
 from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.encoders import choose_device, fingerprint
-from megatron_neobert.files import lock_if_possible, replace_file
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
 
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "optuna")
 

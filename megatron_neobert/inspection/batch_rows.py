@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus import Corpus
-from megatron_neobert.data.order import COMPONENT_SHIFT
-from megatron_neobert.data.rows import Source
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT
+from megatron_neobert.data.batches.rows import Source
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch
 
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
 from megatron_neobert.checkpoint.train_state import read_train_state
-from megatron_neobert.config import Settings
-from megatron_neobert.data.batches import BatchStream, PackedBatch
-from megatron_neobert.data.inputs import Inputs, batch_settings, open_inputs
-from megatron_neobert.data.packing import PackedRows
-from megatron_neobert.data.rows import Cursor, Source, read_cursor
-from megatron_neobert.data.tokenizer import Tokenizer
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.batches.packing import PackedRows
+from megatron_neobert.data.batches.rows import Cursor, Source, read_cursor
+from megatron_neobert.data.batches.stream import BatchStream, PackedBatch
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
 
 NO_LABEL = -1

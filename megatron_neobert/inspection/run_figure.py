@@ -22,8 +22,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from megatron_neobert.evaluation.plots import COLOURS
-from megatron_neobert.files import own_name, replace_file
 from megatron_neobert.inspection.run_log import RunLog
+from megatron_neobert.runtime.atomic_files import own_name, replace_file
 
 _DASHES = ("-", "--", ":", "-.")  # the next one after each round of colours
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120

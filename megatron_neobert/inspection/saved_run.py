@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
-from megatron_neobert.config import CheckpointConfig, LoggingConfig, Settings
+from megatron_neobert.config.cli import parse_command_line, read_record, write_record
+from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
 from megatron_neobert.errors import ConfigError, MissingInputError
-from megatron_neobert.flags import parse_command_line, read_record, write_record
 
 
 def checkpoint_before(load: Path, iteration: int) -> Path | None:

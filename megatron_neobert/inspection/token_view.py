@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from megatron_neobert.data.tokenizer import Tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.inspection.batch_rows import Piece
 from megatron_neobert.inspection.found_batch import NO_LABEL
 from megatron_neobert.text import visible

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_neobert.compute_checks import HEAD_WIDTH_MULTIPLE
-from megatron_neobert.config import ComputeConfig, Settings
+from megatron_neobert.config.compute_rules import HEAD_WIDTH_MULTIPLE
+from megatron_neobert.config.schema import ComputeConfig, Settings
 from megatron_neobert.errors import ConfigError
 
 # What a GPU must be for a recipe: lowest capability, first capability that is too new, lowest CUDA version.
@@ -180,7 +180,7 @@ def _precision_name(settings: Settings) -> str:
 
 
 def _optimizer(hardware: Hardware) -> str:
-    """In the order in which Megatron takes them; torch's through FusedAdam of megatron_fixes.py."""
+    """In the order in which Megatron takes them; torch's through FusedAdam of megatron_patches.py."""
     if hardware.transformer_engine.version is not None:
         return "Transformer Engine"
     return "Apex" if hardware.apex_optimizers.version is not None else "torch"

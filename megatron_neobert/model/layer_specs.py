@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.attention import CoreAttention
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.packed_kernels import FlashAttention, TorchAttention

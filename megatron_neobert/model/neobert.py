@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.attention import pack_row, positions_in_documents
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.layer_specs import layer_spec

@@ -4,7 +4,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_neobert.config import ComputeConfig, ParallelConfig, Settings
+from megatron_neobert.config.schema import ComputeConfig, ParallelConfig, Settings
 from megatron_neobert.model.kernels import choose_kernels, fp8_arguments
 
 

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import torch
 
-from megatron_neobert import distributed
 from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.config import Settings
-from megatron_neobert.data.batches import StepBatches
-from megatron_neobert.data.dali import build_dali_loader
-from megatron_neobert.data.loader import build_loader
-from megatron_neobert.environment import is_rank_zero
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.dali import build_dali_loader
+from megatron_neobert.data.batches.loader import build_loader
+from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
+from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.kernels import choose_kernels
-from megatron_neobert.training.build import build_run, join
-from megatron_neobert.training.flops import count_parameters
-from megatron_neobert.training.guard import count_update, too_many_skips
+from megatron_neobert.runtime import distributed
+from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank
+from megatron_neobert.state import Progress, Run
+from megatron_neobert.training.hang_detector import Watchdog
 from megatron_neobert.training.metrics import Averages, Monitor
-from megatron_neobert.training.run import Progress, Run
+from megatron_neobert.training.setup import build_run, join
+from megatron_neobert.training.skip_update import count_update, too_many_skips
 from megatron_neobert.training.step import train_step, validation_step
-from megatron_neobert.training.stopping import reason_to_stop, requests_of_this_rank
 from megatron_neobert.training.trackers_wandb import refuse_missing_wandb
-from megatron_neobert.training.watchdog import Watchdog
 
 
 def run_training(settings: Settings) -> int:

@@ -15,14 +15,14 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from megatron_neobert.config import Settings
-from megatron_neobert.data.batches import StepBatches
-from megatron_neobert.environment import is_rank_zero, world_size
-from megatron_neobert.terminal import Terminal
-from megatron_neobert.training.flops import training_flops_per_token
-from megatron_neobert.training.gpus import find_gpu
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.stream import StepBatches
+from megatron_neobert.model.flops import training_flops_per_token
+from megatron_neobert.model.gpus import find_gpu
+from megatron_neobert.runtime.environment import is_rank_zero, world_size
+from megatron_neobert.runtime.terminal import Terminal
+from megatron_neobert.state import Progress
 from megatron_neobert.training.metrics_line import Interval, say_quality
-from megatron_neobert.training.run import Progress
 from megatron_neobert.training.step import StepReport
 from megatron_neobert.training.trackers import Trackers
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_neobert.training.run import Run
+from megatron_neobert.state import Run
 
 
 def describe_drift(run: Run) -> str | None:

@@ -16,9 +16,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_neobert.data.batches import PackedBatch, StepBatches
-from megatron_neobert.training.guard import skip_reason
-from megatron_neobert.training.run import Run
+from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+from megatron_neobert.state import Run
+from megatron_neobert.training.skip_update import skip_reason
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.checkpoint.folder import refuse_lost_claim
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.training.trackers_wandb import WandbRun
 
 _RECORD = "metrics.jsonl"

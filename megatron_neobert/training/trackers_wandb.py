@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 _ID_FILE = "wandb_id.txt"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

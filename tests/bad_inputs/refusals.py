@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 from megatron_neobert.checkpoint.folder import check_folders
-from megatron_neobert.data.inputs import open_inputs
+from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError
-from megatron_neobert.flags import parse_command_line
 
 _LIMIT_SECONDS = 300  # what ends at all ends within one or two
 _LIMIT_BYTES = 1 << 30  # beyond what the process has already

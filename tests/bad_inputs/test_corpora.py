@@ -1,6 +1,6 @@
 """Corpora that are not what they say: refused with file and place, with the exit code of bad data.
 
-Damage inside the index and the sizes of .bin is in tests/unit/data/test_corpus.py; here is what else can be wrong.
+Damage inside the index and the sizes of .bin is in tests/unit/data/corpus/test_corpus.py; here is the rest.
 """
 
 import json
@@ -13,7 +13,7 @@ from bad_inputs.refusals import assert_refused, outcome_of, start_checks
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 from unit.tools.commands import ENVIRONMENT, run
 
-from megatron_neobert.data.corpus import Corpus, check_content, check_ends
+from megatron_neobert.data.corpus.reader import Corpus, check_content, check_ends
 
 
 def check_all(corpus):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bad_inputs.refusals import assert_refused
 
-from megatron_neobert.environment import is_rank_zero, local_rank, world_size
+from megatron_neobert.runtime.environment import is_rank_zero, local_rank, world_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

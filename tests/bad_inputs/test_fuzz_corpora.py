@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.data.small_corpus import numbered_tokenizer
 
-from megatron_neobert.data.corpus import Corpus, check_content, check_ends
+from megatron_neobert.data.corpus.reader import Corpus, check_content, check_ends
 from megatron_neobert.errors import NeoBERTError
 
 pytestmark = pytest.mark.slow

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from unit.data.small_corpus import write_vocabulary
 
-from checkpoint_conversion.huggingface_reader import ImportedModel, read_folder
+from checkpoint_conversion.hf_reader import ImportedModel, read_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
 from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal, to_published
 from checkpoint_conversion.megatron_reader import model_shape, reference_config
-from megatron_neobert.config import ModelConfig, Settings
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
 from megatron_neobert.model.reference import ReferenceNeoBERT
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.data.small_corpus import write_vocabulary
 
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
 """Settings that nobody meant: refused with the file, the setting and its value, before anything is started.
 
-What tests/unit/test_flags.py, test_config.py and test_data_path.py refuse already is not repeated here.
+What tests/unit/config/test_cli.py, test_config.py and test_data_path.py refuse already is not repeated here.
 """
 
 import os
@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 from bad_inputs.refusals import assert_refused, outcome_of, start_checks
 
-from megatron_neobert.data_path import parse_data_path
+from megatron_neobert.config.cli import parse_command_line, read_record
+from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.errors import CheckpointError
-from megatron_neobert.flags import parse_command_line, read_record
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 

@@ -11,7 +11,7 @@ import pytest
 from bad_inputs.refusals import assert_refused
 from bad_inputs.small_sentencepiece import message, number, piece, write_model
 
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 NAMES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests_tiny import tiny_settings
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from processes import run_on_ranks
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.training.loop import run_training
 
 

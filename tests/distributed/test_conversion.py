@@ -13,8 +13,8 @@ from checkpoint_conversion.mapping import join_halves
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.tensors import StoredTensors
-from megatron_neobert.config import Settings
-from megatron_neobert.training.build import build_run, join
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.training.setup import build_run, join
 
 LENGTHS = (9, 1, 30, 4)
 STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).int()

@@ -14,7 +14,7 @@ from checkpoint_conversion.mapping import split_halves
 from checkpoint_conversion.megatron_reader import read_checkpoint
 from megatron_neobert.checkpoint.folder import latest_checkpoint
 from megatron_neobert.checkpoint.tensors import StoredTensors
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 
 STOP = 3
 

@@ -15,7 +15,7 @@ from tests_tiny import tiny_settings
 from training_command import BASH, environment, flags_of
 
 from megatron_neobert import launch
-from megatron_neobert.config import CheckpointConfig, Settings
+from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.errors import ConfigError
 
 TRAIN_ITERS = 8

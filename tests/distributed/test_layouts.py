@@ -12,7 +12,7 @@ from ranks import quick_only, read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 from tolerances import BF16_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.model import transformer_config
 from megatron_neobert.model.attention import CoreAttention
 

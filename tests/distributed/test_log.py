@@ -15,10 +15,10 @@ from tests_tiny import tiny_settings
 from torch.multiprocessing import ProcessRaisedException
 
 from megatron_neobert.checkpoint import folder as checkpoint_files
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError
+from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.training import loop
-from megatron_neobert.training.flops import training_flops_per_token
 
 LAST = 3  # iteration of each run here
 ROWS, ROW_TOKENS = 8, 128  # of an iteration, and of a row

@@ -12,12 +12,12 @@ from test_layouts import CP2, DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP, la
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 
-from megatron_neobert import megatron_fixes
 from megatron_neobert.checkpoint.folder import check_folders
-from megatron_neobert.config import CheckpointConfig
+from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import MissingInputError, OutputError
+from megatron_neobert.runtime import megatron_patches
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}  # an interleaved pipeline of two ranks needs that many
@@ -76,7 +76,7 @@ def test_padded_buckets_resume_exactly_only_with_the_fix_for_megatron(settings):
 
 def leave_bucket_offsets_alone() -> None:
     """The control: in this process, buffers keep the offsets that count padding."""
-    megatron_fixes._offsets_without_padding = lambda buffer: contextlib.nullcontext()
+    megatron_patches._offsets_without_padding = lambda buffer: contextlib.nullcontext()
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from tests_tiny import ITERATIONS
 from megatron_neobert.checkpoint import save as saver
 from megatron_neobert.checkpoint.folder import list_checkpoints, verify_files
 from megatron_neobert.checkpoint.save import Saver, TensorWriter
-from megatron_neobert.config import Settings
-from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import NeoBERTError
-from megatron_neobert.training import loop, stopping
+from megatron_neobert.runtime import signals
+from megatron_neobert.training import loop
 
 WHOLE_OPTIMIZER = {"use_distributed_optimizer": False}
 
@@ -310,7 +311,7 @@ def ask_for_a_checkpoint_that_rank_1_writes_slowly(folder: Path) -> Any:
                 futures.wait([writers[0]._written])
             return step(run, batches)
 
-        stopping._SECONDS_BETWEEN_LOOKS = 0
+        signals._SECONDS_BETWEEN_LOOKS = 0
         saver._write, TensorWriter.start, loop.train_step = write_later, start_and_keep, step_and_look
 
     return prepare

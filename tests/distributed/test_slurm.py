@@ -12,7 +12,7 @@ from ranks import read_metrics
 from tests_tiny import tiny_settings
 from training_command import REPOSITORY, environment, flags_of
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 
 TEMPLATE = str(REPOSITORY / "examples" / "slurm" / "pretrain.sh")
 TRAIN_ITERS = 300

@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from megatron_neobert.config import Settings
+from megatron_neobert.config.schema import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = str(REPOSITORY / "examples" / "pretrain_neobert.sh")

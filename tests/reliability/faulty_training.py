@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_neobert import pretrain
 from megatron_neobert.errors import run_command
-from megatron_neobert.training import loop, stopping
-from megatron_neobert.training.run import Run
+from megatron_neobert.runtime import signals
+from megatron_neobert.state import Run
+from megatron_neobert.training import loop
 
 RANK = os.environ.get("RANK", "0")
 LARGEST_FILE_BYTES = 1 << 16
@@ -31,7 +32,7 @@ def hang(run: Run) -> None:
 
 def clock_ahead(run: Run) -> None:
     """By an hour, as if this rank had started that much earlier."""
-    stopping._started_seconds -= 3600
+    signals._started_seconds -= 3600
 
 
 def nan_loss(run: Run) -> None:

@@ -27,7 +27,7 @@ def needed_at_run_time() -> set[str]:
     """What setup.py reads and installs, what prepare_environment.sh reads, and the commands."""
     setup = (REPOSITORY / "setup.py").read_text(encoding="utf-8")
     read = {name for name in ("README.md", "LICENSE") if name in setup}
-    folders = {"megatron_neobert", "checkpoint_conversion", "tools", "examples"}
+    folders = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples"}
     return read | folders | {"setup.py", "constraints.txt"}
 
 

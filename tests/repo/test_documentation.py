@@ -149,7 +149,7 @@ def literals(tree: ast.AST) -> list[str]:
 @cache
 def spoken_text() -> str:
     """What programs of this project can say: a literal per line, its white space made even."""
-    folders = ("megatron_neobert", "checkpoint_conversion", "tools")
+    folders = ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks")
     programs = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
     texts = {text for program in programs for text in literals(ast.parse(read(program)))}
     texts |= {line for script in (REPOSITORY / "tools").glob("*.sh") for line in read(script).splitlines()}

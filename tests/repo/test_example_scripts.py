@@ -37,7 +37,7 @@ def published(tiny_corpus, tmp_path_factory) -> Path:
     """A Hugging Face folder with a tiny model for the tokenizer of the tiny corpus, as somebody might publish it."""
     from transformers import EuroBertConfig, EuroBertForMaskedLM
 
-    from megatron_neobert.data.tokenizer import load_tokenizer
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     folder = tmp_path_factory.mktemp("published")
     config = EuroBertConfig(

@@ -23,38 +23,36 @@ PURE = Place(2, "pure")
 # Longest matching prefix wins.
 PLACES = {
     "megatron_neobert": Place(0, "version"),
+    "megatron_neobert.huggingface": Place(0, "huggingface"),  # travels alone with an export
     "megatron_neobert.text": Place(0, "errors"),
     "megatron_neobert.errors": Place(0, "errors"),
-    "megatron_neobert.environment": Place(1, "environment"),
-    "megatron_neobert.files": Place(1, "files"),
-    "megatron_neobert.terminal": Place(1, "terminal"),
     "megatron_neobert.config": Place(1, "config"),
-    "megatron_neobert.config_checks": Place(1, "config"),
-    "megatron_neobert.compute_checks": Place(1, "config"),
-    "megatron_neobert.compatibility": Place(1, "config"),
-    "megatron_neobert.data_path": Place(1, "config"),
-    "megatron_neobert.nodes": Place(1, "nodes"),
-    "megatron_neobert.meeting": Place(2, "nodes"),
-    "megatron_neobert.flags": Place(2, "flags"),
+    "megatron_neobert.config.cli": Place(2, "command line"),
+    # Start-up and files need no torch; what touches Megatron comes later.
+    "megatron_neobert.runtime": Place(1, "runtime"),
+    "megatron_neobert.runtime.rendezvous": Place(2, "runtime"),
     "megatron_neobert.model.reference": PURE,
-    "megatron_neobert.data.masking": PURE,
-    "megatron_neobert.data.packing": PURE,
-    "megatron_neobert.data.order": PURE,
-    "megatron_neobert.data.philox": PURE,
-    "megatron_neobert.training.flops": PURE,
-    "megatron_neobert.distributed": Place(3, "platform"),
-    "megatron_neobert.cpu_backend": Place(3, "platform"),
-    "megatron_neobert.megatron_fixes": Place(3, "platform"),
-    "megatron_neobert.megatron_imports": Place(3, "platform"),
+    "megatron_neobert.model.flops": PURE,
+    "megatron_neobert.data.batches.masking": PURE,
+    "megatron_neobert.data.batches.packing": PURE,
+    "megatron_neobert.data.batches.order": PURE,
+    "megatron_neobert.data.batches.philox": PURE,
+    "megatron_neobert.runtime.distributed": Place(3, "platform"),
+    "megatron_neobert.runtime.cpu_backend": Place(3, "platform"),
+    "megatron_neobert.runtime.megatron_patches": Place(3, "platform"),
+    "megatron_neobert.runtime.megatron_imports": Place(3, "platform"),
+    "megatron_neobert.runtime.signals": Place(3, "platform"),
     "megatron_neobert.model": Place(4, "model"),
     "megatron_neobert.data": Place(4, "data"),
+    "megatron_neobert.state": Place(5, "training"),
     "megatron_neobert.training": Place(5, "training"),
+    "megatron_neobert.planning": Place(6, "planning"),
     "megatron_neobert.checkpoint": Place(5, "training"),
     "megatron_neobert.evaluation": Place(6, "evaluation"),
-    "megatron_neobert.huggingface": Place(0, "huggingface"),  # travels alone with an export
     "megatron_neobert.inspection": Place(7, "inspection"),
     "checkpoint_conversion": Place(7, "conversion"),
     "tools": Place(8, "commands"),
+    "benchmarks": Place(8, "benchmarks"),
     "megatron_neobert.launch": Place(8, "commands"),
     "megatron_neobert.pretrain": Place(8, "commands"),
 }
@@ -73,7 +71,7 @@ def place_of(module: str) -> Place:
 def find_modules() -> dict[str, Path]:
     """Dotted name -> file, of everything outside tests."""
     modules = {}
-    for top in ("megatron_neobert", "checkpoint_conversion", "tools"):
+    for top in ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks"):
         for path in sorted((REPOSITORY / top).rglob("*.py")):
             parts = path.relative_to(REPOSITORY).with_suffix("").parts
             modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -131,20 +129,20 @@ def test_module_never_imports_megatron_training(module):
 
 
 def test_settings_import_the_standard_library_alone():
-    source = MODULES["megatron_neobert.config"].read_text(encoding="utf-8")
-    names = imported_names(source, module="megatron_neobert.config", is_package=False)
+    source = MODULES["megatron_neobert.config.schema"].read_text(encoding="utf-8")
+    names = imported_names(source, module="megatron_neobert.config.schema", is_package=False)
     assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("megatron_neobert.errors", "megatron_neobert.config"),
-        ("megatron_neobert.data.packing", "megatron_neobert.flags"),
-        ("megatron_neobert.model.neobert", "megatron_neobert.data.batches"),
-        ("megatron_neobert.data.batches", "megatron_neobert.model.loss"),
+        ("megatron_neobert.errors", "megatron_neobert.config.schema"),
+        ("megatron_neobert.data.batches.packing", "megatron_neobert.config.cli"),
+        ("megatron_neobert.model.neobert", "megatron_neobert.data.batches.stream"),
+        ("megatron_neobert.data.batches.stream", "megatron_neobert.model.loss"),
         ("megatron_neobert.training.step", "checkpoint_conversion.mapping"),
-        ("megatron_neobert.huggingface.modeling_neobert", "megatron_neobert.config"),
+        ("megatron_neobert.huggingface.modeling_neobert", "megatron_neobert.config.schema"),
         ("checkpoint_conversion.convert", "tools.preprocess_data"),
     ],
 )
@@ -173,5 +171,6 @@ def test_every_spelling_of_an_import_of_megatron_training_is_seen(source):
 
 
 def test_relative_imports_are_resolved():
-    names = imported_names("from ..data import batches", module="megatron_neobert.model.neobert", is_package=False)
-    assert "megatron_neobert.data.batches" in names
+    source = "from ..data.batches import stream"
+    names = imported_names(source, module="megatron_neobert.model.neobert", is_package=False)
+    assert "megatron_neobert.data.batches.stream" in names

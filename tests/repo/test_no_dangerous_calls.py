@@ -15,7 +15,7 @@ SOURCES = sorted(
     [
         *(
             path
-            for top in ("megatron_neobert", "checkpoint_conversion", "tools", "examples")
+            for top in ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples")
             for path in (REPOSITORY / top).rglob("*.py")
         ),
         REPOSITORY / "examples" / "pretrain_neobert.sh",  # a Python program with a shell program in its docstring
@@ -23,7 +23,7 @@ SOURCES = sorted(
     ]
 )
 
-BENCHMARK = "tools/benchmark_loader.py"
+BENCHMARK = "benchmarks/benchmark_loader.py"
 ALLOWED = {
     BENCHMARK: "imports megatron.core.datasets",  # whose caches are pickles; it reads what it has just written itself
     # By the user's own flag, in an environment made for it: whether a folder's code works is the question.

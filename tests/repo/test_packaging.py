@@ -78,8 +78,8 @@ def third_party_imports(path: Path) -> set[str]:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add((node.module or "").split(".")[0])
-    own = {"megatron_neobert", "checkpoint_conversion", "tools"}
-    own |= {"benchmarking", "environment_checks", "onnx_export", "transformers_checks"}  # beside the tools
+    own = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks"}
+    own |= {"environment_checks", "onnx_export", "transformers_checks"}  # beside the tools
     return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
 
 
@@ -134,7 +134,7 @@ def test_every_imported_package_is_declared(metadata):
     distributions = importlib.metadata.packages_distributions()
     declared = {canonicalize_name(line.name) for line in requirements(metadata, *metadata["extras_require"])}
     missing = {}
-    for top in ("megatron_neobert", "checkpoint_conversion", "tools"):
+    for top in ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks"):
         for path in (REPOSITORY / top).rglob("*.py"):
             for name in third_party_imports(path):
                 found = PROVIDED_BY.get(name) or distributions.get(name, [name])
@@ -147,4 +147,4 @@ def test_every_imported_package_is_declared(metadata):
 def test_packages_hold_the_code_and_not_the_tests(metadata):
     packages = set(metadata["packages"])
     assert {"megatron_neobert", "megatron_neobert.data", "megatron_neobert.model", "checkpoint_conversion"} <= packages
-    assert not any(package.startswith(("tests", "tools", "examples")) for package in packages)
+    assert not any(package.startswith(("tests", "tools", "benchmarks", "examples")) for package in packages)

@@ -22,10 +22,11 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorte
 COMMANDS = sorted(
     [
         *REPOSITORY.glob("tools/*.py"),
+        *REPOSITORY.glob("benchmarks/*.py"),
         *(REPOSITORY / "checkpoint_conversion" / name for name in ("convert.py", "verify.py")),
     ]
 )
-TOP_LEVEL = ("megatron_neobert", "checkpoint_conversion", "tools", "examples", "tests", ".ci", "docs")
+TOP_LEVEL = ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples", "tests", ".ci", "docs")
 
 # Runs a script as if from the command line with --help and reports which of the slow packages it imported.
 HELP = """

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_neobert import distributed
-from megatron_neobert.config import Settings
+from megatron_neobert.config.cli import parse_command_line, read_settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
-from megatron_neobert.flags import parse_command_line, read_settings
+from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.training.flops import count_parameters
+from megatron_neobert.planning.plan import print_plan
+from megatron_neobert.runtime import distributed
 from megatron_neobert.training.loop import run_training
-from megatron_neobert.training.plan import print_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "examples" / "configs"
@@ -61,7 +61,7 @@ def sentencepiece_corpus(tiny_corpus: Any, tmp_path_factory: pytest.TempPathFact
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
     from megatron_neobert.data.preprocessing.run import preprocess
-    from megatron_neobert.data.tokenizer import load_tokenizer
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     folder = tmp_path_factory.mktemp("sentencepiece_corpus")
     shard = Path(tiny_corpus.prefix).parent / "shard.jsonl"

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.files import sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 
 class Canary:

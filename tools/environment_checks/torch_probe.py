@@ -42,7 +42,7 @@ def describe_torch() -> dict[str, Any]:
 
 
 def describe_precisions() -> list[Any]:
-    from megatron_neobert.config import Settings
+    from megatron_neobert.config.schema import Settings
     from megatron_neobert.errors import ConfigError
     from megatron_neobert.model.kernels import check_hardware, choose_kernels
 

@@ -11,10 +11,10 @@ import torch
 import transformers
 
 import megatron_neobert
-from checkpoint_conversion.huggingface_folder import check_folder
-from checkpoint_conversion.huggingface_writer import MODELING_FILE
+from checkpoint_conversion.hf_folder import check_folder
+from checkpoint_conversion.hf_writer import MODELING_FILE
 from megatron_neobert.errors import MissingInputError
-from megatron_neobert.files import sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
 from onnx_export.comparison import GraphCheck
 
 REPORT = "onnx_report.json"

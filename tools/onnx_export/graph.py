@@ -15,9 +15,9 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import Tensor
 
-from checkpoint_conversion.huggingface_config import read_model_config
-from checkpoint_conversion.huggingface_folder import check_folder
-from checkpoint_conversion.huggingface_model import load_backbone, load_model
+from checkpoint_conversion.hf_config import read_model_config
+from checkpoint_conversion.hf_folder import check_folder
+from checkpoint_conversion.hf_model import load_backbone, load_model
 from checkpoint_conversion.layouts import LAYOUTS
 from megatron_neobert.errors import ConversionError
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from megatron_neobert.data.corpus_format import describe_reasons
+from megatron_neobert.data.corpus.format import describe_reasons
 from megatron_neobert.errors import DataError
 
 

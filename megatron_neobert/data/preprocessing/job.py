@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.files import lock_if_possible, replace_file
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
 
 _JOB = "job.json"
 _MISMATCH = "mismatch"

@@ -21,15 +21,15 @@ from typing import IO, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus_format import token_dtype
-from megatron_neobert.data.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.preprocessing.counts import Counts, error_record
 from megatron_neobert.data.shards.find import ShardVersion, shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.records import ReadSettings, RecordBatch, Rejected, ShardPart
-from megatron_neobert.data.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
-from megatron_neobert.files import own_name, replace_file
+from megatron_neobert.runtime.atomic_files import own_name, replace_file
 
 NO_TOKENS = "no tokens"  # a text of control characters only
 TOO_FEW_TOKENS = "shorter than --min-tokens"

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_neobert import __version__
-from megatron_neobert.data.corpus_format import CorpusFiles, corpus_files, read_manifest
-from megatron_neobert.data.corpus_writer import refuse_existing
-from megatron_neobert.data.fast_backends import Encoder, open_encoder
+from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest
+from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.preprocessing.job import JobFolder
 from megatron_neobert.data.preprocessing.part_tasks import PartTask, TaskSettings
 from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
 from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings, ShardPart
-from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.files import sync_to_disk
+from megatron_neobert.runtime.atomic_files import sync_to_disk
 
 STANDARD_INPUT = "-"
 _PLANNING_THREADS = 16  # shards are opened one by one, and most of that is waiting for a network

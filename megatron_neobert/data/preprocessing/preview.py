@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus_format import token_dtype
-from megatron_neobert.data.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.preprocessing.plan import Plan
 from megatron_neobert.data.shards.parts import read_part
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.errors import DataError
 
 _SAMPLE_BYTES = 1 << 20  # of text, from each of three parts

@@ -11,8 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron_neobert.data.corpus_format import BackendRecord, InputRecord, QuarantinedShard, describe_reasons
-from megatron_neobert.data.corpus_writer import (
+from megatron_neobert.data.corpus.format import BackendRecord, InputRecord, QuarantinedShard, describe_reasons
+from megatron_neobert.data.corpus.writer import (
     CorpusFacts,
     OutputSettings,
     PartFiles,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron_neobert.data.shards.streams import is_url, named_errors, open_shard
 from megatron_neobert.data.shards.texts import BYTE_ORDER_MARK
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.files import sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 # Found in folders of shards, and read only where they are named themselves.
 _ABOUT_THE_DATA = re.compile(

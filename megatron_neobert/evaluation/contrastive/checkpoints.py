@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 _SETTINGS = "settings.json"
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from megatron_neobert.evaluation.plots import Curve, plot_curves
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 _COLUMNS = ("step", "loss", "learning_rate", "grad_norm")
 

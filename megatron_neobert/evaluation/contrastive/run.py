@@ -33,7 +33,7 @@ from megatron_neobert.evaluation.contrastive.data import digest_of
 from megatron_neobert.evaluation.contrastive.log import LossLog, write_curve
 from megatron_neobert.evaluation.contrastive.sampling import SamplingPlan, TaskBatchSampler
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
-from megatron_neobert.files import own_name
+from megatron_neobert.runtime.atomic_files import own_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from megatron_neobert.evaluation.glue.metrics import to_predictions
 from megatron_neobert.evaluation.glue.models import load_classifier, longest_input
 from megatron_neobert.evaluation.glue.tasks import DIAGNOSTIC, TASKS, GlueTask
 from megatron_neobert.evaluation.glue.training import EVALUATION_BATCH, Protocol
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 _FILE_NAMES = {"test_matched": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"}
 

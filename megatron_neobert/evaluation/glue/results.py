@@ -18,7 +18,7 @@ from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.glue.training import Outcome, Point
 from megatron_neobert.evaluation.records import write_record
 from megatron_neobert.evaluation.reported_numbers import GLUE
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 RESULT = "result.json"
 

@@ -16,7 +16,7 @@ from mteb.abstasks import AbsTaskRetrieval
 from mteb.abstasks.abstask import AbsTask
 
 from megatron_neobert.errors import DataError
-from megatron_neobert.files import own_name, sync_to_disk
+from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
 
 _ABOUT = "task.json"
 _NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subsets"}

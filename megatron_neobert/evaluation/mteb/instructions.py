@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.files import sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 PromptStyle = Literal["prefix", "paper"]
 

@@ -23,7 +23,7 @@ from mteb.abstasks.abstask import AbsTask
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.files import sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 PREFIX = "local:"
 _CRANFIELD = {"corpus": "cran.all.1400", "queries": "cran.qry", "qrels": "cran.qrels"}

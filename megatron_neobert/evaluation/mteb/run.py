@@ -23,7 +23,7 @@ from megatron_neobert.evaluation.mteb.data import check_revision, is_stored, lim
 from megatron_neobert.evaluation.mteb.local import PREFIX
 from megatron_neobert.evaluation.mteb.results import TaskScore
 from megatron_neobert.evaluation.mteb.tasks import flatten
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 BuildEncoder = Callable[[], Any]
 

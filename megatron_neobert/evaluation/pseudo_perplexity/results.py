@@ -20,7 +20,7 @@ from scipy.stats import t as student
 
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.pseudo_perplexity.documents import bin_of
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 BAND = "95 % of the average over documents"
 _CONFIDENCE = 0.95

@@ -9,7 +9,7 @@ from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.report.blocks import Block, Code, Section, to_html, to_markdown
 from megatron_neobert.evaluation.report.records import KINDS, Run, find_runs
 from megatron_neobert.evaluation.report.sections import SECTIONS
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 TITLE = "Evaluation"
 

@@ -12,7 +12,7 @@ from megatron_neobert.evaluation.throughput.batches import MASKED_SHARE, WEB_MED
 from megatron_neobert.evaluation.throughput.line_up import LineUp
 from megatron_neobert.evaluation.throughput.run import Sweep
 from megatron_neobert.evaluation.throughput.tables import draw, to_csv, to_markdown
-from megatron_neobert.files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
 KIND = "throughput"
 

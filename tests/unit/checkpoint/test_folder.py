@@ -27,7 +27,7 @@ from megatron_neobert.checkpoint.folder import (
     verify_files,
     write_manifest,
 )
-from megatron_neobert.config import CheckpointConfig
+from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
 
 FILES = ("train_state.json", "settings.yaml", *(f"rank_{rank:05d}.safetensors" for rank in range(4)))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_neobert.checkpoint.train_state import read_train_state, write_train_state
-from megatron_neobert.data.rows import Cursor, read_cursor
+from megatron_neobert.data.batches.rows import Cursor, read_cursor
 from megatron_neobert.errors import CheckpointError
-from megatron_neobert.training.run import Progress
+from megatron_neobert.state import Progress
 
 PROGRESS = Progress(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3), recent_updates=((2.5, 0.5),))
 

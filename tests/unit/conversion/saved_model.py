@@ -17,12 +17,12 @@ from checkpoint_conversion.tensor_rules import ModelShape
 from checkpoint_conversion.verification import Checks
 from megatron_neobert.checkpoint.tensors import write_tensors
 from megatron_neobert.checkpoint.train_state import write_train_state
-from megatron_neobert.config import ModelConfig, Settings
-from megatron_neobert.data.tokenizer import load_tokenizer
-from megatron_neobert.files import sha256_of
-from megatron_neobert.flags import write_record
+from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
-from megatron_neobert.training.run import Progress
+from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.state import Progress
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
 MODEL = ModelConfig(

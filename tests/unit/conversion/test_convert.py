@@ -19,7 +19,8 @@ from torch import Tensor
 from checkpoint_conversion import export
 from checkpoint_conversion.convert import main
 from checkpoint_conversion.megatron_reader import read_checkpoint
-from megatron_neobert.config import Settings
+from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import (
     CheckpointError,
     ConfigError,
@@ -28,7 +29,6 @@ from megatron_neobert.errors import (
     OutputError,
     run_command,
 )
-from megatron_neobert.flags import write_record
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -12,9 +12,9 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from checkpoint_conversion.comparison import compare_logits
-from megatron_neobert.config import CheckpointConfig, Settings
-from megatron_neobert.files import sha256_of
-from megatron_neobert.flags import write_record
+from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.schema import CheckpointConfig, Settings
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint_conversion.huggingface_config import FolderConfig, read_model_config
-from megatron_neobert.config import ModelConfig
+from checkpoint_conversion.hf_config import FolderConfig, read_model_config
+from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
 
 PATH = Path("model") / "config.json"

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from checkpoint_conversion.layouts import LAYOUTS, Source, build_neobert_config
 from checkpoint_conversion.mapping import NEOBERT, published_shapes
 from checkpoint_conversion.megatron_reader import model_shape
-from megatron_neobert.config import ModelConfig, Settings
-from megatron_neobert.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig
 

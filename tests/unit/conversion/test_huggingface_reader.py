@@ -12,10 +12,10 @@ from saved_model import MODEL, SHAPE, WORDS
 from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
 
-from checkpoint_conversion.huggingface_reader import read_folder
+from checkpoint_conversion.hf_reader import read_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
 from checkpoint_conversion.mapping import TABLES, to_internal, to_published
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
 HEAD = ("decoder.weight", "decoder.bias")

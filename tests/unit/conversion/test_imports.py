@@ -18,9 +18,9 @@ from checkpoint_conversion import convert, imports
 from checkpoint_conversion.export import ExportOptions, export
 from checkpoint_conversion.imports import import_folder
 from checkpoint_conversion.megatron_reader import read_checkpoint
-from megatron_neobert.config import CheckpointConfig, Settings
+from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.errors import ConversionError, OutputError
-from megatron_neobert.flags import write_record
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
 LAYOUTS = ("eurobert", "neobert", "llama")

@@ -14,13 +14,13 @@ from huggingface_hub import EvalResult, ModelCard
 from saved_model import MODEL, SHAPE, WORDS, build_reference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from checkpoint_conversion.huggingface_writer import write_folder
+from checkpoint_conversion.hf_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
 from checkpoint_conversion.mapping import NEOBERT, to_internal, to_published
 from checkpoint_conversion.model_card import MARKER, write_model_card
 from checkpoint_conversion.model_card_text import NO_MODEL_ID
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
 from megatron_neobert.huggingface.auto_classes import register_neobert
 

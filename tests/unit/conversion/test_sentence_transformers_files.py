@@ -15,7 +15,7 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from transformers import AutoModel, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM
 
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import OutputError
 
 TEXTS = ["the cat sat on a mat .", "a mat"]

@@ -6,15 +6,15 @@ import json
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from small_corpus import write_vocabulary
+from unit.data.small_corpus import write_vocabulary
 
-from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
 from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 WORDS = ["hello", "world", "mask", "sep", "[", "]", "xy", "##z", "zy"]
 

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import models
 
-from megatron_neobert.data import corpus_writer
-from megatron_neobert.data.corpus_format import Manifest, corpus_files, token_dtype
-from megatron_neobert.data.corpus_writer import CorpusFacts, OutputSettings, PartFiles, refuse_existing
-from megatron_neobert.data.tokenizer import Tokenizer
-from megatron_neobert.data.tokenizer_files import build_bert_backend
+from megatron_neobert.data.corpus import writer
+from megatron_neobert.data.corpus.format import Manifest, corpus_files, token_dtype
+from megatron_neobert.data.corpus.writer import CorpusFacts, OutputSettings, PartFiles, refuse_existing
+from megatron_neobert.data.tokenizer.files import build_bert_backend
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FIRST_ORDINARY = len(SPECIAL)
@@ -96,7 +96,7 @@ def write_corpus(
     output = OutputSettings(
         files=files, keep_shards=False, shard_bytes=shard_bytes, validation_fraction=0.0, deduplicate=False
     )
-    written = corpus_writer.write_corpus([part], output, made_up_facts([part]), tokenizer, folder=files.partial)
+    written = writer.write_corpus([part], output, made_up_facts([part]), tokenizer, folder=files.partial)
     shutil.rmtree(files.partial)
     return written.manifest
 

@@ -9,7 +9,7 @@ import transformers
 import yaml
 from transformers import BertConfig, BertForMaskedLM
 
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 WORDS = [first + second for first in "bcdfghklmn" for second in ("a", "e", "i", "o", "u")]
 INSTRUCTIONS = {"LARGE": "find :", "SMALL": "similar :", "HARD": "other :"}

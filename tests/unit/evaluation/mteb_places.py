@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertModel
 
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 WORDS = ["wing", "flow", "heat", "card", "money", "bank", "cell", "gene", "food", "health", "the", "of"]
 DIGITS = [str(digit) for digit in range(10)] + [f"##{digit}" for digit in range(10)]

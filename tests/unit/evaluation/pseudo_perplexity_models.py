@@ -7,7 +7,7 @@ import torch
 import transformers
 from unit.huggingface.tiny_neobert import build_model
 
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.evaluation import encoders
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", ".", "sep", "[", "]"]

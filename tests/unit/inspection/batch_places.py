@@ -5,10 +5,10 @@ from pathlib import Path
 
 from unit.data.small_corpus import random_documents, write_corpus, write_vocabulary
 
-from megatron_neobert.config import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
-from megatron_neobert.data.inputs import open_inputs
-from megatron_neobert.data.tokenizer import load_tokenizer
-from megatron_neobert.flags import write_record
+from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
+from megatron_neobert.data.batches.inputs import open_inputs
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 SCRIPT, ATTRIBUTE = "<script>alert(1)</script>", '"onmouseover="alert(2)'
 RED, REVERSED = "\x1b[31mred", "\u202edesrever"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from unit.inspection.batch_places import ATTRIBUTE, RED, REVERSED, SCRIPT, settings_of
 
-from megatron_neobert.data.tokenizer import Tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.inspection.batch_html import to_html
 from megatron_neobert.inspection.batch_rows import rows_of
 from megatron_neobert.inspection.batch_summary import summarize

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from unit.inspection.batch_places import LENGTHS, settings_of, write_checkpoint
 
-from megatron_neobert.config import CheckpointConfig, ParallelConfig
-from megatron_neobert.data.corpus import Corpus
+from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.inspection.batch_rows import rows_of
 from megatron_neobert.inspection.batch_summary import histogram, summarize

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from unit.inspection.batch_places import settings_of
 
-from megatron_neobert.config import CheckpointConfig, LoggingConfig
+from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig
 from megatron_neobert.errors import ConfigError, MissingInputError
-from megatron_neobert.flags import write_record
 from megatron_neobert.inspection.saved_run import (
     checkpoint_before,
     replace_by_flags,

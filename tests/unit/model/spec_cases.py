@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_neobert.config import ComputeConfig, ModelConfig, ParallelConfig, Settings
+from megatron_neobert.config.schema import ComputeConfig, ModelConfig, ParallelConfig, Settings
 from megatron_neobert.model.neobert import NeoBERTModel
 
 VOCAB = 203

@@ -16,9 +16,9 @@ import torch  # noqa: E402
 from spec_cases import CASES, VOCAB, build, compute, fill, load, save, settings_of, weights  # noqa: E402
 from torch import multiprocessing  # noqa: E402
 
-from megatron_neobert import distributed  # noqa: E402
 from megatron_neobert.model import layer_specs  # noqa: E402
 from megatron_neobert.model.loss import masked_token_losses  # noqa: E402
+from megatron_neobert.runtime import distributed  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
 
 def compute_on_two_ranks(rank: int, folder: Path) -> None:
     """Tensor and sequence parallelism; the losses are the same on both ranks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+    os.environ["RANK"] = str(rank)
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     distributed.initialize(settings_of("neobert", impl="transformer_engine", **layout))
     for case in ("neobert", "layer_norm"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_neobert.config import ComputeConfig, Settings
+from megatron_neobert.config.schema import ComputeConfig, Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import (
     Hardware,

@@ -7,10 +7,10 @@ import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from spec_cases import settings_of
 
-from megatron_neobert import distributed
-from megatron_neobert.config import ModelConfig, ParallelConfig, Settings
+from megatron_neobert.config.schema import ModelConfig, ParallelConfig, Settings
 from megatron_neobert.model.layer_specs import LocalLayerNorm, LocalRMSNorm, layer_spec
 from megatron_neobert.model.transformer_config import to_transformer_config
+from megatron_neobert.runtime import distributed
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tolerances import FILLED_UP_GRADIENT, PACKED_LOSS
 
-from megatron_neobert import distributed
-from megatron_neobert.config import ModelConfig, Settings
+from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.neobert import NeoBERTModel
+from megatron_neobert.runtime import distributed
 
 VOCAB = 203  # padded to 256
 LENGTHS = (5, 1, 17, 41)

@@ -9,10 +9,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from spec_cases import settings_of
 
-from megatron_neobert import distributed
 from megatron_neobert.model import loss
 from megatron_neobert.model.packed_kernels import TorchAttention, attend_by_document
 from megatron_neobert.model.transformer_config import to_transformer_config
+from megatron_neobert.runtime import distributed
 
 HEADS, WIDTH = 2, 12
 

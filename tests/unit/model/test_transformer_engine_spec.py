@@ -4,7 +4,6 @@ Transformer Engine itself needs a GPU; tests/te_stand_in.py says what stands for
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import group_of
 from spec_cases import CASES, build, compute, fill, load, save, settings_of, weights
 from tolerances import LAYOUT_LOSS
 
-from megatron_neobert import distributed
+from megatron_neobert.runtime import distributed
+from megatron_neobert.runtime.rendezvous import serve_store
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
@@ -36,13 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Pat
         model = build(case, impl="local")
         fill(model, 2.0)
         save(model, folder / f"local_{case}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = serve_store("127.0.0.1", 0, nodes=2)
     paths = [REPOSITORY, REPOSITORY / "tests", HERE]
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "te_child.py"), str(folder), str(port)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        [sys.executable, "-W", "ignore", str(HERE / "te_child.py"), str(folder)],
+        env={**os.environ, **group_of(store, world_size=2), "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,4 +1,4 @@
-"""The commands of tools/, started as a user does or imported, and a folder for those that preprocess."""
+"""The commands of tools/ and benchmarks/, started as a user does or imported, and a folder for preprocessing."""
 
 import importlib.util
 import os
@@ -17,8 +17,13 @@ LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 LETTERS += [f"##{letter}" for letter in LETTERS]
 
 
+def file_of(tool: str) -> Path:
+    """In tools/ or benchmarks/."""
+    return next(file for folder in ("tools", "benchmarks") if (file := REPOSITORY / folder / f"{tool}.py").exists())
+
+
 def command_line(tool: str, *arguments: object) -> list[str]:
-    return [sys.executable, str(REPOSITORY / "tools" / f"{tool}.py"), *map(str, arguments)]
+    return [sys.executable, str(file_of(tool)), *map(str, arguments)]
 
 
 def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
@@ -30,7 +35,7 @@ def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
 
 def import_tool(tool: str) -> ModuleType:
     """Its module, for tests that call its functions; the folder of tools is not in sys.path."""
-    specification = importlib.util.spec_from_file_location(tool, REPOSITORY / "tools" / f"{tool}.py")
+    specification = importlib.util.spec_from_file_location(tool, file_of(tool))
     module = importlib.util.module_from_spec(specification)
     sys.modules[tool] = module  # dataclasses look their module up by name
     specification.loader.exec_module(module)

@@ -18,7 +18,7 @@ import pytest
 from commands import arguments_of, make_place, run
 from unit.data.small_corpus import write_vocabulary
 
-from megatron_neobert.data.corpus import Corpus, check_content
+from megatron_neobert.data.corpus.reader import Corpus, check_content
 
 GOOD = [b'{"content": "hello world"}'] * 20
 WORDS = ["hello", "world", "[", "]", "mask", "##s", "x", "##x", *"abcdefghijklmnopqrstuv"]

@@ -5,7 +5,7 @@ import json
 from statistics import median
 
 import pytest
-from commands import REPOSITORY, import_tool, run
+from commands import import_tool, run
 
 HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 OURS = "this project, in process"
@@ -13,8 +13,7 @@ PADDED = "transformers, padded lists"
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+def tool():
     return import_tool("benchmark_loader")
 
 

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from commands import ENVIRONMENT, REPOSITORY, import_tool
 
-from megatron_neobert.data.tokenizer import load_tokenizer, train_wordpiece
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
-TOOL = REPOSITORY / "tools" / "benchmark_preprocessing.py"
+TOOL = REPOSITORY / "benchmarks" / "benchmark_preprocessing.py"
 # The command with one more tool in its table, {definition}; a process of its own, since it waits for all its children.
 WITH_OTHER_TOOL = """
 import dataclasses, runpy, sys

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
 from unit.tools.commands import REPOSITORY, import_tool, run
 
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.huggingface import modeling_neobert
 
 sys.path.append(str(REPOSITORY / "tools"))  # as the command has it

@@ -14,12 +14,12 @@ from commands import import_tool, run
 from transformers import AutoModelForMaskedLM, AutoTokenizer, LlamaConfig
 from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 
-from checkpoint_conversion.huggingface_writer import write_folder
+from checkpoint_conversion.hf_writer import write_folder
 from checkpoint_conversion.layouts import LAYOUTS, Source
 from checkpoint_conversion.mapping import NEOBERT, to_internal, to_published
 from checkpoint_conversion.model_card import write_model_card
 from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))  # as for the command itself

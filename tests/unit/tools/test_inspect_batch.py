@@ -8,8 +8,8 @@ import pytest
 from unit.inspection.batch_places import settings_of, write_checkpoint, write_place
 from unit.tools.commands import import_tool, run
 
+from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError
-from megatron_neobert.flags import write_record
 from megatron_neobert.inspection.found_batch import find_batch
 
 tool = import_tool("inspect_batch")

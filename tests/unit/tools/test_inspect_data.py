@@ -9,7 +9,7 @@ from commands import ENVIRONMENT, import_tool, run
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
-from megatron_neobert.data.tokenizer import load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_neobert.config import CheckpointConfig, Settings, TrainingConfig
+from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
 from megatron_neobert.inspection.run_log import read_run
-from megatron_neobert.training.flops import training_flops_per_token
+from megatron_neobert.model.flops import training_flops_per_token
+from megatron_neobert.state import Progress
 from megatron_neobert.training.metrics import Averages, Monitor
-from megatron_neobert.training.run import Progress
 from megatron_neobert.training.step import StepReport
 
 NAN = float("nan")

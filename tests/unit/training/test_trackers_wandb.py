@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_neobert.config import CheckpointConfig, LoggingConfig, Settings
+from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.training.trackers_wandb import WandbRun
 

@@ -10,7 +10,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading import TEXTS, read, texts_of
+from unit.data.shards.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, row_cuts, split_into_parts
 from megatron_neobert.data.shards.records import BATCH_BYTES, EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings, ShardPart

@@ -13,7 +13,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading import TEXTS, texts_of
+from unit.data.shards.reading import TEXTS, texts_of
 
 from megatron_neobert.data.shards.find import find_shards, shard_label, shard_sha256, shard_version
 from megatron_neobert.data.shards.streams import open_shard

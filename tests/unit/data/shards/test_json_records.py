@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from reading import TEXTS, read, texts_of
+from unit.data.shards.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.json_records import _keys
 from megatron_neobert.data.shards.records import (

@@ -5,7 +5,7 @@ import random
 import tracemalloc
 
 import pytest
-from reading import TEXTS, Drip, read, texts_of
+from unit.data.shards.reading import TEXTS, Drip, read, texts_of
 
 from megatron_neobert.data.shards.json_values import read_values
 from megatron_neobert.data.shards.parts import read_part

@@ -3,7 +3,7 @@
 import gzip
 
 import pytest
-from reading import read, texts_of
+from unit.data.shards.reading import read, texts_of
 
 from megatron_neobert.data.shards.records import EMPTY_TEXT, RAW_BYTES, TOO_LONG
 

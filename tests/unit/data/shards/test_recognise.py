@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from backports import zstd
-from reading import TEXTS, read, texts_of
+from unit.data.shards.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.recognise import recognise
 from megatron_neobert.data.shards.records import MALFORMED_JSON, ReadSettings

@@ -6,7 +6,7 @@ import random
 import tracemalloc
 
 import pytest
-from reading import Drip, read
+from unit.data.shards.reading import Drip, read
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.records import BATCH_BYTES, RAW_BYTES, TOO_LONG, ReadSettings, ShardPart

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
-from reading import TEXTS, read, texts_of
+from unit.data.shards.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.recognise import recognise

@@ -6,7 +6,7 @@ import sys
 import tracemalloc
 
 import pytest
-from reading import read
+from unit.data.shards.reading import read
 
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.records import (

@@ -1,0 +1,375 @@
+"""Command: how many rows and tokens a second does one core prepare for training, beside what others use?
+
+    python benchmarks/benchmark_loader.py
+
+Everything between a tokenised corpus in the page cache and a masked batch counts: order, packing or padding, reading,
+masking, tensors. All loaders run in this one process (but for their workers), on one core, in turns, so that the
+machine's mood hits all of them. What counts are CPU seconds, workers included, and tokens of documents, with their
+[CLS] and [SEP] and without padding.
+
+This project packs documents into rows; Hugging Face's collator pads them, or takes rows that somebody has filled
+beforehand with documents end to end; Megatron's BERT dataset pads them. The latter leaves out every document that has
+a sentence above 512 tokens, so it is given documents cut into sentences of 32 tokens, as --split-sentences would.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, run_command
+
+OURS = "this project, in process"
+PACKAGES = ("torch", "numpy", "megatron-core", "transformers", "nvidia-dali-cuda130")
+PEER_DOCUMENTS = 8192  # held in memory as Python objects; the peers' speed does not depend on how many there are
+SENTENCE_TOKENS = 32
+SETTLE_SECONDS = 0.3  # long enough for a worker to fill its queue
+MASKED_SHARE = 0.2
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every loader is asked for."""
+
+    corpus: Any  # megatron_neobert.data.corpus.reader.Corpus
+    tokenizer: Any  # megatron_neobert.data.tokenizer.tokenizer.Tokenizer
+    seq_length: int
+    batch_size: int  # rows
+    folder: Path  # for a peer's own files
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is counted of a batch."""
+
+    rows: int
+    slots: int
+    real_tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One turn of one loader."""
+
+    loader: str
+    rows: int
+    slots: int
+    real_tokens: int
+    cpu_seconds: float  # of this process and its workers
+    wall_seconds: float
+
+
+def main() -> int:
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add("--data-path", metavar="PREFIX", help="corpus, as of preprocess_data.py; default a made-up one, web-like")
+    add("--tokenizer-model", metavar="PATH", help="its tokenizer")
+    add("--documents", type=int, default=12_288, metavar="N", help="of the made-up corpus (%(default)s)")
+    add("--seq-length", type=int, default=1024, metavar="N", help="tokens of a row (%(default)s)")
+    add("--batch-size", type=int, default=128, metavar="N", help="rows of a batch (%(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="turns of each, of which the median counts (%(default)s)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="of each turn (%(default)s)")
+    add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
+    arguments = parser.parse_args()
+    if (arguments.data_path is None) != (arguments.tokenizer_model is None):
+        raise ConfigError("--data-path and --tokenizer-model belong together; give both, or neither.")
+    from benchmarks.report import describe_machine, print_table
+
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded, which is later
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        job = open_job(arguments, Path(folder))
+        started = {name: start(job) for name, start in available_loaders().items()}
+        runs = run_in_turns(started, rounds=arguments.rounds, seconds=arguments.seconds)
+    table = summarise(runs)
+    print_table(table)
+    if arguments.output is not None:
+        corpus = {"documents": len(job.corpus), "tokens": job.corpus.manifest.tokens}
+        figures = {"machine": describe_machine(PACKAGES), "corpus": corpus, "table": table}
+        figures["runs"] = [asdict(run) for run in runs]
+        arguments.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
+    from benchmarks.corpus import write_corpus
+    from megatron_neobert.data.corpus.reader import Corpus
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+
+    prefix, model = arguments.data_path, arguments.tokenizer_model
+    if prefix is None:
+        prefix, model = write_corpus(
+            folder, documents=arguments.documents, median_tokens=368, longest=100_000, vocab_size=30_522
+        )
+    tokenizer, corpus = load_tokenizer(model), Corpus(prefix)
+    corpus.check_tokenizer(tokenizer)
+    print(f"{len(corpus):,} documents, {corpus.manifest.tokens:,} tokens", flush=True)
+    return Job(corpus, tokenizer, arguments.seq_length, arguments.batch_size, folder)
+
+
+# ---- this project
+
+
+def our_stream(job: Job) -> Any:
+    from megatron_neobert.data.batches.inputs import token_ids_of
+    from megatron_neobert.data.batches.masking import MaskingScheme
+    from megatron_neobert.data.batches.rows import Source
+    from megatron_neobert.data.batches.stream import BatchSettings, BatchStream
+
+    settings = BatchSettings(
+        seq_length=job.seq_length,
+        micro_batch_size=job.batch_size,
+        global_batch_size=job.batch_size,
+        long_documents="truncate",
+        masking=MaskingScheme(MASKED_SHARE),
+        token_ids=token_ids_of(job.tokenizer),
+        seed=SEED,
+    )
+    return BatchStream((Source(job.corpus, range(len(job.corpus))),), settings)
+
+
+def ours_in_process(job: Job) -> Iterator[Batch]:
+    return count_ours(our_stream(job).steps(), job)
+
+
+def ours_with_worker(job: Job) -> Iterator[Batch]:
+    from megatron_neobert.data.batches.loader import build_loader
+
+    return count_ours(iter(build_loader(our_stream(job), num_workers=1)), job)
+
+
+def ours_with_dali(job: Job, *, num_workers: int) -> Iterator[Batch]:
+    import torch
+
+    from megatron_neobert.data.batches.dali import build_dali_loader
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return count_ours(iter(build_dali_loader(our_stream(job), num_workers=num_workers, device=device)), job)
+
+
+def count_ours(steps: Iterator[Any], job: Job) -> Iterator[Batch]:
+    for step in steps:
+        yield Batch(job.batch_size, step.micro_batches[0].tokens_t.numel(), step.real_tokens)
+
+
+# ---- others
+
+
+def padded_examples(job: Job) -> list[list[int]]:
+    """Documents as tokenizers return them, cut at the row's length."""
+    cls, sep = job.tokenizer.cls_id, job.tokenizer.sep_id
+    documents = (job.corpus.document(number) for number in range(min(len(job.corpus), PEER_DOCUMENTS)))
+    return [[cls, *document[: job.seq_length - 2].tolist(), sep] for document in documents]
+
+
+def full_examples(job: Job) -> list[list[int]]:
+    """The same end to end, cut into full rows, as run_mlm.py of transformers does."""
+    tokens = list(itertools.chain.from_iterable(padded_examples(job)))
+    rows = len(tokens) // job.seq_length
+    return [tokens[row * job.seq_length :][: job.seq_length] for row in range(rows)]
+
+
+def collator(job: Job, examples: Callable[[Job], list[list[int]]], *, tensors: bool = False) -> Iterator[Batch]:
+    """DataCollatorForLanguageModeling over examples in memory, shuffled: nothing is read."""
+    import torch
+    from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+
+    job.tokenizer.save_tokenizer_files(job.folder / "tokenizer", model_max_length=job.seq_length)
+    tokenizer = AutoTokenizer.from_pretrained(job.folder / "tokenizer", trust_remote_code=False)
+    collate = DataCollatorForLanguageModeling(
+        tokenizer, mlm_probability=MASKED_SHARE, mask_replace_prob=1.0, random_replace_prob=0.0
+    )
+    special = set(job.tokenizer.special_ids)
+    convert = torch.tensor if tensors else list
+    features = [
+        {"input_ids": convert(ids), "special_tokens_mask": convert([int(id_ in special) for id_ in ids])}
+        for ids in examples(job)
+    ]
+    while True:
+        random.Random(SEED).shuffle(features)
+        for first in range(0, len(features) - job.batch_size + 1, job.batch_size):
+            batch = collate(features[first : first + job.batch_size])
+            yield Batch(job.batch_size, batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
+
+
+class MegatronTokenizer:
+    """What Megatron's dataset asks of a tokenizer."""
+
+    def __init__(self, job: Job) -> None:
+        tokenizer = job.tokenizer
+        self.cls, self.sep, self.pad, self.mask = (
+            tokenizer.cls_id,
+            tokenizer.sep_id,
+            tokenizer.pad_id,
+            tokenizer.mask_id,
+        )
+        self.inv_vocab = {id_: piece for piece, id_ in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
+        self.special_tokens_dict = {"cls_token": self.cls, "sep_token": self.sep, "mask_token": self.mask}
+        self.unique_identifiers = {"fingerprint": tokenizer.fingerprint}
+
+
+def megatron_bert(job: Job) -> Iterator[Batch]:
+    """BERTMaskedWordPieceDataset and torch's default collation; 80/10/10 is built in."""
+    import numpy as np
+    import torch
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+    from torch.utils.data import default_collate
+
+    prefix = str(job.folder / "sentences")
+    documents = write_sentences(job, prefix)
+    config = BERTMaskedWordPieceDatasetConfig(
+        random_seed=SEED,
+        sequence_length=job.seq_length,
+        path_to_cache=str(job.folder / "megatron-cache"),
+        split="1",
+        tokenizer=MegatronTokenizer(job),
+        masking_probability=MASKED_SHARE,
+        short_sequence_probability=0.0,
+        masking_max_ngram=1,
+        masking_do_full_word=False,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=False,
+    )
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # it asks for its rank
+    dataset = BERTMaskedWordPieceDataset(
+        IndexedDataset(prefix), prefix, np.arange(documents, dtype=np.int32), documents, Split.train, config
+    )
+    torch.distributed.destroy_process_group()
+    while True:
+        for first in range(0, len(dataset) - job.batch_size + 1, job.batch_size):
+            batch = default_collate([dataset[number] for number in range(first, first + job.batch_size)])
+            yield Batch(job.batch_size, batch["text"].numel(), int(batch["padding_mask"].sum()))
+
+
+def write_sentences(job: Job, prefix: str) -> int:
+    """The same documents in Megatron's format, cut into sentences; returns their number."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    builder = IndexedDatasetBuilder(
+        get_bin_path(prefix), dtype=np.uint16 if job.corpus.dtype == np.uint16 else np.int32
+    )
+    documents = min(len(job.corpus), PEER_DOCUMENTS)
+    for number in range(documents):
+        document = job.corpus.document(number)
+        full, rest = divmod(len(document), SENTENCE_TOKENS)
+        builder.add_document(document, [SENTENCE_TOKENS] * full + [rest] * (rest > 0))
+    builder.finalize(get_idx_path(prefix))
+    return documents
+
+
+# ---- measuring
+
+
+def available_loaders() -> dict[str, Callable[[Job], Iterator[Batch]]]:
+    """In the order of the table; those with workers are started before other libraries bring their threads."""
+    loaders: dict[str, Callable[[Job], Iterator[Batch]]] = {
+        OURS: ours_in_process,
+        "this project, 1 worker": ours_with_worker,
+    }
+    if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali"):
+        loaders["this project, DALI, in process"] = partial(ours_with_dali, num_workers=0)
+        loaders["this project, DALI, 1 worker"] = partial(ours_with_dali, num_workers=1)
+    else:
+        print("DALI is left out, it is not installed: pip install 'megatron-neobert[dali]'")
+    return loaders | {
+        "transformers, padded lists": partial(collator, examples=padded_examples),
+        "transformers, padded tensors": partial(collator, examples=padded_examples, tensors=True),
+        "transformers, full rows": partial(collator, examples=full_examples),
+        "megatron.core BERT": megatron_bert,
+    }
+
+
+def run_in_turns(loaders: dict[str, Iterator[Batch]], *, rounds: int, seconds: float) -> list[Run]:
+    """Every loader once a round, every other round in reverse, after one batch each that is not counted."""
+    for batches in loaders.values():
+        next(batches)
+    runs = []
+    for number in range(rounds):
+        for name in list(loaders)[:: -1 if number % 2 else 1]:
+            run = measure(name, loaders[name], seconds)
+            runs.append(run)
+            print(f"round {number + 1} | {name} | {run.rows / run.cpu_seconds:,.0f} rows/cpu-s", flush=True)
+    return runs
+
+
+def measure(name: str, batches: Iterator[Batch], seconds: float) -> Run:
+    """Takes batches for so many seconds; workers have full queues when the clock starts and when it stops."""
+    time.sleep(SETTLE_SECONDS)
+    cpu, wall = tree_cpu_seconds(), time.perf_counter()
+    taken: list[Batch] = []
+    while time.perf_counter() - wall < seconds or not taken:
+        taken.append(next(batches))
+    wall_seconds = time.perf_counter() - wall
+    time.sleep(SETTLE_SECONDS)
+    return Run(
+        loader=name,
+        rows=sum(batch.rows for batch in taken),
+        slots=sum(batch.slots for batch in taken),
+        real_tokens=sum(batch.real_tokens for batch in taken),
+        cpu_seconds=tree_cpu_seconds() - cpu,
+        wall_seconds=wall_seconds,
+    )
+
+
+def tree_cpu_seconds() -> float:
+    """CPU seconds so far of all threads of this process and of its workers."""
+    import psutil
+
+    workers = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return time.process_time() + sum(times.user + times.system for times in workers)
+
+
+def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One row per loader: medians of the rounds, and how many times as fast this project is, in the same round."""
+    by_loader: dict[str, list[Run]] = {}
+    for run in runs:
+        by_loader.setdefault(run.loader, []).append(run)
+    ours = by_loader[OURS]
+    table = []
+    for name, group in by_loader.items():
+        pairs = list(zip(ours, group, strict=True))
+        table.append(
+            {
+                "loader": name,
+                "rows/cpu-s": statistics.median(rows_per_second(run) for run in group),
+                "real tokens/cpu-s": statistics.median(tokens_per_second(run) for run in group),
+                "% unused": 100 * (1 - sum(run.real_tokens for run in group) / sum(run.slots for run in group)),
+                "x rows": statistics.median(rows_per_second(one) / rows_per_second(other) for one, other in pairs),
+                "x tokens": statistics.median(
+                    tokens_per_second(one) / tokens_per_second(other) for one, other in pairs
+                ),
+            }
+        )
+    return table
+
+
+def rows_per_second(run: Run) -> float:
+    return run.rows / run.cpu_seconds
+
+
+def tokens_per_second(run: Run) -> float:
+    return run.real_tokens / run.cpu_seconds
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,258 @@
+"""Command: how near is the memory that `--dry-run` announces to what training takes?
+
+    python benchmarks/benchmark_memory.py
+
+Trains two real steps per case, each case in processes of its own, and prints beside the plan (a) the bytes that
+autograd keeps of one micro-batch, each storage once, and (b) the peak of the second step. On a CPU that is the growth
+of the resident set since the process had imported everything and joined the others, with glibc told to give freed
+memory back at once; on a GPU it is torch's own count of its tensors. The plan's assumption about CUDA's context is left
+out on both sides.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings, TrainingConfig
+from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
+from megatron_neobert.runtime.atomic_files import replace_file
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+DOCUMENTS = 4096
+VOCABULARY = 30_522
+# Else a freed tensor stays with the process and the resident set says less about tensors than about their order.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train: layers x width, rows x length, and settings by section and name that differ from the defaults."""
+
+    layers: int
+    hidden: int
+    rows: int
+    row_tokens: int
+    micro_batches: int = 1
+    ranks: int = 1
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> str:
+        return f"{self.layers} x {self.hidden}, {self.rows} x {self.row_tokens}"
+
+
+BF16 = {"bf16": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CPU_CASES = {
+    "narrow": Case(4, 256, 2, 1024),
+    "fp32": Case(6, 384, 2, 1024),
+    "short rows": Case(6, 384, 8, 256),
+    "bf16": Case(6, 384, 2, 1024, changes={"training": BF16}),
+    "recompute layers": Case(6, 384, 2, 1024, changes={"compute": FULL}),
+    "recompute attention": Case(6, 384, 2, 1024, changes={"compute": {"recompute_granularity": "selective"}}),
+    "wide": Case(4, 768, 2, 512),
+    "tensor parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2}}),
+    "sequence parallel 2": Case(
+        6, 384, 2, 1024, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+    ),
+    "context parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"context_parallel_size": 2}}),
+    "pipeline 2": Case(
+        6, 384, 1, 1024, micro_batches=4, ranks=2, changes={"parallel": {"pipeline_model_parallel_size": 2}}
+    ),
+}
+GPU_CASES = {
+    "16 rows": Case(28, 768, 16, 1024, changes={"training": BF16}),
+    "32 rows": Case(28, 768, 32, 1024, changes={"training": BF16}),
+    "long rows": Case(28, 768, 8, 4096, changes={"training": BF16}),
+    "recompute layers": Case(28, 768, 32, 1024, changes={"training": BF16, "compute": FULL}),
+    "torch's layers": Case(28, 768, 16, 1024, changes={"training": BF16, "compute": {"transformer_impl": "local"}}),
+    "fp32": Case(12, 768, 8, 1024),
+}
+
+
+def main() -> int:
+    """Runs every case and prints the table."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("--gpu", action="store_true", help="the cases for one GPU instead of those for a CPU")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="some of the cases, by name")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # what a process of a case is started with
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        print(json.dumps(measure(Case(**json.loads(arguments.measure)), Path.cwd())))
+        return 0
+    cases = GPU_CASES if arguments.gpu else CPU_CASES
+    if unknown := [name for name in arguments.only or () if name not in cases]:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(cases)}")
+    output = arguments.output
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise OutputError(f"--output {output}: is a folder, or lies in none; name a file in a folder that exists.")
+    if arguments.gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--gpu: torch reaches no GPU; see tools/check_environment.py, or leave the flag out.")
+    return compare({name: cases[name] for name in arguments.only or cases}, output=output)
+
+
+def compare(cases: dict[str, Case], *, output: Path | None) -> int:
+    """Measures the cases one after another."""
+    from benchmarks.report import describe_machine, print_table
+
+    rows = []
+    for name, case in cases.items():
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+            figures = max(start_ranks(case, Path(folder)), key=lambda rank: rank["measured peak"])
+        row: dict[str, object] = {"case": name, "size": case.size}
+        for what in ("kept", "peak"):
+            planned, measured = figures[f"planned {what}"], figures[f"measured {what}"]
+            row |= {f"{what} MiB": measured and measured / (1 << 20), f"planned {what}": planned / (1 << 20)}
+            row[f"{what}: plan / measured"] = measured and planned / measured
+        rows.append(row)
+        print_table(rows[-1:])
+    machine = describe_machine(PACKAGES)
+    print()
+    for item in machine.items():
+        print("{}: {}".format(*item))
+    print_table(rows)
+    if output is not None:
+        replace_file(output, json.dumps({"machine": machine, "cases": rows}, indent=1) + "\n")
+    return 0
+
+
+def start_ranks(case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Figures of every rank of a case, each a process of its own in `folder`."""
+    from benchmarks.corpus import write_corpus
+
+    write_corpus(folder, documents=DOCUMENTS, median_tokens=368, longest=case.row_tokens - 2, vocab_size=VOCABULARY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = []
+    for rank in range(case.ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).resolve()), "--measure", json.dumps(vars(case))]
+        environment = {**os.environ, **GIVE_BACK, **place, **meeting_place}
+        ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True))
+    answers = [rank.communicate()[0] for rank in ranks]
+    if codes := [rank.returncode for rank in ranks if rank.returncode]:
+        raise ConfigError(
+            f"{case.size}: a process ended with exit code {codes[0]} (-9: most likely no memory was left); what it "
+            "said stands above; name cases that this machine can train after --only."
+        )
+    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+
+
+def build_settings(case: Case, folder: Path) -> Settings:
+    """A run of the corpus in `folder`."""
+    settings = Settings(
+        model=ModelConfig(
+            num_layers=case.layers,
+            hidden_size=case.hidden,
+            num_attention_heads=case.hidden // 64,
+            max_position_embeddings=case.row_tokens,
+        ),
+        data=DataConfig(
+            data_path=(str(folder / "c_content_document"),),
+            tokenizer_model=str(folder / "vocab.txt"),
+            seq_length=case.row_tokens,
+            split="1",
+            num_workers=0,
+        ),
+        training=TrainingConfig(
+            micro_batch_size=case.rows, global_batch_size=case.rows * case.micro_batches, eval_iters=0
+        ),
+    )
+    for section, changes in case.changes.items():
+        settings = settings.with_section(section, **changes)
+    return settings
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """Two steps of this rank, and one more forward pass whose saved tensors are counted."""
+    import torch
+
+    from benchmarks.step_parts import Memory
+    from megatron_neobert.runtime import distributed
+    from megatron_neobert.training.setup import build_run, join
+    from megatron_neobert.training.step import train_step
+
+    torch.set_num_threads(1)
+    settings = build_settings(case, folder)
+    inputs, device = join(settings)
+    warm_up(device, torch.bfloat16 if settings.training.bf16 else torch.float32)
+    memory = Memory(on_gpu=device.type == "cuda")
+    with memory.watch("run"):
+        run = build_run(settings, inputs, device)
+        steps = run.training_stream.steps()
+        train_step(run, next(steps))  # which allocates the optimizer's moments
+    batches = next(steps)
+    with memory.watch("run"):
+        train_step(run, batches)
+    batch = batches.micro_batches[0]
+    kept = count_saved_bytes(run, batch) if settings.parallel.pipeline_model_parallel_size == 1 else None
+    plan = plan_of(run, world_size=case.ranks, masked_tokens=len(batch.labels_m))
+    distributed.shut_down()
+    return {
+        "planned kept": plan.activations + plan.head,
+        "measured kept": kept,  # None: a stage with several micro-batches in flight shows by its peak alone
+        "planned peak": plan.total - plan.context,
+        "measured peak": memory.peak_bytes,
+    }
+
+
+def warm_up(device: Any, dtype: Any) -> None:
+    """Has the libraries load what they load at their first use, which is no tensor of the run."""
+    import torch
+
+    hidden = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
+    heads = (hidden @ hidden).view(1, 1, 64, 64)
+    torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).float().logsumexp(-1).sum().backward()
+
+
+def plan_of(run: Any, *, world_size: int, masked_tokens: int) -> Any:
+    """What --dry-run would say for the fullest rank."""
+    from megatron_neobert.model.kernels import choose_kernels
+    from megatron_neobert.planning.memory import plan_memory
+
+    kernels = "transformer_engine" if choose_kernels(run.settings).transformer_impl == "transformer_engine" else "gpu"
+    return plan_memory(
+        run.settings,
+        vocab_size=run.tokenizer.vocab_size,
+        world_size=world_size,
+        masked_tokens=masked_tokens,
+        kernels=kernels if run.device.type == "cuda" else "cpu",  # type: ignore[arg-type]
+    )
+
+
+def count_saved_bytes(run: Any, batch: Any) -> int:
+    """What autograd keeps of one micro-batch: every storage once, weights not counted. Collective: all ranks."""
+    import torch
+
+    weights = {weight.untyped_storage().data_ptr() for model in run.models for weight in model.parameters()}
+    kept: dict[int, Any] = {}  # the tensors as well: a freed one's place would be taken by another
+
+    def keep(tensor: Any) -> Any:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor
+        return tensor
+
+    batch = batch.to(run.device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        (model,) = run.models
+        model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+if __name__ == "__main__":
+    run_command(main)

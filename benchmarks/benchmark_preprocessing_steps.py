@@ -1,0 +1,218 @@
+"""Command: one step of benchmark_preprocessing.py, which starts this for its inputs, its peers, and counting tokens.
+
+    python benchmarks/benchmark_preprocessing_steps.py STEP '{"argument": value, ...}'
+
+prints the step's result as JSON. The benchmark itself loads none of these libraries: a library's pages that it held
+would count half in the memory of the tools it measures.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
+
+BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
+SAMPLE_DOCUMENTS = 64
+PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
+DTYPE_BYTES = {4: 4, 8: 2}  # Megatron's codes of int32 and uint16
+
+
+def main() -> None:
+    parser = CommandParser(__doc__)
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("arguments", type=json.loads, metavar="JSON", help="the step's arguments by name")
+    given = parser.parse_args()
+    print(json.dumps(STEPS[given.step](**given.arguments)))
+
+
+# ---- inputs
+
+
+def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> dict[str, Any]:
+    """Reads all shards once, so that every tool finds them in memory, and writes a sample and the peers' tokenizer.
+
+    Raises:
+        ConfigError: A shard is not parquet, or has no such column of text.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    from megatron_neobert.data.shards.find import find_shards
+
+    shards = find_shards(patterns)
+    documents = text_bytes = 0
+    for shard in shards:
+        try:
+            parquet = pq.ParquetFile(shard)
+        except pa.ArrowInvalid as error:
+            raise ConfigError(f"{shard} is not a parquet file; the tools are compared on parquet shards.") from error
+        columns = {field.name: str(field.type) for field in parquet.schema_arrow}
+        if columns.get(text_key) not in ("string", "large_string"):
+            found = ", ".join(columns)
+            raise ConfigError(f"{shard}: no column of text is named '{text_key}'; it has {found}. Use --text-key.")
+        for batch in parquet.iter_batches(columns=[text_key]):
+            documents += batch.num_rows
+            text_bytes += pc.sum(pc.binary_length(batch[text_key])).as_py() or 0
+
+    sample = next(pq.ParquetFile(shards[0]).iter_batches(batch_size=SAMPLE_DOCUMENTS, columns=[text_key]))
+    pq.write_table(pa.Table.from_batches([sample]), Path(folder, "sample.parquet"))
+    return {
+        "shards": [str(Path(shard).resolve()) for shard in shards],
+        "sample": str(Path(folder, "sample.parquet")),
+        "corpus": {"documents": documents, "text_bytes": text_bytes},
+        "job": {
+            "text_key": text_key,
+            "tokenizer_model": str(Path(model).absolute()),
+            **save_tokenizer_of_peers(model, Path(folder, "tokenizer")),
+        },
+        "machine": describe_machine(),
+    }
+
+
+def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
+    """A tokenizer.json for which "[MASK]" in a text is text, as it is here; and how many tokens it adds to a text."""
+    import tokenizers
+
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+
+    load_tokenizer(model).save_tokenizer_files(folder, model_max_length=512)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    special_tokens = len(tokenizers.Tokenizer.from_file(str(path)).encode(""))
+    return {"tokenizer_json": str(path), "special_tokens": special_tokens}
+
+
+def describe_machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    installed = [package for package in PACKAGES if importlib.util.find_spec(package) is not None]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": {package: importlib.metadata.version(package) for package in installed},
+    }
+
+
+# ---- peers
+
+
+def run_datatrove(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.tokens import MegatronDocumentTokenizer
+
+    reader = ParquetReader(shards, text_key=text_key, read_metadata=False, batch_size=BATCH_DOCUMENTS)
+    # Without an end-of-sequence token the tokenizer's own post-processor decides what surrounds a document.
+    writer = MegatronDocumentTokenizer(
+        output, tokenizer_name_or_path=tokenizer_json, eos_token=None, batch_size=BATCH_DOCUMENTS
+    )
+    logs = str(Path(output).with_name("logs"))
+    LocalPipelineExecutor([reader, writer], tasks=workers, workers=workers, logging_dir=logs).run()
+
+
+def run_datasets(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+    """The way of NeoBERT's authors, without their truncation: `map` in batches, then `save_to_disk`."""
+    from datasets import load_dataset
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_json)
+    rows = load_dataset("parquet", data_files=f"{shards}/*.parquet", split="train")
+
+    def tokenize(batch: dict[str, list[str]]) -> Any:
+        return tokenizer(batch[text_key], return_token_type_ids=False)
+
+    processes = workers if workers > 1 else None
+    encoded = rows.map(tokenize, batched=True, remove_columns=rows.column_names, num_proc=processes)
+    encoded.save_to_disk(output, num_proc=processes)
+
+
+def run_tokenizers(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+    """The least that a tool with this library must do; the workers are the library's threads."""
+    os.environ |= {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": str(workers > 1).lower()}
+    import numpy as np
+    import pyarrow.parquet as pq
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(tokenizer_json)
+    dtype = np.uint16 if tokenizer.get_vocab_size() < 65_500 else np.int32  # Megatron's rule
+    with Path(output, "ids.bin").open("wb") as ids, Path(output, "lengths.bin").open("wb") as lengths:
+        for shard in sorted(Path(shards).iterdir()):
+            for batch in pq.ParquetFile(shard).iter_batches(batch_size=BATCH_DOCUMENTS, columns=[text_key]):
+                encoded = tokenizer.encode_batch_fast(batch[text_key].to_pylist(), add_special_tokens=False)
+                for document in encoded:
+                    ids.write(np.array(document.ids, dtype=dtype).data)
+                lengths.write(np.array([len(document) for document in encoded], dtype=np.int32).data)
+
+
+# ---- what a tool has written
+
+
+def count_indexed(output: str, special_tokens: int) -> dict[str, Any]:
+    """Of Megatron's .bin and .idx files, read here without this project's or Megatron's reader."""
+    import numpy as np
+
+    documents = tokens = 0
+    digest = hashlib.sha256()
+    for index in sorted(Path(output).glob("*.idx")):
+        _, _, code, count = struct.unpack("<9sQBQ", index.read_bytes()[:26])
+        lengths = np.fromfile(index, dtype=np.int32, count=count, offset=34)  # after the number of document ends
+        ids = index.with_suffix(".bin").read_bytes()
+        if len(ids) != DTYPE_BYTES[code] * int(lengths.sum()):
+            raise DataError(f"{index}: {int(lengths.sum()):,} tokens, but {len(ids):,} bytes in its .bin.")
+        digest.update(ids)
+        documents += count
+        tokens += int(lengths.sum())
+    return {"documents": documents, "tokens": tokens - special_tokens * documents, "ids_sha256": digest.hexdigest()}
+
+
+def count_dataset(output: str, special_tokens: int) -> dict[str, Any]:
+    """Of a folder that `datasets` has saved."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    documents = tokens = 0
+    for path in sorted(Path(output).glob("*.arrow")):
+        with pa.memory_map(str(path)) as source:
+            for batch in pa.ipc.open_stream(source):
+                documents += batch.num_rows
+                tokens += pc.sum(pc.list_value_length(batch["input_ids"])).as_py() or 0
+    return {"documents": documents, "tokens": tokens - special_tokens * documents, "ids_sha256": None}
+
+
+def count_bare_ids(output: str, special_tokens: int) -> dict[str, Any]:
+    """Of the two files of `run_tokenizers`."""
+    import numpy as np
+
+    lengths = np.fromfile(Path(output, "lengths.bin"), dtype=np.int32)
+    sha256 = hashlib.sha256(Path(output, "ids.bin").read_bytes()).hexdigest()
+    tokens = int(lengths.sum()) - special_tokens * len(lengths)
+    return {"documents": len(lengths), "tokens": tokens, "ids_sha256": sha256}
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "prepare": prepare,
+    "datatrove": run_datatrove,
+    "datasets": run_datasets,
+    "tokenizers": run_tokenizers,
+    "count-indexed": count_indexed,
+    "count-dataset": count_dataset,
+    "count-bare-ids": count_bare_ids,
+}
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,115 @@
+"""What benchmark_step.py trains: the same documents packed and padded, and the plain model beside this project's."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.mapping import NEOBERT, to_internal
+from checkpoint_conversion.megatron_reader import model_shape, reference_config
+from checkpoint_conversion.parity import load_into_megatron
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceNeoBERT, mlm_loss
+from megatron_neobert.state import Run
+
+Padded = tuple[Tensor, Tensor, Tensor]  # token ids, attention mask, labels; each [b, s]
+
+
+class Reference:
+    """The plain model: SDPA with a padding mask, decoder at every position, torch's AdamW."""
+
+    def __init__(self, settings: Settings, device: torch.device, *, vocab_size: int) -> None:
+        torch.manual_seed(0)
+        self.settings = settings
+        self.device = device
+        self.vocab_size = vocab_size
+        self.model = ReferenceNeoBERT(reference_config(settings, vocab_size=vocab_size)).to(device)
+        cfg = settings.optimizer
+        betas = (cfg.adam_beta1, cfg.adam_beta2)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=cfg.lr, betas=betas, eps=cfg.adam_eps, weight_decay=cfg.weight_decay
+        )
+
+    def step(self, passes: list[Padded]) -> float:
+        """One training step; returns the mean loss of the masked tokens."""
+        self.optimizer.zero_grad()
+        masked = sum(int((labels_bs != IGNORED_LABEL).sum()) for *_, labels_bs in passes)
+        loss = torch.zeros((), device=self.device)
+        for tensors in passes:
+            tokens_bs, present_bs, labels_bs = (tensor.to(self.device) for tensor in tensors)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.training.bf16):
+                total, _ = mlm_loss(self.model(tokens_bs, present_bs), labels_bs)
+            (total / masked).backward()
+            loss += total.detach() / masked
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.optimizer.clip_grad)
+        self.optimizer.step()
+        return loss.item()
+
+    def give_weights(self, run: Run) -> None:
+        """Gives this project's model the same weights."""
+        shape = model_shape(self.settings, vocab_size=self.vocab_size)
+        (model,) = run.unwrapped_models
+        load_into_megatron(model, to_internal(self.model.state_dict(), shape, NEOBERT))
+        run.optimizer.reload_model_params()
+
+
+def passes_in_each_layout(batches: StepBatches, slots_per_pass: int) -> dict[str, Any]:
+    """A step's documents as they are; as StepBatches of padded rows; and as the reference takes the latter.
+
+    Rows are padded to the longest document of the step, and a pass has as many of them as fit into `slots_per_pass`.
+    """
+    documents = split_documents(batches.micro_batches)
+    width = max(len(tokens) for tokens, _ in documents)
+    size = max(1, slots_per_pass // width)
+    padded = [to_padded(documents[first : first + size], width) for first in range(0, len(documents), size)]
+    return {
+        "lengths": [len(tokens) for tokens, _ in documents],
+        "packed": batches,
+        "padded": replace(batches, micro_batches=[one_document_per_row(*tensors) for tensors in padded]),
+        "reference": padded,
+    }
+
+
+def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels of every document."""
+    tokens: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in micro_batches:
+        labels_t = torch.full_like(batch.tokens_t, IGNORED_LABEL)
+        labels_t[batch.masked_positions_m] = batch.labels_m
+        bounds = [bound for bound in batch.cu_seqlens_n.unique().tolist() if bound <= batch.real_tokens]
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        tokens += batch.tokens_t[: batch.real_tokens].split(lengths)
+        labels += labels_t[: batch.real_tokens].split(lengths)
+    return list(zip(tokens, labels, strict=True))
+
+
+def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
+    """Documents, each a row of `width`."""
+    tokens_bs = torch.zeros(len(documents), width, dtype=torch.int64)  # [PAD] is 0
+    labels_bs = torch.full_like(tokens_bs, IGNORED_LABEL)
+    for row, (tokens, labels) in enumerate(documents):
+        tokens_bs[row, : len(tokens)] = tokens
+        labels_bs[row, : len(labels)] = labels
+    lengths_b = torch.tensor([len(tokens) for tokens, _ in documents])
+    return tokens_bs, torch.arange(width) < lengths_b[:, None], labels_bs
+
+
+def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> PackedBatch:
+    """The same as a micro-batch of this project, in which the padding behind a document is a document of its own."""
+    rows, width = tokens_bs.shape
+    starts_b = torch.arange(rows) * width
+    bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])
+    labels_t = labels_bs.flatten()
+    positions_m = (labels_t != IGNORED_LABEL).nonzero().squeeze(1)
+    return PackedBatch(
+        tokens_t=tokens_bs.flatten(),
+        labels_m=labels_t[positions_m],
+        masked_positions_m=positions_m,
+        cu_seqlens_n=bounds.unique().to(torch.int32),  # sorted; rows that are full have no padding
+        max_seqlen=width,
+        real_tokens=int(present_bs.sum()),
+    )

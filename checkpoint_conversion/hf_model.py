@@ -1,0 +1,234 @@
+"""The model of a Hugging Face folder as any user of transformers gets it; local files, none of the folder's code.
+
+A folder of the neobert layout is loaded with our own class, which is the file that our exports carry.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaModel
+from transformers.utils import logging as transformers_logging
+
+from checkpoint_conversion.comparison import LogitModel
+from checkpoint_conversion.hf_config import LAYOUTS, read_model_config
+from checkpoint_conversion.hf_folder import HEAD_FOLDER, check_folder
+from checkpoint_conversion.hf_weights import read_weights
+from checkpoint_conversion.mapping import TABLES, to_internal
+from checkpoint_conversion.megatron_reader import model_shape
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.errors import LONGEST_REASON, ConversionError, short_reason
+from megatron_neobert.huggingface.auto_classes import register_neobert
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTLMHead
+
+# Of a forward, whatever config.json says.
+_OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+_OWN_TYPE = "neobert"
+_CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTLMHead, "llama": LlamaModel}
+_TAKES_BLOCKS = ("eurobert", "llama")  # models that accept a mask per pair of tokens, and positions that restart
+
+
+def load_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The masked language model of a folder, in evaluation mode.
+
+    Raises:
+        ConversionError: The folder names something outside it, or transformers cannot load it, or leaves out or
+            invents a weight.
+    """
+    check_folder(folder)
+    return _load(AutoModelForMaskedLM, folder, dtype)
+
+
+def load_backbone(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The encoder of a folder without any head, in evaluation mode.
+
+    Raises:
+        ConversionError: As `load_model`; weights of a head may be left out.
+    """
+    check_folder(folder)
+    return _load(AutoModel, folder, dtype, ignored=("unexpected_keys",))
+
+
+def load_logit_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> LogitModel:
+    """The logits that a folder's model computes, of padded rows and, where its layout can, of a packed one.
+
+    Raises:
+        ConversionError: As `load_model`.
+    """
+    kind = str(check_folder(folder).get("model_type"))
+    head_file = folder / HEAD_FOLDER / "model.safetensors"
+    if not head_file.is_file():
+        return _to_logit_model(folder, kind, load_model(folder, dtype=dtype))
+    model = BackboneWithHead(load_backbone(folder, dtype=dtype))
+    model.decoder.load_state_dict({name.removeprefix("decoder."): one for name, one in load_file(head_file).items()})
+    return _to_logit_model(folder, kind, model)
+
+
+def load_as_read(folder: Path) -> LogitModel:
+    """The same in fp32 for a folder that conversion can read: its weights as they are read, what is absent filled in.
+
+    Raises:
+        MissingInputError, ConversionError: As `hf_weights.read_weights` and `load_model`.
+    """
+    parsed = read_model_config(check_folder(folder), folder / "config.json")
+    return build_logit_model(folder, parsed.layout, read_weights(folder, parsed).tensors)
+
+
+def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
+    """The model that transformers makes of a folder's config.json and of weights that were read from it, in fp32.
+
+    Of the folder's files transformers would draw a bias that is left out, and it knows neither halves of a feed-forward
+    apart nor the names and pickles of training code.
+
+    Args:
+        layout: Of mapping.TABLES.
+        weights: Of all its published names.
+
+    Raises:
+        ConversionError: As `load_model`.
+    """
+    kind = layout.removesuffix("-unpacked")
+    changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if kind == "eurobert" else {})
+    tensors = _join_halves(weights)
+    changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # of the embedding, without padding
+    head = {} if kind != "llama" else {name: tensors.pop(name) for name in list(tensors) if name.startswith("decoder.")}
+    model = _load(_CLASSES[kind], folder, torch.float32, tensors=tensors, changes=changes)
+    if head:
+        model = BackboneWithHead(model)
+        model.decoder.load_state_dict({name.removeprefix("decoder."): one for name, one in head.items()})
+    return _to_logit_model(folder, kind, model)
+
+
+def is_readable(folder: Path) -> bool:
+    """Whether a folder has one of the layouts that conversion reads."""
+    return check_folder(folder).get("model_type") in LAYOUTS
+
+
+class BackboneWithHead(nn.Module):
+    """An encoder and the masked-language-model head that lies beside it."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.config = backbone.config
+        self.backbone = backbone
+        self.decoder = nn.Linear(backbone.config.hidden_size, backbone.config.vocab_size, dtype=backbone.dtype)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        """The backbone's output, with `logits`."""
+        output = self.backbone(**inputs)
+        output.logits = self.decoder(output.last_hidden_state)
+        return output
+
+
+def _to_logit_model(folder: Path, kind: str, model: Any) -> LogitModel:
+    config = model.config
+    is_known = kind in LAYOUTS
+    settings = read_model_config(check_folder(folder), folder / "config.json").model if is_known else None
+
+    def padded(tokens_bs: Tensor, attention_mask_bs: Tensor) -> Tensor:
+        return model(input_ids=tokens_bs, attention_mask=attention_mask_bs).logits
+
+    def packed_by_blocks(tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
+        lengths = cu_seqlens_n.diff()
+        document_t = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        positions_t = torch.arange(len(tokens_t)) - cu_seqlens_n[document_t]
+        mask_tt = document_t[:, None] == document_t[None, :]
+        return model(
+            input_ids=tokens_t[None], attention_mask=mask_tt[None, None], position_ids=positions_t[None]
+        ).logits[0]
+
+    def packed_by_lengths(tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
+        longest = int(cu_seqlens_n.diff().max())
+        return model(input_ids=tokens_t[None], cu_seqlens=cu_seqlens_n, max_seqlen=longest).logits[0]
+
+    def weights() -> dict[str, Tensor]:
+        state = {name.removeprefix("backbone."): tensor for name, tensor in model.state_dict().items()}
+        assert settings is not None
+        shape = model_shape(Settings(model=settings), vocab_size=config.vocab_size)
+        return to_internal(state, replace(shape, padded_vocab_size=config.vocab_size), TABLES[kind])
+
+    packed: Callable[[Tensor, Tensor], Tensor] | None = None
+    if kind in _TAKES_BLOCKS:
+        packed = packed_by_blocks
+    elif kind == _OWN_TYPE:
+        packed = packed_by_lengths
+    return LogitModel(
+        description=f"{folder} ({type(model).__name__})",
+        vocab_size=config.vocab_size,
+        max_tokens=config.max_position_embeddings,
+        padded=padded,
+        packed=packed,
+        settings=settings,
+        weights=weights if is_known else None,
+    )
+
+
+def _join_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with each feed-forward's gate and its other half in one matrix, as published."""
+    joined = dict(tensors)
+    for gate in [name for name in tensors if name.endswith(".ffn.w1.weight")]:
+        up = gate.replace(".w1.", ".w2.")
+        joined[gate.replace(".w1.", ".w12.")] = torch.cat((joined.pop(gate), joined.pop(up)))
+    return joined
+
+
+def _load(
+    kind: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    ignored: tuple[str, ...] = (),
+    tensors: Mapping[str, Tensor] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Any:
+    """What transformers makes of a folder.
+
+    Args:
+        ignored: Kinds of differences between files and model that do not matter.
+        tensors: Instead of those in its files.
+        changes: Of the config.
+    """
+    register_neobert()
+    source: Path | None = folder
+    options: dict[str, Any] = {"local_files_only": True, **_OUTPUTS, **(changes or {})}
+    try:
+        with _silence():
+            if tensors is not None:
+                config = kind.config_class.from_pretrained(folder, trust_remote_code=False, **options)
+                source, options = None, {"config": config, "state_dict": dict(tensors)}
+            model, info = kind.from_pretrained(
+                source,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # a strange config.json makes transformers raise almost anything
+        reason = short_reason(error)
+        raise ConversionError(
+            f"{folder}: transformers cannot load it as {kind.__name__} ({reason}); use the version in constraints.txt, "
+            "or fetch the folder again."
+        ) from error
+    problems = {what: sorted(map(str, names)) for what, names in info.items() if names and what not in ignored}
+    if problems:
+        found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items())[:LONGEST_REASON]
+        raise ConversionError(f"{folder}: weights and architecture do not fit ({found}); fetch the folder again.")
+    return model.eval()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Without progress bars and tables of what did not fit: what matters of these is said in one sentence."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)

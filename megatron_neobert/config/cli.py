@@ -1,0 +1,342 @@
+"""The settings as the user types them: Megatron-spelled flags, a YAML file, and the record saved with a run.
+
+A field of `schema.py` is declared once; its flag, its help line, its place in the YAML file and its type check all
+follow from the dataclass. Order of precedence: default < file < flag. Every problem is reported at once.
+"""
+
+import argparse
+import reprlib
+import types
+import typing
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_neobert.config.data_path import parse_data_path
+from megatron_neobert.config.rules import find_problems, find_record_problems
+from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings, flag_of
+from megatron_neobert.errors import CheckpointError, CommandParser, ConfigError, MissingInputError, suggestion
+
+_SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
+_TEXTS = tuple[str, ...]
+_SECTION_OF = {item.name: name for name, config in _SECTIONS.items() for item in fields(config)}
+# All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
+_LARGEST_FILE_BYTES = 1 << 18
+_LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
+
+
+class _Excerpt(reprlib.Repr):
+    """A few words of a value for a message: YAML's aliases can make a page of text exponentially long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 2, 80, 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python itself refuses to write more than 4,300 digits."""
+        return repr(x) if abs(x) < 10**40 else f"a number of {x.bit_length()} bits"
+
+
+_shown = _Excerpt()
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for."""
+
+    settings: Settings
+    dry_run: bool
+
+
+def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
+    """Settings out of flags and an optional `--config` file, checked for `world_size` ranks.
+
+    Raises:
+        ConfigError: With every problem found, in the file, the flags and their combination.
+        MissingInputError: The file does not exist, or several inputs of a dry run do not.
+    """
+    parsed, unknown = _build_parser().parse_known_args(arguments)
+    problems = [_unknown_flag(word) for word in unknown if word.startswith("-")]
+    problems += [
+        f"{_shown.repr(word)} is not the value of any flag; check the spelling before it." for word in _strays(unknown)
+    ]
+    given = {name: value for name, value in vars(parsed).items() if name in _SECTION_OF}
+
+    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    if parsed.config is not None:
+        problems += _merge_file(Path(parsed.config), values)
+    for name, text in given.items():
+        problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
+    settings = _build(values)
+    problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
+    if problems:
+        raise ConfigError(problems + _missing_inputs(settings.data))
+    # One that is missing is named by whoever opens it; of several only the first would be.
+    if parsed.dry_run and len(missing := _missing_inputs(settings.data)) > 1:
+        raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
+    return Command(settings=settings, dry_run=parsed.dry_run)
+
+
+def _missing_inputs(data: DataConfig) -> list[str]:
+    """Inputs that are not there, so that they need not be found out about one after the other."""
+    given = [data.data_path] + ([(data.valid_data_path,)] if data.valid_data_path else [])
+    problems = []
+    for entries, flag in zip(given, ("--data-path", "--valid-data-path"), strict=False):
+        try:
+            components = parse_data_path(entries)
+        except ConfigError:
+            continue  # which has been said
+        absent = [component.prefix for component in components if not Path(f"{component.prefix}.json").exists()]
+        problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
+    if data.tokenizer_model and not Path(data.tokenizer_model).exists():
+        problems.append(f"--tokenizer-model {data.tokenizer_model}: no such file or folder; check the path.")
+    return problems
+
+
+def read_settings(path: Path) -> Settings:
+    """Settings out of a YAML file, each value checked for its type.
+
+    Raises:
+        ConfigError: With every unknown key and every value of the wrong type.
+        MissingInputError: No such file.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    if problems := _merge_file(path, values):
+        raise ConfigError(problems)
+    return _build(values)
+
+
+def write_record(settings: Settings, path: Path) -> None:
+    """Saves the resolved settings, every default written out, as YAML."""
+    path.write_text(yaml.safe_dump(asdict(settings), sort_keys=False), encoding="utf-8")
+
+
+def model_flags(model: ModelConfig) -> str:
+    """The flags that describe a model, those of the defaults left out; empty for the default model."""
+    default = ModelConfig()
+    if model.ffn_width == replace(model, ffn_hidden_size=None).ffn_width:
+        model = replace(model, ffn_hidden_size=None)
+    differing = [item.name for item in fields(ModelConfig) if getattr(model, item.name) != getattr(default, item.name)]
+    return " ".join(f"{flag_of(name)} {getattr(model, name)}" for name in differing)
+
+
+def read_record(path: Path) -> Settings:
+    """The settings that `write_record` saved.
+
+    Raises:
+        CheckpointError: The record is missing, unreadable, or of another version of this project.
+    """
+    try:
+        settings = read_settings(path)
+        if problems := find_record_problems(settings):
+            raise ConfigError(problems)
+        return settings
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path}: not the settings of a run ({' '.join(error.problems)}); was it written by another version?"
+        ) from error
+    except MissingInputError as error:
+        raise CheckpointError(
+            f"{path}: not the settings of a run ({error}); was it written by another version?"
+        ) from error
+
+
+# --- flags ---
+
+
+def run_flags() -> list[str]:
+    """Every flag of a run."""
+    return [flag for action in _build_parser()._actions for flag in action.option_strings]
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        "Pre-trains a NeoBERT encoder. Precedence: defaults < --config FILE < flags.",
+        prog="pretrain_neobert",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", default=None, metavar="FILE", help="YAML file with the sections listed below")
+    parser.add_argument("--dry-run", action="store_true", default=False, help="check, print what would run, and stop")
+    for section, config in _SECTIONS.items():
+        group = parser.add_argument_group(f"{section}")
+        for item in fields(config):
+            default = item.default if item.default is not MISSING else None
+            shown = "" if default in (None, ()) else f" (default {str(default).replace('%', '%%')})"
+            if _plain_type(item.type)[0] is bool:
+                group.add_argument(
+                    flag_of(item.name), action=argparse.BooleanOptionalAction, help=item.metadata["help"] + shown
+                )
+            else:
+                metavar = "|".join(item.metadata["choices"]) if item.metadata["choices"] else _type_word(item.type)
+                count = "+" if item.type == _TEXTS else None
+                group.add_argument(flag_of(item.name), metavar=metavar, nargs=count, help=item.metadata["help"] + shown)
+    return parser
+
+
+def _unknown_flag(word: str) -> str:
+    flag = _one_line(word.split("=", 1)[0])
+    return f"unknown flag {flag}{suggestion(flag, run_flags())}"
+
+
+def _strays(unknown: list[str]) -> list[str]:
+    """Words that belong to no flag; the value right after an unknown flag is that flag's."""
+    return [
+        word
+        for before, word in zip(["", *unknown], unknown, strict=False)
+        if not word.startswith("-") and not before.startswith("-")
+    ]
+
+
+# --- YAML ---
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, except that a key that stands twice is an error and not an overwrite.
+
+    The merge key << would be such an overwrite, and is not known.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
+    """Adds the content of a YAML file to `values`; returns its problems, each with the file's name in front."""
+    if not path.is_file():
+        problem = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise MissingInputError(f"--config {path}: {problem} (looked from {Path.cwd()}).")
+    if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
+        return [f"{path}: {size:,} bytes are more than {_LARGEST_FILE_BYTES:,}; no settings are that long. Is it YAML?"]
+    content_bytes = path.read_bytes()  # apart from the parsing: an error of the disk is not one of the YAML
+    try:
+        content = yaml.load(content_bytes.decode("utf-8-sig"), Loader=_UniqueKeyLoader)  # a SafeLoader
+    except Exception as error:  # besides YAMLError whatever int(), chr() or a date make of a value, or too deep nesting
+        return [f"{path}: not readable as YAML: {_first_words(error)}; compare it with examples/configs."]
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        return [f"{path}: holds a {type(content).__name__}; expected the sections {', '.join(_SECTIONS)}."]
+    problems = []
+    for section, entries in content.items():
+        if section not in _SECTIONS:
+            name = _name_of(section)
+            problems.append(f"{path}: unknown section {name}{suggestion(name, list(_SECTIONS))}")
+        elif entries is not None and not isinstance(entries, dict):
+            problems.append(f"{path}: section {section} holds {_shown.repr(entries)}; expected 'name: value' lines.")
+        else:
+            for key, value in (entries or {}).items():
+                name = _name_of(key)
+                problems += _assign(values, section, name, value, source=f"{path}: {section}.{name}")
+    return problems
+
+
+def _name_of(key: Any) -> str:
+    """A key as it stands in a message; a text that could be a name as it is."""
+    return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else _shown.repr(key)
+
+
+def _first_words(error: Exception) -> str:
+    return _one_line(str(error)) or type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
+    """Puts one value, converted to its field's type, into `values`; returns what is wrong with it."""
+    types_of_section = {item.name: item.type for item in fields(_SECTIONS[section])}
+    if name not in types_of_section:
+        home = _SECTION_OF.get(name)
+        hint = f"; it belongs to section {home!r}." if home else suggestion(name, list(types_of_section))
+        return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
+    try:
+        converted = _convert(value, types_of_section[name])
+    except (ValueError, TypeError, OverflowError):
+        return [f"{source} {_shown.repr(value)} is not {_type_words(types_of_section[name])}."]
+    if isinstance(converted, int) and abs(converted) > _LARGEST_NUMBER:
+        return [f"{source} {_shown.repr(converted)} is beyond {_LARGEST_NUMBER}; whole numbers take 64 bits at most."]
+    values[section][name] = converted
+    return []
+
+
+def _build(values: dict[str, dict[str, Any]]) -> Settings:
+    return Settings(**{name: config(**values[name]) for name, config in _SECTIONS.items()})
+
+
+# --- types ---
+
+
+def _convert(value: Any, wanted: Any) -> Any:
+    """A flag's text or a YAML value as the type of its field; ValueError if it is something else.
+
+    YAML 1.1 reads `1e-4` as text, so text is parsed by the field's type and not by YAML's guess.
+    """
+    plain, optional = _plain_type(wanted)
+    if value is None or (optional and isinstance(value, str) and value.lower() in ("none", "null")):
+        if optional:
+            return None
+        raise ValueError(value)
+    if plain is bool:
+        if isinstance(value, bool):
+            return value
+        raise ValueError(value)
+    if isinstance(value, bool):  # True is an int to Python and a mistake to the user
+        raise ValueError(value)
+    if wanted == _TEXTS:
+        return tuple(_convert(entry, str) for entry in (value if isinstance(value, list) else [value]))
+    if plain in (int, float) and isinstance(value, str) and not value.isascii():  # int() reads the digits of any script
+        raise ValueError(value)
+    if plain is int:
+        number = float(value) if isinstance(value, (str, float)) and not _is_integer(value) else int(value)
+        if number != int(number):
+            raise ValueError(value)
+        return int(number)
+    if plain is float and isinstance(value, (int, float, str)):
+        return float(value)
+    if plain is str and isinstance(value, (str, int, float)):
+        text = str(value)
+        # An empty path would be the current folder; the others are the end of what Linux allows, and of a line.
+        if not text.strip() or len(text.encode()) >= 4096 or set(text) & set("\0\n\r"):
+            raise ValueError(value)
+        return text
+    raise ValueError(value)
+
+
+def _is_integer(value: str | float) -> bool:
+    return isinstance(value, str) and value.strip().lstrip("+-").isdigit()
+
+
+def _plain_type(wanted: Any) -> tuple[type, bool]:
+    """`int | None` as (int, True)."""
+    if isinstance(wanted, types.UnionType):
+        plain = next(part for part in typing.get_args(wanted) if part is not type(None))
+        return plain, True
+    return wanted, False
+
+
+def _type_word(wanted: Any) -> str:
+    return {int: "N", float: "X", str: "TEXT", _TEXTS: "TEXT"}[_plain_type(wanted)[0]]
+
+
+def _type_words(wanted: Any) -> str:
+    plain, optional = _plain_type(wanted)
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text in UTF-8 that a file could be called",
+        bool: "true or false",
+        _TEXTS: "a text or a list of texts in UTF-8 that files could be called",
+    }[plain]
+    return words + (" or null" if optional else "")

@@ -1,0 +1,375 @@
+"""The settings of a run: frozen dataclasses, one per subject.
+
+Standard library only, so that `--help` and a refused start cost milliseconds. `cli.py` turns every field into a
+flag of the same name; the names are Megatron-LM's wherever Megatron has the notion. What values can stand together is
+checked in `rules.py`.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+# Megatron's names for what a tokenizer file can be; "auto" goes by its content.
+TOKENIZER_TYPES = (
+    "auto",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+)
+
+
+def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:
+    """A field with its help text and, where one value alone can be judged, its legal values."""
+    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the encoder. The defaults are NeoBERT's 28 x 768.
+
+    Source: chandar-lab/NeoBERT@ed75b68 conf/model/250M-opt.yaml and conf/model/neobert.yaml.
+    """
+
+    num_layers: int = setting(28, "transformer layers", minimum=1)
+    hidden_size: int = setting(768, "width of the residual stream", minimum=1)
+    num_attention_heads: int = setting(12, "attention heads", minimum=1)
+    swiglu: bool = setting(True, "gated feed-forward with SiLU; without it two layers with GELU between, as in BERT")
+    ffn_hidden_size: int | None = setting(
+        None,
+        "width of the feed-forward; default 4 x hidden size, for SwiGLU two thirds of that, rounded up to a multiple "
+        "of 8",
+        minimum=1,
+    )
+    normalization: str = setting("RMSNorm", "norm before each part of a layer", choices=("RMSNorm", "LayerNorm"))
+    position_embedding_type: str = setting(
+        "rope", "rotary angles, or a learned vector per position", choices=("rope", "learned_absolute")
+    )
+    max_position_embeddings: int = setting(4096, "longest document the exported model accepts, in tokens", minimum=1)
+    rotary_base: int = setting(10000, "base of the rotary frequencies", minimum=2)
+    norm_epsilon: float = setting(1e-5, "epsilon of every norm", minimum=0.0)
+    init_method_range: float = setting(0.02, "weights start uniform in [-range, range)", minimum=0.0)
+    make_vocab_size_divisible_by: int = setting(128, "the vocabulary is padded to a multiple of this x TP", minimum=1)
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the feed-forward's hidden layer; without a given width 768 -> 2,048, or 3,072 without SwiGLU."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        full = 4 * self.hidden_size
+        return 8 * -(-int(2 * full / 3) // 8) if self.swiglu else full
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions: one for each, and row 0 for padding, as in the released ablation."""
+        return self.max_position_embeddings + 1 if self.position_embedding_type == "learned_absolute" else 0
+
+    @property
+    def is_neobert(self) -> bool:
+        """Whether the layers are NeoBERT's and not those of an ablation: what the published layouts can express."""
+        return self.swiglu and self.normalization == "RMSNorm" and self.position_embedding_type == "rope"
+
+    def padded_vocab_size(self, vocab_size: int, *, tensor_parallel: int) -> int:
+        """Rows of the embedding and columns of the decoder as Megatron allocates them."""
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel
+        return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks share the work. What the other dimensions leave over is data parallelism."""
+
+    tensor_model_parallel_size: int = setting(1, "ranks that share every layer", minimum=1)
+    sequence_parallel: bool = setting(False, "tensor-parallel ranks also share the tokens between the matrices")
+    pipeline_model_parallel_size: int = setting(1, "ranks that hold the layers one after another", minimum=1)
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, "interleaved pipeline: layers of each of the several pieces that a rank holds", minimum=1
+    )
+    context_parallel_size: int = setting(1, "ranks that share the tokens of a micro-batch", minimum=1)
+    use_distributed_optimizer: bool = setting(True, "split the optimizer state over the data-parallel ranks")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass still runs")
+    overlap_param_gather: bool = setting(False, "gather updated weights while the next forward pass runs")
+    ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default Megatron's", minimum=1)
+    check_weight_hash_across_dp_replicas_interval: int | None = setting(
+        None,
+        "iterations between comparisons of the replicas' weights; they are always compared before a save",
+        minimum=1,
+    )
+    distributed_timeout_minutes: float = setting(
+        10.0, "a run that does not get on for so long ends, and says which rank holds it up", minimum=0.01
+    )
+
+    @property
+    def ranks_per_model(self) -> int:
+        """Ranks that one copy of the model and of the micro-batch takes."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """With which kernels and in which precision a rank computes. Nothing here changes what is computed."""
+
+    transformer_impl: str = setting(
+        "auto",
+        "layers of Transformer Engine, or of torch; auto: the former where CUDA and it are present",
+        choices=("auto", "transformer_engine", "local"),
+    )
+    attention_backend: str = setting(
+        "auto",
+        "packed attention on CUDA: Transformer Engine's choice or torch's kernel (auto), flash-attn, or cuDNN",
+        choices=("auto", "flash", "fused"),
+    )
+    gradient_accumulation_fusion: bool | None = setting(
+        None, "accumulate weight gradients inside the matrix product; default: where NVIDIA Apex is installed"
+    )
+    cross_entropy_loss_fusion: bool = setting(False, "fused cross-entropy kernel")
+    cross_entropy_fusion_impl: str = setting(
+        "native", "whose: Megatron's, compiled, or Transformer Engine's", choices=("native", "te")
+    )
+    recompute_granularity: str | None = setting(
+        None,
+        "save memory by computing again in the backward pass: whole layers or attention only",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = setting(
+        None, "which whole layers: every one in groups, or the first of each stage", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = setting(None, "layers per group (uniform) or per stage (block)", minimum=1)
+    fp8_format: str | None = setting(
+        None, "compute matrix products in FP8: E4M3 forward and E5M2 backward, or E4M3 both", choices=("hybrid", "e4m3")
+    )
+    fp8_recipe: str = setting(
+        "tensorwise", "how FP8 is scaled", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
+    )
+    fp8_margin: int = setting(0, "powers of two kept free above the largest value (delayed)", minimum=0)
+    fp8_amax_history_len: int = setting(1024, "iterations whose largest values decide the scale (delayed)", minimum=1)
+    fp8_amax_compute_algo: str = setting(
+        "max", "of that history, the largest or the last value (delayed)", choices=("max", "most_recent")
+    )
+    fp8_param_gather: bool = setting(False, "keep and gather the weights in FP8")
+    first_last_layers_bf16: bool = setting(False, "the first and last layers stay in bfloat16 (not delayed)")
+    num_layers_at_start_in_bf16: int = setting(1, "how many at the start", minimum=0)
+    num_layers_at_end_in_bf16: int = setting(1, "how many at the end", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which documents are read and what a row of tokens is made of."""
+
+    data_path: tuple[str, ...] = setting(
+        (),
+        "corpus prefix as written by tools/preprocess_data.py; or several, each after its share of the documents; "
+        "PREFIX:min=N:max=M takes the documents of N to M tokens",
+    )
+    valid_data_path: str | None = setting(
+        None, "corpus for validation, as --split-validation of tools/preprocess_data.py holds it out; replaces --split"
+    )
+    tokenizer_model: str | None = setting(
+        None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
+    )
+    tokenizer_type: str = setting(
+        "auto",
+        "what that file is; auto goes by its content",
+        choices=TOKENIZER_TYPES,
+    )
+    split: str = setting("99,1", "shares of the documents for training and validation, in this order")
+    seq_length: int = setting(1024, "tokens of a row, and of the longest document", minimum=8)
+    long_documents: str = setting(
+        "truncate", "documents longer than a row: keep the start, or cut into several", choices=("truncate", "chunk")
+    )
+    batch_layout: str = setting(
+        "packed",
+        "a document sees itself alone; or all that shares its row (concatenated, the paper's M6)",
+        choices=("packed", "concatenated"),
+    )
+    document_block_size: int = setting(
+        1, "shuffle blocks of so many neighbouring documents; above 1 for corpora larger than the page cache", minimum=1
+    )
+    mask_prob: float = setting(0.2, "share of the tokens that is predicted")
+    mask_replacement: str = setting(
+        "all_mask",
+        "what predicted tokens become: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
+        choices=("all_mask", "bert"),
+    )
+    dataloader_type: str = setting(
+        "torch", "what prepares batches ahead: torch or NVIDIA DALI", choices=("torch", "dali")
+    )
+    num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process", minimum=0)
+
+    @property
+    def share_of_data_path(self) -> str:
+        """--split, or all for training where validation has a corpus of its own."""
+        return self.split if self.valid_data_path is None else "100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule. The defaults are the paper's.
+
+    Source: arXiv 2502.19587 section 3.3 (the released configuration has lr 1e-4 and weight decay 0.01 instead).
+    """
+
+    optimizer: str = setting("adamw", "decoupled weight decay, or the decay in the gradient", choices=("adamw", "adam"))
+    lr: float = setting(6e-4, "peak learning rate", minimum=0.0)
+    min_lr: float = setting(6e-5, "learning rate after the decay", minimum=0.0)
+    lr_decay_style: str = setting("cosine", "shape of the decay", choices=("cosine", "linear", "constant"))
+    lr_warmup_iters: int = setting(2000, "iterations of linear warm-up from 0", minimum=0)
+    lr_decay_iters: int | None = setting(
+        None, "iteration at which min-lr is reached; default 90 %% of train-iters", minimum=1
+    )
+    weight_decay: float = setting(0.1, "weight decay", minimum=0.0)
+    weight_decay_scope: str = setting(
+        "all", "what is decayed: every parameter (as the paper's code), or matrices only", choices=("all", "matrices")
+    )
+    adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0.0)
+    adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0.0)
+    adam_eps: float = setting(1e-8, "added to the root of the second moment", minimum=0.0)
+    clip_grad: float = setting(1.0, "largest gradient norm; 0 does not clip", minimum=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Batches, length and precision of the run."""
+
+    micro_batch_size: int = setting(64, "rows per forward pass and rank", minimum=1)
+    global_batch_size: int = setting(2048, "rows per iteration over all ranks", minimum=1)
+    train_iters: int = setting(1_000_000, "iterations of the whole run", minimum=1)
+    seed: int = setting(0, "seed of weights, document order and masks", minimum=0)
+    bf16: bool = setting(False, "compute in bfloat16 with float32 main weights")
+    loss_normalization: str = setting(
+        "global",
+        "mean over all masked tokens of the batch, or mean of the micro-batches' means (as the paper's code)",
+        choices=("global", "micro_batch"),
+    )
+    eval_interval: int = setting(1000, "iterations between validations", minimum=1)
+    eval_iters: int = setting(10, "global batches per validation; 0 does not validate", minimum=0)
+    exit_interval: int | None = setting(
+        None, "save and stop at each iteration that is a multiple of this, with exit code 75", minimum=1
+    )
+    exit_duration_in_mins: float | None = setting(None, "save and stop after so many minutes", minimum=0.0)
+    loss_spike_sigma: float | None = setting(
+        None,
+        "skip an update whose loss or gradient norm exceeds the mean of the last updates by so many standard "
+        "deviations; 6 is usual; default: none is skipped for this",
+        minimum=1.0,
+    )
+    loss_spike_window: int = setting(128, "updates whose mean and deviation are compared with", minimum=8)
+    max_skipped_iters: int = setting(
+        10,
+        "a run ends when so many updates in a row were skipped, for a spike or a value that is not finite",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where a run is saved and what it continues from."""
+
+    save: str | None = setting(None, "folder for checkpoints")
+    load: str | None = setting(
+        None, "folder to continue from: its newest checkpoint; if it is also --save it may still be empty"
+    )
+    continue_from: str | None = setting(
+        None,
+        "folder of another run, used while --load is empty: its newest weights, optimizer state and iteration, with "
+        "this run's data from the start",
+    )
+    resume: str = setting(
+        "auto",
+        "whether --load continues a run: if it has a checkpoint, it must have one, or never, from fresh weights",
+        choices=("auto", "must", "never"),
+    )
+    allow_changed: tuple[str, ...] = setting(
+        (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
+    )
+    save_interval: int = setting(1000, "iterations between checkpoints", minimum=1)
+    async_save: bool = setting(False, "write checkpoints while training goes on, from a copy in host memory")
+    keep_last: int | None = setting(
+        None, "delete all but the newest N checkpoints after each save; default: keep all", minimum=2
+    )
+    keep_every: int | None = setting(
+        None, "with --keep-last: keep those of iterations that are a multiple of this as well", minimum=1
+    )
+    check_for_nan: bool = setting(True, "refuse to save weights that are not finite")
+
+    @property
+    def loads_save(self) -> bool:
+        """Whether --load is the folder of --save, so that the same command goes on after a stop."""
+        if self.load is None or self.save is None:
+            return False
+        return Path(self.load).resolve() == Path(self.save).resolve()
+
+    @property
+    def changes_allowed(self) -> set[str]:
+        """The settings named by --allow-changed, one by one or with commas between, as `seq_length`."""
+        names = (name for words in self.allow_changed for name in words.split(","))
+        return {name.strip().removeprefix("--").replace("-", "_") for name in names if name.strip()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What the run says and where."""
+
+    log_interval: int = setting(100, "iterations between log lines", minimum=1)
+    tensorboard_dir: str | None = setting(None, "folder for TensorBoard; default SAVE/tensorboard")
+    wandb_project: str | None = setting(
+        None, "Weights & Biases project to log to as well; its own variables (WANDB_MODE, WANDB_ENTITY) hold"
+    )
+    wandb_exp_name: str | None = setting(None, "name of the run there; default: that of the --save folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a run is started with; each field is a section of the YAML file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Slots of one global batch, the few unused ones included."""
+        return self.training.global_batch_size * self.data.seq_length
+
+    @property
+    def lr_decay_end(self) -> int:
+        """Iteration at which the learning rate has fallen to min_lr; the paper's cosine ends at 90 % of the run."""
+        return self.optimizer.lr_decay_iters or max(1, round(0.9 * self.training.train_iters))
+
+    @property
+    def virtual_stages_per_rank(self) -> int:
+        """Pieces of the model that a pipeline rank holds; 1 without interleaving."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        if layers is None:
+            return 1
+        return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * layers)
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers that a pipeline rank computes in a row; a piece of an interleaved pipeline counts as a stage."""
+        return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * self.virtual_stages_per_rank)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        return world_size // self.parallel.ranks_per_model
+
+    def micro_batches_per_rank(self, world_size: int) -> int:
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
+
+    @property
+    def slots_per_micro_batch(self) -> int:
+        """Tokens of one forward pass, the unused slots included."""
+        return self.training.micro_batch_size * self.data.seq_length
+
+    def with_section(self, name: str, **changes: Any) -> "Settings":
+        """A copy in which some fields of one section differ."""
+        return replace(self, **{name: replace(getattr(self, name), **changes)})
+
+
+def flag_of(name: str) -> str:
+    """`global_batch_size` as the user types it."""
+    return "--" + name.replace("_", "-")

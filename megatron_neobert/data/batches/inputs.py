@@ -1,0 +1,150 @@
+"""The corpora and the tokenizer that a run names, opened together. No torch: a wrong path costs milliseconds."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron_neobert.config.data_path import Component, parse_data_path, whole_weights
+from megatron_neobert.config.schema import DataConfig, Settings
+from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.batches.order import split_ranges
+from megatron_neobert.data.batches.rows import BatchSettings, Source
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.corpus.selection import KeptDocuments
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import DataError
+
+_MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What training reads."""
+
+    tokenizer: Tokenizer
+    training: tuple[Source, ...]
+    validation: tuple[Source, ...] | None  # None: --split has one share, or the second is 0
+    identity: str  # equal for the same documents in the same proportions, whatever the paths; of --data-path as a whole
+    description: list[str]  # a line for each component of --data-path
+
+
+def open_inputs(data: DataConfig) -> Inputs:
+    """Opens and checks all of it, and cuts the documents into training and validation where a corpus serves both.
+
+    Every component of a blend is cut alike, before its documents are chosen by length, so that a corpus that stands
+    in several components holds out the same documents in all.
+
+    Raises:
+        ConfigError: --data-path or --split is malformed.
+        MissingInputError: A path does not exist.
+        DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left.
+    """
+    components = parse_data_path(data.data_path)
+    tokenizer = load_tokenizer(Path(data.tokenizer_model or ""), data.tokenizer_type)
+
+    @cache
+    def open_corpus(prefix: str) -> Corpus:
+        corpus = Corpus(Path(prefix))
+        corpus.check_tokenizer(tokenizer)
+        return corpus
+
+    training, held_out = _split_sources(components, data.share_of_data_path, open_corpus)
+    if data.valid_data_path is not None:
+        held_out_components = parse_data_path([data.valid_data_path], flag="--valid-data-path")
+        held_out, _ = _split_sources(held_out_components, "100", open_corpus)
+    corpora = [open_corpus(component.prefix) for component in components]
+    return Inputs(
+        tokenizer=tokenizer,
+        training=training,
+        validation=held_out or None,
+        identity=_identity(components, corpora),
+        description=[
+            _describe(component, corpus, source)
+            for component, corpus, source in zip(components, corpora, training, strict=True)
+        ],
+    )
+
+
+def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
+    """What batches need of a tokenizer."""
+    return TokenIds(
+        vocab_size=tokenizer.vocab_size,
+        cls=tokenizer.cls_id,
+        sep=tokenizer.sep_id,
+        pad=tokenizer.pad_id,
+        mask=tokenizer.mask_id,
+        special=tuple(tokenizer.special_ids),
+    )
+
+
+def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
+    """What decides the batches of a run."""
+    return BatchSettings(
+        seq_length=settings.data.seq_length,
+        micro_batch_size=settings.training.micro_batch_size,
+        global_batch_size=settings.training.global_batch_size,
+        long_documents=settings.data.long_documents,  # type: ignore[arg-type]
+        masking=_masking_scheme(settings.data),
+        token_ids=token_ids_of(tokenizer),
+        seed=settings.training.seed,
+        batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
+        document_block_size=settings.data.document_block_size,
+        fixed_shapes=fixed_shapes,
+    )
+
+
+def _masking_scheme(data: DataConfig) -> MaskingScheme:
+    mask, random, keep = _MASKING[data.mask_replacement]
+    return MaskingScheme(data.mask_prob, mask_share=mask, random_share=random, keep_share=keep)
+
+
+def _split_sources(
+    components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
+) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """For training, and for validation if --split gives it a share."""
+    parts: tuple[list[Source], list[Source]] = ([], [])
+    for component, weight in zip(components, whole_weights(components), strict=True):
+        corpus = open_corpus(component.prefix)
+        ranges = split_ranges(len(corpus), split)
+        if not ranges[0]:
+            raise DataError(
+                f"--split {split} leaves none of the {len(corpus):,} documents of {component.prefix} for training; "
+                "give the first share more."
+            )
+        for sources, documents, purpose in zip(parts, ranges, ("training", "validation"), strict=False):
+            if documents:
+                sources.append(Source(corpus, _choose(component, corpus, documents, purpose), weight))
+    return tuple(parts[0]), tuple(parts[1])
+
+
+def _choose(component: Component, corpus: Corpus, documents: range, purpose: str) -> range | KeptDocuments:
+    if not component.is_filtered:
+        return documents
+    kept = KeptDocuments(corpus, documents, minimum=component.minimum, maximum=component.maximum)
+    if not kept:
+        statistics = corpus.manifest.statistics
+        raise DataError(
+            f"{component}: none of the {len(documents):,} documents for {purpose} has at least {component.minimum:,}"
+            + (f" and at most {component.maximum:,}" if component.maximum is not None else "")
+            + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}. Change min "
+            "and max, or --split, or leave the component out."
+        )
+    return kept
+
+
+def _identity(components: Sequence[Component], corpora: Sequence[Corpus]) -> str:
+    if len(components) == 1 and not components[0].is_filtered:
+        return corpora[0].manifest.sha256
+    lines = [
+        f"{weight} {corpus.manifest.sha256} {component.minimum} {component.maximum}"
+        for weight, component, corpus in zip(whole_weights(components), components, corpora, strict=True)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _describe(component: Component, corpus: Corpus, source: Source) -> str:
+    """One component: how many documents of how many, and the tokens of all."""
+    manifest = corpus.manifest
+    return f"{component}: {len(source.documents):,} of {manifest.documents:,} documents ({manifest.tokens:,} tokens)"

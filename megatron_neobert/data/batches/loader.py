@@ -1,0 +1,116 @@
+"""Builds batches ahead of training, in worker processes.
+
+One core reads far more tokens than a GPU trains on, so one worker is enough to keep batches off the critical path, and
+none is right for tests and small runs. Whatever the number, steps arrive in the same order: worker i of n builds steps
+i, i + n, ... and DataLoader asks its workers in turn. Workers run ahead; what a checkpoint stores is therefore the
+`cursor_after` of the last step that was trained on.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from megatron_neobert.data.batches.stream import BatchStream, PackedBatch, StepBatches
+from megatron_neobert.errors import NeoBERTError
+
+
+class _Steps(IterableDataset[StepBatches]):
+    def __init__(self, stream: BatchStream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        worker = get_worker_info()
+        if worker is None:
+            return self.stream.steps()
+        return _with_error(self.stream.steps(first=worker.id, every=worker.num_workers))
+
+
+def _with_error(steps: Iterator[StepBatches]) -> Iterator[Any]:
+    """The steps and then the error that ends them, as a value: DataLoader would make a traceback its message."""
+    try:
+        yield from steps
+    except NeoBERTError as error:
+        yield error
+
+
+class _Loader(DataLoader[StepBatches]):
+    def __iter__(self) -> Any:
+        return map(_or_raise, super().__iter__())
+
+
+def _or_raise(step: Any) -> StepBatches:
+    if isinstance(step, NeoBERTError):
+        raise step
+    return step
+
+
+def build_loader(stream: BatchStream, *, num_workers: int) -> DataLoader[StepBatches]:
+    """The steps of `stream`, pinned for asynchronous copies where CUDA is present.
+
+    Without an end: leave the loop after the last step. Each iteration over the result starts at the stream's cursor.
+    An error of a worker is raised here when its step is due.
+    """
+    return _Loader(
+        _Steps(stream),
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=_leave_the_run_alone if num_workers else None,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _leave_the_run_alone(worker: int) -> None:
+    """Leaves the network to the parent, and it to the parent to end this worker.
+
+    A forked worker inherits the parent's sockets, those that listen too: they would outlive the parent, and strangers'
+    connections would wait in them unseen.
+
+    torchrun and Slurm send their stop signals to every process of a job. The trainer answers by finishing its step and
+    saving; a worker that died of the same signal would make DataLoader raise in the middle of that.
+    """
+    for connection in psutil.Process().net_connections("inet"):
+        os.close(connection.fd)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when its parent says so, or within a second of its parent's end.
+
+    DataLoader's own watch does not suffice: a worker that is sending a batch when its parent is killed waits for ever,
+    because its siblings hold the other end of the pipe open.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+        if received and received.si_pid == parent:
+            break
+    os._exit(0)
+
+
+# Batches travel from worker to trainer as bytes. torch's default puts every tensor into shared memory, which takes a
+# file descriptor each (4 per micro-batch, often limited to 1,024 in all) and room in /dev/shm (64 MiB in a container).
+def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any]]:
+    def to_array(value: Any) -> Any:
+        return value.numpy() if isinstance(value, torch.Tensor) else value
+
+    return _rebuild_packed_batch, ({name: to_array(value) for name, value in vars(batch).items()},)
+
+
+def _rebuild_packed_batch(values: dict[str, Any]) -> PackedBatch:
+    def to_tensor(value: Any) -> Any:
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    return PackedBatch(**{name: to_tensor(value) for name, value in values.items()})
+
+
+ForkingPickler.register(PackedBatch, _reduce_packed_batch)

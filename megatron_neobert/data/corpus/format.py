@@ -1,0 +1,296 @@
+"""What a corpus consists of: volumes of token ids, each a pair of Megatron's .bin and .idx, under one manifest.
+
+One volume is PREFIX.bin and PREFIX.idx, several are PREFIX_00000.bin and so on; the manifest is PREFIX.json. A document
+is one sequence, whole, without special tokens. The manifest is written last, so its absence marks a corpus that is not
+finished, and it says the same whichever machine wrote it, in whatever way.
+
+Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
+boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
+Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_corpus.py reads it with that class.
+"""
+
+import hashlib
+import json
+import re
+import reprlib
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from megatron_neobert.data.corpus.statistics import Statistics
+from megatron_neobert.errors import DataError
+from megatron_neobert.runtime.atomic_files import replace_file
+
+FORMAT_VERSION = 2
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
+DAMAGED = "the file is damaged or not of this corpus: copy it again or preprocess again"
+_LARGEST_MANIFEST_BYTES = 1 << 30  # 150 bytes for each of the shards
+DUPLICATE = "duplicate"  # in Manifest.dropped: the text of an earlier document once more
+
+
+class CorpusFiles(NamedTuple):
+    """Where the parts of a corpus lie; `partial` is the folder of a run that has not finished.
+
+    bin and idx are those of a corpus of one volume.
+    """
+
+    bin: Path
+    idx: Path
+    manifest: Path
+    rejects: Path
+    partial: Path
+
+    @property
+    def name(self) -> str:
+        """The last part of the prefix, which every file name begins with."""
+        return self.manifest.name.removesuffix(".json")
+
+    def volume_files(self, volume_name: str) -> tuple[Path, Path]:
+        """Its .bin and its .idx."""
+        return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
+
+    def existing_volumes(self) -> list[Path]:
+        """Every .bin and .idx that is called like one of this prefix, sorted, whoever wrote it."""
+        folder = self.manifest.parent
+        pattern = re.compile(rf"{re.escape(self.name)}(_\d{{5}})?\.(bin|idx)")
+        return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
+
+
+def corpus_files(prefix: str | Path) -> CorpusFiles:
+    return CorpusFiles(*(Path(f"{prefix}.{end}") for end in ("bin", "idx", "json", "rejects.jsonl", "partial")))
+
+
+def validation_files(files: CorpusFiles) -> CorpusFiles:
+    """Those of the corpus that --split-validation puts beside the one for training."""
+    return corpus_files(files.manifest.with_name(f"{files.name}_validation"))
+
+
+def volume_name(corpus_name: str, number: int, *, volumes: int) -> str:
+    """The name of a volume's files without their ends."""
+    return corpus_name if volumes == 1 else f"{corpus_name}_{number:05d}"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """uint16 below 65,500 ids, else int32: the rule that Megatron's own preprocessing follows."""
+    return DTYPES[8 if vocab_size < 65500 else 4]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was when the corpus was written."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """A shard as it was when it was read."""
+
+    bytes: int
+    sha256: str | None  # None: a URL, which is read once
+
+
+@dataclass(frozen=True)
+class QuarantinedShard:
+    """A shard that --quarantine has left out."""
+
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class BackendRecord:
+    """What one tokenizer back end has done."""
+
+    documents: int
+    compared: int  # of them with the reference tokenizer, id by id; 0 of the reference itself
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Consecutive documents of a corpus in one pair of files."""
+
+    name: str  # of both files without .bin and .idx; follows from the manifest's, which does not repeat it
+    documents: int
+    tokens: int
+    bin: FileRecord
+    idx: FileRecord
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a corpus that its volumes do not say. Of the run that wrote it, the tokenizer back ends alone.
+
+    records, repaired_documents, rejected and dropped are of all that was read; where a part of the documents is held
+    out for validation, both corpora have the same.
+    """
+
+    format_version: int
+    project_version: str
+    inputs: dict[str, InputRecord]  # by path or URL, in the order read
+    text_key: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    special_tokens: dict[str, int]  # by role: "cls", "sep", "pad", "mask", "unk"
+    special_ids: list[int]
+    dtype: str
+    part_of: Literal["all", "training", "validation"]
+    filters: dict[str, str | int | float | None]  # by setting
+    records: int  # = documents + held_out + those rejected + those dropped
+    documents: int
+    held_out: int  # documents in the other corpus of a split
+    tokens: int
+    unknown_tokens: int
+    repaired_documents: int  # with U+FFFD in place of invalid UTF-8 or lone surrogates
+    rejected: dict[str, int]  # records by reason: errors
+    dropped: dict[str, int]  # records by the name of a filter
+    statistics: Statistics
+    volumes: list[Volume]
+    tokenizer_backends: dict[str, BackendRecord] = field(default_factory=dict)  # by name and version
+    quarantined: dict[str, QuarantinedShard] = field(default_factory=dict)  # by path or URL; not among the inputs
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the token ids: that of the .bin, or over those of all volumes."""
+        hashes = [volume.bin.sha256 for volume in self.volumes]
+        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    def describe(self) -> dict[str, str]:
+        """Rows of a table: name and value."""
+        return {
+            "records": f"{self.records:,}",
+            "documents": f"{self.documents:,}"
+            + ("" if self.part_of == "all" else f" for {self.part_of}, {self.held_out:,} in the other corpus"),
+            "rejected": describe_reasons(self.rejected),
+            "dropped": describe_reasons(self.dropped),
+            "quarantined": f"{len(self.quarantined):,} damaged shards left out",
+            "repaired": f"{self.repaired_documents:,} with U+FFFD for invalid text",
+            "tokens": f"{self.tokens:,}, {self.unknown_tokens / self.tokens:.3%} of them unknown",
+            **self.statistics.describe(),
+            "tokenized by": ", ".join(
+                f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"
+                for name, backend in self.tokenizer_backends.items()
+            ),
+        }
+
+
+def describe_reasons(reasons: Mapping[str, int]) -> str:
+    """ "12 malformed JSON, 3 null text", the most frequent first; "none" of no records."""
+    ranked = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {reason}" for reason, count in ranked) or "none"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises DataError where the file is not a manifest of this version, or contradicts itself."""
+    if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:
+        raise DataError(f"{path}: {size:,} bytes are more than a manifest has; {DAMAGED}")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not a manifest ({error}); {DAMAGED}") from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        found = reprlib.repr(version)
+        raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
+    volumes = content.get("volumes")
+    try:
+        if isinstance(volumes, list):
+            content["volumes"] = [
+                {**volume, "name": volume_name(path.name.removesuffix(".json"), number, volumes=len(volumes))}
+                for number, volume in enumerate(volumes)
+            ]
+        manifest: Manifest = _decode(Manifest, content, "the manifest")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: {error}; {DAMAGED}") from error
+    for problem in find_contradictions(manifest):
+        raise DataError(f"{path}: {problem}; {DAMAGED}")
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    problems = list(find_contradictions(manifest))
+    assert not problems, f"{path}: {problems}"
+    content = asdict(manifest)
+    for volume in content["volumes"]:
+        del volume["name"]
+    # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
+    replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def find_contradictions(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with it by itself, one clause each."""
+    special = {*manifest.special_ids, *manifest.special_tokens.values()}
+    if "unk" not in manifest.special_tokens or not all(0 <= id_ < manifest.vocab_size for id_ in special):
+        yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
+    if manifest.vocab_size > 2**31:
+        yield f"expected a vocab_size that int32 can number, found {manifest.vocab_size}"
+    if not manifest.volumes:
+        yield "expected at least one volume, found none"
+    statistics = manifest.statistics
+    cuts = [*statistics.documents_above, *statistics.percentiles]
+    if statistics.documents_above.keys() != statistics.tokens_above.keys() or not all(map(_is_number, cuts)):
+        yield "expected the statistics to have the same numbers of tokens in documents_above and tokens_above"
+    for name, count in _counts(manifest):
+        if count < 0:
+            yield f"expected {name} to be at least 0, found {count}"
+    if manifest.unknown_tokens > manifest.tokens:
+        yield f"expected at most {manifest.tokens} unknown_tokens, all tokens, found {manifest.unknown_tokens}"
+    sums = {
+        "records": manifest.documents
+        + manifest.held_out
+        + sum(manifest.rejected.values())
+        + sum(manifest.dropped.values()),
+        "documents": sum(volume.documents for volume in manifest.volumes),
+        "tokens": sum(volume.tokens for volume in manifest.volumes),
+    }
+    meaning = {"records": "documents, held out, rejected and dropped", "documents": "volumes", "tokens": "volumes"}
+    for name, expected in sums.items():
+        if (found := getattr(manifest, name)) != expected:
+            yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+def _counts(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    """What was counted, by name."""
+    for name in ("documents", "held_out", "tokens", "unknown_tokens", "repaired_documents"):
+        yield name, getattr(manifest, name)
+    for name in ("rejected", "dropped"):
+        for reason, count in getattr(manifest, name).items():
+            yield f"{name} of {reason!r}", count
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """The value as `kind`, a class or annotation of this module; ValueError says where it does not fit."""
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints, names = get_type_hints(kind), [entry.name for entry in fields(kind)]
+        optional = {entry.name for entry in fields(kind) if entry.default_factory is not MISSING}
+        if different := sorted((set(names) | set(value)) - (set(names) & set(value)) - (optional - set(value))):
+            raise ValueError(f"expected {', '.join(names)} in {where}, but {', '.join(different)} differ")
+        return kind(**{name: _decode(hints[name], value[name], f"'{name}'") for name in names if name in value})  # type: ignore[operator]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is dict and isinstance(value, dict):
+        return {key: _decode(arguments[1], entry, f"{where} of {key!r}") for key, entry in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_decode(arguments[0], entry, f"{where} number {number}") for number, entry in enumerate(value)]
+    if origin is Literal:
+        fits = value in arguments
+    elif origin is UnionType:
+        fits = type(value) in arguments
+    else:
+        fits = type(value) is kind
+    if not fits:
+        name = getattr(kind, "__name__", str(kind)) if origin is not Literal else " or ".join(arguments)
+        raise ValueError(f"expected {where} to be {name}, found {reprlib.repr(value)}")
+    return value

@@ -1,0 +1,181 @@
+"""Which documents of the finished parts go into a corpus, and their way into its volumes.
+
+Duplicates are left out and a share is held out here and not where texts are tokenised: a duplicate is known by all
+parts alone, and workers write the same files whatever the share. Memory: one byte per document for deduplication, else
+constant.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus.deduplicate import HASH_DTYPE, find_duplicates
+from megatron_neobert.data.corpus.format import CorpusFiles, token_dtype
+from megatron_neobert.data.corpus.volume_writer import VolumesWriter, read_chunks
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+
+_WINDOW_DOCUMENTS = 1 << 18  # read at a time, and
+_WINDOW_BYTES = 4 << 20  # of ids; a longer document is read whole
+_KEPT, _HELD_OUT, _DUPLICATE = 0, 1, 2  # what becomes of a document
+
+
+@dataclass(frozen=True)
+class PartFiles:
+    """What one finished part consists of, complete and on disk."""
+
+    shard: str
+    ids: Path  # documents end to end, in the corpus's dtype
+    lengths: Path  # tokens of each document, int32
+    hashes: Path | None  # 16 bytes of blake2b of each document's text; needed for deduplication and for a split
+    rejects: Path  # JSON lines about records that are errors
+    documents: int
+    tokens: int
+    unknown_tokens: int
+    ids_sha256: str
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """Which documents become a corpus, and in what files."""
+
+    files: CorpusFiles
+    keep_shards: bool  # a volume per shard
+    shard_bytes: int | None  # upper limit of a volume's .bin; None: no limit
+    validation_fraction: float  # of the documents, chosen by their text, into a corpus of their own
+    deduplicate: bool
+
+
+@dataclass
+class JoinedParts:
+    """The volumes of both corpora before they have their names, and what was left out."""
+
+    training: VolumesWriter
+    validation: VolumesWriter | None
+    duplicates: int = 0
+    unknown_in_duplicates: int = 0
+    unknown_held_out: int = 0
+    unknown_tokens: int = 0  # of all parts
+
+
+def join_parts(
+    parts: Sequence[PartFiles],
+    output: OutputSettings,
+    work: Path,
+    tokenizer: Tokenizer,
+    on_progress: Callable[[int], None],
+) -> JoinedParts:
+    """Sends every document of the parts into a volume below `work`, or leaves it out.
+
+    Args:
+        work: An empty folder.
+        on_progress: Called with the bytes of token ids dealt with since the last call.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    joined = JoinedParts(
+        VolumesWriter(work / "training", dtype, volume_bytes=output.shard_bytes),
+        VolumesWriter(work / "validation", dtype, volume_bytes=None) if output.validation_fraction else None,
+        unknown_tokens=sum(part.unknown_tokens for part in parts),
+    )
+    parts = [part for part in parts if part.documents]
+    duplicate = None
+    if output.deduplicate:
+        duplicate = find_duplicates([_hashes(part) for part in parts], folder=work / "duplicates")
+    limit = math.inf if output.shard_bytes is None else output.shard_bytes // dtype.itemsize
+    first = 0
+    for _, group in groupby(parts, key=lambda part: part.shard if output.keep_shards else None):
+        together = list(group)
+        for part in together:
+            some = None if duplicate is None else duplicate[first : first + part.documents]
+            fates = _choose(part, some, output.validation_fraction)
+            if fates is None and len(together) == 1 and part.tokens <= limit:
+                joined.training.link(part.ids, part.lengths, sha256=part.ids_sha256)
+                on_progress(part.ids.stat().st_size)
+            else:
+                _copy(part, fates, joined, dtype, tokenizer.unk_id, on_progress)
+            first += part.documents
+        if output.keep_shards:
+            joined.training.cut()
+    return joined
+
+
+def _choose(
+    part: PartFiles, duplicate: NDArray[np.bool_] | None, validation_fraction: float
+) -> NDArray[np.uint8] | None:
+    """The fate of each document; None: all are kept.
+
+    A text decides by its hash whether it is held out, so that this does not depend on the documents around it, and
+    one text never ends up in both corpora.
+    """
+    fates = np.zeros(part.documents, dtype=np.uint8)
+    if validation_fraction:
+        below, first = np.uint64(min(math.ceil(validation_fraction * 2**64), 2**64 - 1)), 0
+        for hashes in read_chunks(_hashes(part), HASH_DTYPE):
+            fates[first : first + hashes.size][hashes["high"] < below] = _HELD_OUT
+            first += hashes.size
+    if duplicate is not None:
+        fates[duplicate] = _DUPLICATE
+    return fates if fates.any() else None
+
+
+def _hashes(part: PartFiles) -> Path:
+    assert part.hashes is not None, f"{part.ids}: written without hashes"
+    return part.hashes
+
+
+def _copy(
+    part: PartFiles,
+    fates: NDArray[np.uint8] | None,
+    joined: JoinedParts,
+    dtype: np.dtype[Any],
+    unk_id: int,
+    on_progress: Callable[[int], None],
+) -> None:
+    for ids, lengths, chosen in _windows(part, fates, dtype.itemsize):
+        if chosen is None:
+            joined.training.append(ids, lengths)
+        else:
+            joined.training.append(*_pick(ids, lengths, chosen == _KEPT, dtype.itemsize))
+            held_out, held_out_lengths = _pick(ids, lengths, chosen == _HELD_OUT, dtype.itemsize)
+            duplicates, duplicate_lengths = _pick(ids, lengths, chosen == _DUPLICATE, dtype.itemsize)
+            if joined.validation:
+                joined.validation.append(held_out, held_out_lengths)
+            joined.duplicates += duplicate_lengths.size
+            joined.unknown_held_out += int(np.count_nonzero(np.frombuffer(held_out, dtype) == unk_id))
+            joined.unknown_in_duplicates += int(np.count_nonzero(np.frombuffer(duplicates, dtype) == unk_id))
+        on_progress(ids.nbytes)
+
+
+def _windows(
+    part: PartFiles, fates: NDArray[np.uint8] | None, item_bytes: int
+) -> Iterator[tuple[memoryview, NDArray[np.int32], NDArray[np.uint8] | None]]:
+    """Ids, lengths and fates of consecutive documents."""
+    with part.ids.open("rb") as ids, part.lengths.open("rb") as lengths_file:
+        first = 0
+        while (lengths := np.fromfile(lengths_file, "<i4", _WINDOW_DOCUMENTS)).size:
+            ends = np.cumsum(lengths, dtype=np.int64) * item_bytes
+            start, begin = 0, 0
+            while start < lengths.size:
+                stop = max(start + 1, int(np.searchsorted(ends, begin + _WINDOW_BYTES, side="right")))
+                content = ids.read(int(ends[stop - 1]) - begin)
+                some = None if fates is None else fates[first + start : first + stop]
+                yield memoryview(content), lengths[start:stop], some
+                start, begin = stop, int(ends[stop - 1])
+            first += lengths.size
+
+
+def _pick(
+    ids: memoryview, lengths: NDArray[np.int32], chosen: NDArray[np.bool_], item_bytes: int
+) -> tuple[memoryview, NDArray[np.int32]]:
+    """Ids and lengths of the chosen documents; those that follow each other are copied in one go."""
+    if chosen.all():
+        return ids, lengths
+    bounds = np.append(0, np.cumsum(lengths, dtype=np.int64) * item_bytes)
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+    runs = bounds[edges].reshape(-1, 2).tolist()
+    return memoryview(b"".join([ids[begin:end] for begin, end in runs])), lengths[chosen]

@@ -1,0 +1,145 @@
+"""What a run costs, in the words of --dry-run: memory of a rank, time on known GPUs, checkpoints on disk."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.shapes import usual_masked
+from megatron_neobert.model.flops import checkpoint_bytes
+from megatron_neobert.model.gpus import GPUS
+from megatron_neobert.planning.activations import Kernels
+from megatron_neobert.planning.memory import RankMemory, plan_memory
+from megatron_neobert.training.metrics_line import duration, percent
+
+_SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
+_SHOWN_MFU = (0.2, 0.4)
+_KERNEL_NAMES: dict[Kernels, str] = {
+    "transformer_engine": "Transformer Engine",
+    "gpu": "torch on a GPU",
+    "cpu": "torch on a CPU",
+}
+
+
+def plan_memories(settings: Settings, *, vocab_size: int, world_size: int) -> dict[Kernels, RankMemory]:
+    """The fullest rank with each kind of layers that these settings can end up with; the likeliest first."""
+    compute, slots = settings.compute, settings.slots_per_micro_batch // settings.parallel.context_parallel_size
+    kinds: list[Kernels] = []
+    if compute.transformer_impl == "transformer_engine" or (
+        compute.transformer_impl == "auto" and settings.training.bf16
+    ):
+        kinds.append("transformer_engine")
+    if compute.transformer_impl != "transformer_engine":
+        kinds += ["gpu", "cpu"]
+    probability = settings.data.mask_prob
+    return {
+        kernels: plan_memory(
+            settings,
+            vocab_size=vocab_size,
+            world_size=world_size,
+            # A GPU gets batches of one shape, with room for nearly every number of masked tokens.
+            masked_tokens=(
+                round(slots * probability) if kernels == "cpu" else usual_masked(slots, probability=probability)
+            ),
+            kernels=kernels,
+        )
+        for kernels in kinds
+    }
+
+
+def memory_lines(memories: dict[Kernels, RankMemory], *, stages: int) -> list[str]:
+    """A column for each kind of layers, a line for each part."""
+    parts = {
+        "weights": [memory.weights for memory in memories.values()],
+        "gradients": [memory.gradients for memory in memories.values()],
+        "optimizer": [memory.optimizer for memory in memories.values()],
+        "activations": [memory.activations for memory in memories.values()],
+        "head, loss": [memory.head for memory in memories.values()],
+        "at work": [memory.work for memory in memories.values()],
+        "CUDA, NCCL (assumed)": [memory.context for memory in memories.values()],
+        "together": [memory.total for memory in memories.values()],
+    }
+    largest = max(memory.total - memory.context for memory in memories.values())
+    unit, divisor = ("GiB", 1 << 30) if largest >= 1 << 30 else ("MiB", 1 << 20)
+    names = [_KERNEL_NAMES[kernels] for kernels in memories]
+    lines = [f"{f'{unit} of the fullest rank':<24}" + "".join(f"{name:>20}" for name in names)]
+    for part, sizes in parts.items():
+        lines.append(f"{part:<24}" + "".join(f"{size / divisor:>20,.2f}" for size in sizes))
+    if stages > 1:
+        places = ", ".join(f"{memory.stage + 1}" for memory in memories.values())
+        lines.append(f"{'pipeline stage':<24}{places} of {stages}")
+    return lines
+
+
+def gpu_lines(settings: Settings, memories: dict[Kernels, RankMemory], *, flops: float, world_size: int) -> list[str]:
+    """Which GPU has the room, and how long it would take."""
+    memory = next(iter(memories.values()))
+    shares = _SHOWN_MFU if settings.training.bf16 else ()
+    header = "".join(f"{f'at {percent(mfu, digits=0)} MFU':>14}" for mfu in shares)
+    lines = [f"{f'{world_size} x':<24}{header}  memory"]
+    for gpu in GPUS:
+        if gpu.name not in _SHOWN_GPUS:
+            continue
+        peak = world_size * gpu.bf16_tflops * 1e12
+        times = "".join(f"{duration(flops / (peak * mfu)):>14}" for mfu in shares)
+        spare = gpu.memory_gib - memory.total / (1 << 30)
+        room = f"fits, {spare:,.1f} GiB free" if spare >= 0 else f"does not fit, {-spare:,.1f} GiB missing"
+        lines.append(f"{gpu.name:<24}{times}  {room} of {gpu.memory_gib:g}")
+    if not shares:
+        lines.append("times are stated for bfloat16 alone (--bf16)")
+    return lines
+
+
+def kept_checkpoints(settings: Settings, *, first: int, there: Sequence[int]) -> int:
+    """Checkpoints on disk at the fullest moment, the one that is being written among them.
+
+    Args:
+        first: The iteration that the run counts on from.
+        there: Iterations of the checkpoints in --save.
+    """
+    checkpoint, last = settings.checkpoint, settings.training.train_iters
+    saves = len(there) - (-max(0, last - first) // checkpoint.save_interval)
+    if checkpoint.keep_last is None:
+        return saves
+    kept = checkpoint.keep_last + 1
+    if (every := checkpoint.keep_every) is not None:
+        kept += last // every - first // every + sum(iteration % every == 0 for iteration in there)
+    return min(saves, kept)
+
+
+def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list[str]:
+    """How large, how many, and whether the disk has room for them."""
+    size = checkpoint_bytes(settings, vocab_size=vocab_size)
+    each = f"{_bytes(size)} each"
+    if settings.checkpoint.save is None:
+        return [f"{each}; none is saved without --save"]
+    save = Path(settings.checkpoint.save).resolve()
+    folder, iterations = _existing(save), [iteration_of(one) for one in list_checkpoints(save)]
+    free = shutil.disk_usage(folder).free
+    kept, there = kept_checkpoints(settings, first=first, there=iterations), len(iterations)
+    lines = [
+        f"{each}, every {counted(settings.checkpoint.save_interval, 'iteration')}; at most {kept:,} at a time: "
+        f"{_bytes(kept * size)}, {there:,} of them there already; {_bytes(free)} free in {folder}"
+    ]
+    if (kept - there) * size > free:
+        lines.append(
+            f"warning: no room for more than {free // size:,} more of them. "
+            + ("Lower --keep-last, raise --keep-every" if settings.checkpoint.keep_last else "Add --keep-last 2")
+            + ", or --save elsewhere."
+        )
+    return lines
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists: the same disk."""
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """1 row, 2 rows."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"

@@ -1,0 +1,192 @@
+"""What a run would be, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
+
+Documents, packing efficiency and epochs come from whole windows of rows, packed as training packs them; everything else
+from the settings. Memory is that of the fullest rank. Times are stated for a share of a GPU's peak rate, which nobody
+knows before a run has been measured.
+"""
+
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
+from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
+from megatron_neobert.data.batches.inputs import Inputs, open_inputs
+from megatron_neobert.model.flops import count_parameters, training_flops_per_token
+from megatron_neobert.planning.costs import checkpoint_lines, counted, gpu_lines, memory_lines, plan_memories
+from megatron_neobert.planning.data import IterationSample, sample_iteration
+from megatron_neobert.planning.schedule import draw_curve, learning_rate
+from megatron_neobert.training.metrics_line import percent
+
+_INDENT = 12
+_COLUMNS = 118
+_CURVE_COLUMNS, _CURVE_LINES = 80, 5
+
+
+def print_plan(settings: Settings, *, world_size: int) -> int:
+    """Prints the plan of a legal run and returns 0.
+
+    Raises:
+        MissingInputError, DataError, ConfigError: As `open_inputs`.
+    """
+    inputs = open_inputs(settings.data)
+    sample = sample_iteration(settings, inputs)
+    first = first_iteration(settings.checkpoint)
+    left = max(0, settings.training.train_iters - first)
+    memories = plan_memories(settings, vocab_size=inputs.tokenizer.vocab_size, world_size=world_size)
+    sections = {
+        "settings": _settings_lines(settings),
+        "model": _model_lines(settings, inputs),
+        "ranks": [_describe_ranks(settings, world_size)],
+        "iteration": _iteration_lines(settings, sample, world_size=world_size),
+        "corpus": _corpus_lines(inputs, sample, left=left),
+        "run": _run_lines(settings, inputs, sample, first=first, left=left),
+        "rate": _rate_lines(settings, first=first),
+        "memory": memory_lines(memories, stages=settings.parallel.pipeline_model_parallel_size),
+        "GPUs": gpu_lines(
+            settings, memories, flops=left * _flops_per_iteration(settings, inputs, sample), world_size=world_size
+        ),
+        "checkpoints": checkpoint_lines(settings, vocab_size=inputs.tokenizer.vocab_size, first=first),
+    }
+    for name, lines in sections.items():
+        folded = [part for line in lines for part in _fold(line)]
+        for label, line in zip([name, *[""] * len(folded)], folded, strict=False):
+            print(f"{label:<{_INDENT}}{line}".rstrip())
+    return 0
+
+
+def first_iteration(checkpoint: CheckpointConfig) -> int:
+    """How many iterations are done already, by the newest checkpoint that this run would continue from."""
+    for folder in (checkpoint.load if checkpoint.resume != "never" else None, checkpoint.continue_from):
+        if folder is not None and (checkpoints := list_checkpoints(Path(folder))):
+            return iteration_of(checkpoints[0])
+    return 0
+
+
+# ---- what is run
+
+
+def _settings_lines(settings: Settings) -> list[str]:
+    """The flags that differ from the defaults, such that they can be pasted."""
+    words = [word for section in fields(settings) for word in _differing(getattr(settings, section.name))]
+    return ["  ".join(words) or "the defaults, all of them"]
+
+
+def _differing(section: Any) -> Iterator[str]:
+    for item in fields(section):
+        value, flag = getattr(section, item.name), flag_of(item.name)
+        if value == item.default:
+            continue
+        if isinstance(value, bool):
+            yield flag if value else flag.replace("--", "--no-", 1)
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            yield f"{flag} {shlex.join(str(one) for one in values)}"
+
+
+def _model_lines(settings: Settings, inputs: Inputs) -> list[str]:
+    model, vocab_size = settings.model, inputs.tokenizer.vocab_size
+    count = count_parameters(model, vocab_size=vocab_size)
+    padded = model.padded_vocab_size(vocab_size, tensor_parallel=settings.parallel.tensor_model_parallel_size)
+    return [
+        f"parameters {count.total:,} ({count.blocks:,} in {model.num_layers} layers of width {model.hidden_size:,}), "
+        f"vocabulary {vocab_size:,} (padded to {padded:,})",
+    ]
+
+
+def _describe_ranks(settings: Settings, world_size: int) -> str:
+    parallel = settings.parallel
+    shares = {
+        "tensor-parallel": parallel.tensor_model_parallel_size,
+        "pipeline stages": parallel.pipeline_model_parallel_size,
+        "context-parallel": parallel.context_parallel_size,
+    }
+    factors = [f"{settings.data_parallel_size(world_size)} data-parallel"]
+    factors += [f"{size} {name}" for name, size in shares.items() if size > 1]
+    if settings.virtual_stages_per_rank > 1:
+        factors[-1] += f" ({settings.virtual_stages_per_rank} pieces each)"
+    return f"{world_size} = {' x '.join(factors)}"
+
+
+def _iteration_lines(settings: Settings, sample: IterationSample, *, world_size: int) -> list[str]:
+    training, data = settings.training, settings.data
+    micro_batches = counted(settings.micro_batches_per_rank(world_size), "micro-batch", "micro-batches")
+    mean = sample.tokens / sample.documents
+    return [
+        f"{training.global_batch_size:,} rows x {data.seq_length:,} tokens = {settings.tokens_per_iteration:,} tokens, "
+        f"in {micro_batches} of {counted(training.micro_batch_size, 'row')} per rank",
+        f"about {sample.documents:,.{0 if sample.documents >= 10 else 1}f} documents of {mean:,.0f} tokens; packing "
+        f"efficiency {percent(sample.packing_efficiency, digits=2)}",
+    ]
+
+
+def _corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
+    lines = [
+        f"about {_small(epochs * left)} epochs of {line}"
+        for line, epochs in zip(inputs.description, sample.epochs, strict=True)
+    ]
+    if len(lines) == 1:
+        return lines
+    shares = zip(lines, sample.document_shares, sample.token_shares, strict=True)
+    return [
+        f"{percent(documents, digits=2)} of the documents, {percent(tokens, digits=2)} of the tokens: {line}"
+        for line, documents, tokens in shares
+    ]
+
+
+def _flops_per_iteration(settings: Settings, inputs: Inputs, sample: IterationSample) -> float:
+    per_token = training_flops_per_token(
+        settings, vocab_size=inputs.tokenizer.vocab_size, document_tokens=sample.tokens_of_a_tokens_document
+    )
+    return per_token * sample.tokens
+
+
+def _run_lines(settings: Settings, inputs: Inputs, sample: IterationSample, *, first: int, left: int) -> list[str]:
+    flops = _flops_per_iteration(settings, inputs, sample)
+    done = f", {first:,} of them done" if first else ""
+    return [
+        f"{counted(settings.training.train_iters, 'iteration')}{done}: {left * sample.tokens:.3e} tokens of documents"
+        f"{' to go' if first else ''}",
+        f"{flops / sample.tokens:.3e} FLOPs per token, {flops:.3e} per iteration, {flops * left:.3e} in all",
+    ]
+
+
+def _rate_lines(settings: Settings, *, first: int) -> list[str]:
+    """The learning rate from the first iteration to the last, and where it is what."""
+    last = max(settings.training.train_iters, first + 1)
+    places = [first + round((last - first) * column / (_CURVE_COLUMNS - 1)) for column in range(_CURVE_COLUMNS)]
+    rates = [learning_rate(settings, place) for place in places]
+    if not max(rates):
+        return ["0 throughout"]
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    rows = draw_curve(rates, height=_CURVE_LINES, unicode=unicode)
+    labels = [f"{max(rates):.1e}", *[""] * (_CURVE_LINES - 2), "0"]
+    lines = [f"{label:>7} |{row}" for label, row in zip(labels, rows, strict=True)]
+    lines.append(f"{'':>7} +{'-' * _CURVE_COLUMNS}")
+    lines.append(f"{'':>9}{f'iteration {first:,}':<{_CURVE_COLUMNS // 2}}{f'{last:,}':>{_CURVE_COLUMNS // 2}}")
+    optimizer, decay = settings.optimizer, "constant"
+    if optimizer.lr_decay_style != "constant":
+        decay = f"{optimizer.lr_decay_style} to {optimizer.min_lr:g} at {settings.lr_decay_end:,}"
+    warmup = f"0 to {optimizer.lr:g} by iteration {optimizer.lr_warmup_iters:,}"
+    lines.append(f"{'':>9}{warmup if optimizer.lr_warmup_iters else f'{optimizer.lr:g}'}, then {decay}")
+    return lines
+
+
+# ---- words
+
+
+def _fold(line: str) -> list[str]:
+    """Lines that fit a terminal, unless a word is longer; what fits stays as it is."""
+    if len(line) <= _COLUMNS - _INDENT:
+        return [line]
+    return textwrap.wrap(
+        line, width=_COLUMNS - _INDENT, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _small(number: float) -> str:
+    return f"{number:,.2f}" if number >= 0.01 else f"{number:.1e}"

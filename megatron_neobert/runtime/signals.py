@@ -1,0 +1,201 @@
+"""Requests to end a run before its last iteration, or to save: a signal to any rank, the time limit, a file.
+
+All ranks stop at the same iteration, after saving. Before the process group stands there is no such iteration and
+nothing to save, so a signal ends the rank at once. Standard library only: this has to hold before torch is imported.
+
+    SAVE/STOP        save and stop, with 75; no run starts in this folder until somebody removes it
+    SAVE/SAVE_NOW    save and go on; removed when the checkpoint is there
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megatron_neobert.config.schema import Settings, TrainingConfig
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE, ConfigError
+
+_NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
+_REASONS = {
+    _TIME_LIMIT: "--exit-duration-in-mins is over",
+    _STOP_FILE: "the file STOP in --save asked for it",
+    _SIGNAL: "a signal asked for it",
+}
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ABORT_SIGNAL = signal.SIGQUIT  # what the launcher makes of the second Ctrl-C
+FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint; Ctrl-C again aborts at once, without one"
+
+_SECONDS_BETWEEN_LOOKS = 1.0  # at the files; a network file system answers each look in milliseconds
+
+_SECONDS_TO_SPEAK = 2.0
+
+_group_stands = threading.Event()
+_signals_received: list[int] = []
+_signals_answered: list[int] = []
+_started_seconds = time.monotonic()
+_launchers: list[int] = []  # the process that started this rank, if it watches over it
+
+
+def install_signal_handlers() -> None:
+    """SIGTERM, SIGUSR1 and Ctrl-C end this rank at once, with 75, until `remember_signals` is called."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _launchers.append(os.getppid())
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
+    for number in (*STOP_SIGNALS, ABORT_SIGNAL):
+        signal.signal(number, _remember)
+    watch_signals(_answer)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until now
+
+
+def remember_signals() -> None:
+    """From now on they finish the iteration and save; a second Ctrl-C aborts. To be called once the group stands."""
+    _group_stands.set()
+
+
+def watch_signals(answer: Callable[[int], None]) -> None:
+    """Calls `answer` with each stop or abort signal that has a handler, in a thread of its own.
+
+    Python runs a handler between two steps of the main thread, and there is no next step while that waits in C++ for
+    a peer that does not come. At once, however, the signal leaves its number in a pipe, which a thread can read.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    threading.Thread(target=_read_signals, args=(reader, answer), daemon=True).start()
+
+
+def _read_signals(reader: int, answer: Callable[[int], None]) -> None:
+    while True:
+        (number,) = os.read(reader, 1)
+        if number in STOP_SIGNALS or number == ABORT_SIGNAL:
+            answer(number)
+
+
+def _end_with_launcher() -> None:
+    """Until the watchdog does it: a rank that waits for others would wait for ever once the launcher is gone."""
+    while not _group_stands.wait(_SECONDS_BETWEEN_LOOKS):
+        if launcher_has_gone():
+            _say(f"rank {os.environ.get('RANK', '0')}: the launcher that started it has gone\n")
+            os._exit(EXIT_UNAVAILABLE)
+
+
+def _answer(number: int) -> None:
+    rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
+    _signals_answered.append(number)
+    if number == ABORT_SIGNAL or _signals_answered.count(signal.SIGINT) > 1:
+        _say(f"rank {rank}: aborted\n")
+        os._exit(EXIT_INTERRUPTED)
+    if not _group_stands.is_set():
+        _say(f"rank {rank}: stopped by {name} before the first iteration\n")
+        os._exit(EXIT_STOPPED_EARLY)
+    if number == signal.SIGINT:
+        _say(f"{FIRST_INTERRUPT}\n")
+
+
+def _say(text: str) -> None:
+    """Writes in one piece, since other ranks write as well, and gives up where nobody reads."""
+    writer = threading.Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
+    writer.start()
+    writer.join(_SECONDS_TO_SPEAK)
+
+
+def _remember(number: int, frame: FrameType | None) -> None:
+    _signals_received.append(number)
+
+
+def count_signals() -> int:
+    """How many stop signals have reached this rank."""
+    return len(_signals_received)
+
+
+def launcher_has_gone() -> bool:
+    """Whether the torchrun or launcher that started this rank has ended without it."""
+    return bool(_launchers) and os.getppid() != _launchers[-1]
+
+
+@dataclass
+class _Files:
+    """What rank 0 saw when it last looked into `folder`."""
+
+    folder: Path
+    looked_seconds: float = float("-inf")
+    stop: bool = False
+    save: bool = False
+    is_saving: bool = False  # a checkpoint that SAVE_NOW asked for is being written
+
+    def look_into(self, folder: Path) -> None:
+        if folder != self.folder or time.monotonic() - self.looked_seconds >= _SECONDS_BETWEEN_LOOKS:
+            self.stop = _is_there(folder / "STOP")
+            self.save = _is_there(folder / "SAVE_NOW") and not self.is_saving
+            self.folder, self.looked_seconds = folder, time.monotonic()
+
+
+_files = _Files(folder=Path())
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a network file system that has a bad moment; it is asked again in a second
+        return False
+
+
+def requests_of_this_rank(settings: Settings, *, has_trained: bool = True) -> tuple[int, int]:
+    """A stop code, and 1 to save and go on: what this rank alone knows. The largest over all ranks decides.
+
+    Rank 0 looks for the files, at most once a second.
+
+    Args:
+        has_trained: Whether this start has got anywhere: a time limit below the time that starting takes would else
+            end one start after the other.
+    """
+    limit, save = settings.training.exit_duration_in_mins, settings.checkpoint.save
+    code = _NOTHING
+    if has_trained and limit is not None and time.monotonic() - _started_seconds >= 60 * limit:
+        code = _TIME_LIMIT
+    if save is not None and os.environ.get("RANK", "0") == "0":
+        _files.look_into(Path(save))
+        code = max(code, _STOP_FILE if _files.stop else _NOTHING)
+    if _signals_received:
+        code = _SIGNAL
+    return code, int(_files.save)
+
+
+def take_save_request() -> None:
+    """To be called when a save begins: from now on the request is being fulfilled."""
+    _files.is_saving, _files.save = _files.is_saving or _files.save, False
+
+
+def fulfil_save_request(save: Path) -> None:
+    """Removes SAVE/SAVE_NOW, to be called once the checkpoint that it asked for is there."""
+    if _files.is_saving:
+        _files.is_saving = False
+        (save / "SAVE_NOW").unlink(missing_ok=True)
+
+
+def has_stop_file(save: str | None) -> bool:
+    """Whether somebody wants no run to train in this folder."""
+    return save is not None and (Path(save) / "STOP").exists()
+
+
+def refuse_stop_file(save: str | None) -> None:
+    """Keeps a queue from starting a run again that was stopped by a file.
+
+    Raises:
+        ConfigError: SAVE/STOP exists.
+    """
+    if has_stop_file(save):
+        raise ConfigError(f"{save}/STOP exists, so no run starts in --save {save}; remove that file to go on.")
+
+
+def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
+    """Why all ranks stop after this iteration, in words; None to go on."""
+    if iteration >= training.train_iters or agreed_code == _NOTHING:  # in the first case it is over anyway
+        return None
+    return _REASONS[agreed_code]

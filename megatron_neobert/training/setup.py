@@ -1,0 +1,168 @@
+"""Settings to objects: everything a run is made of, built in the order in which problems are cheapest to find."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.model.neobert import NeoBERTModel
+from megatron_neobert.runtime import distributed
+from megatron_neobert.runtime.signals import remember_signals
+from megatron_neobert.state import Progress, Run
+
+
+def join(settings: Settings) -> tuple[Inputs, torch.device]:
+    """Opens the data, then joins the process group.
+
+    Raises:
+        MissingInputError, DataError, ConfigError: Before any collective, on all ranks alike.
+
+    Collective: all ranks.
+    """
+    inputs = open_inputs(settings.data)
+    device = distributed.initialize(settings)  # collective: all ranks
+    remember_signals()  # from here on all ranks can agree on the iteration after which they stop
+    return inputs, device
+
+
+def build_run(settings: Settings, inputs: Inputs, device: torch.device) -> Run:
+    """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
+    training_stream, validation_stream = _build_streams(settings, inputs)
+    models = _build_models(settings, device, vocab_size=inputs.tokenizer.vocab_size)
+    optimizer = _build_optimizer(settings, models)
+    return Run(
+        settings=settings,
+        device=device,
+        tokenizer=inputs.tokenizer,
+        models=models,
+        optimizer=optimizer,
+        scheduler=_build_scheduler(settings, optimizer),
+        training_stream=training_stream,
+        validation_stream=validation_stream,
+        progress=Progress(corpus_sha256=inputs.identity),
+    )
+
+
+def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, BatchStream | None]:
+    """This rank's batches for training and, if wanted, for validation, both from their start."""
+    training = BatchStream(
+        inputs.training,
+        batch_settings(settings, inputs.tokenizer, fixed_shapes=torch.cuda.is_available()),
+        data_parallel_rank=distributed.data_parallel_rank(),
+        data_parallel_size=distributed.data_parallel_size(),
+        context_parallel_rank=distributed.context_parallel_rank(),
+        context_parallel_size=distributed.context_parallel_size(),
+    )
+    if inputs.validation is None or not settings.training.eval_iters:
+        return training, None
+    return training, replace(training, sources=inputs.validation)
+
+
+def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:
+    """This rank's pieces of the model, one without interleaving. Collective: all ranks."""
+    pieces = settings.virtual_stages_per_rank
+    models = []
+    for number in range(pieces):
+        vp_stage = number if pieces > 1 else None
+        model = NeoBERTModel(
+            settings,
+            vocab_size=vocab_size,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        models.append(_wrap_model(settings, model.to(device), is_first_piece=number == 0))
+    config = models[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if settings.parallel.overlap_grad_reduce:
+        config.no_sync_func = [model.no_sync for model in models] if pieces > 1 else models[0].no_sync
+    return models
+
+
+def _wrap_model(settings: Settings, model: Any, *, is_first_piece: bool) -> DistributedDataParallel:
+    """A model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
+    parallel, config = settings.parallel, model.config
+    if settings.training.bf16:
+        model = Float16Module(config, model)
+    return DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            bucket_size=parallel.ddp_bucket_size,
+            fp8_param_gather=settings.compute.fp8_param_gather,
+        ),
+        model,
+        disable_bucketing=not is_first_piece,  # as Megatron: the pieces' schedule overlaps already
+    )
+
+
+def _build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -> Any:
+    """Megatron's optimizer over all parameters. Collective: all ranks."""
+    cfg = settings.optimizer
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        decoupled_weight_decay=cfg.optimizer == "adamw",
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.adam_beta1,
+        adam_beta2=cfg.adam_beta2,
+        adam_eps=cfg.adam_eps,
+        clip_grad=cfg.clip_grad,
+        bf16=settings.training.bf16,
+        params_dtype=torch.bfloat16 if settings.training.bf16 else torch.float32,
+        use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
+        overlap_param_gather=settings.parallel.overlap_param_gather,
+        fp8_recipe=settings.compute.fp8_recipe if settings.compute.fp8_format is not None else None,
+    )
+    return get_megatron_optimizer(
+        config, models, config_overrides=_decay_overrides(cfg.weight_decay_scope), use_gloo_process_groups=True
+    )
+
+
+def _decay_overrides(scope: str) -> dict[ParamKey, ParamGroupOverride]:
+    """Which parameters are not decayed; an empty table decays all, as the paper's code does."""
+    if scope == "all":
+        return {}
+    vectors = ParamPredicate(name="vectors", fn=_is_vector)
+    return {ParamKey(predicate=vectors): ParamGroupOverride(wd_mult=0.0)}
+
+
+def _is_vector(param: nn.Parameter) -> bool:
+    return param.dim() == 1
+
+
+def _build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
+    cfg = settings.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        lr_warmup_steps=cfg.lr_warmup_iters,
+        lr_decay_steps=settings.lr_decay_end,
+        lr_decay_style=cfg.lr_decay_style,
+        start_wd=cfg.weight_decay,
+        end_wd=cfg.weight_decay,
+        wd_incr_steps=settings.training.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )

@@ -1,0 +1,85 @@
+"""Whether an update is made: not if its loss or gradient would spoil the weights.
+
+The answer follows from numbers that all ranks hold alike, the loss and the gradient norm of the whole batch, so no
+rank needs to be asked. A skipped update costs its batch and nothing else: weights, moments and Adam's step count stay,
+data and schedule go on.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from megatron_neobert.config.schema import TrainingConfig
+from megatron_neobert.state import Progress
+
+
+class UpdateReport(Protocol):
+    """What is counted of a step (a StepReport; named here without torch's tensors)."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def skip_reason(self) -> str | None: ...
+
+
+def skip_reason(progress: Progress, *, loss: float, grad_norm: float, training: TrainingConfig) -> str | None:
+    """Why an update with this loss (nats per masked token) and gradient norm must not be made; None if it may.
+
+    With --loss-spike-sigma, both are compared with the last good updates, once half of --loss-spike-window is there.
+    """
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return f"loss {loss:.4f}, gradient norm {grad_norm:.3f}"
+    recent = progress.recent_updates
+    if training.loss_spike_sigma is None or 2 * len(recent) < training.loss_spike_window:
+        return None
+    for name, value, column in (("loss", loss, 0), ("gradient norm", grad_norm, 1)):
+        limit = _spike_limit([update[column] for update in recent], sigma=training.loss_spike_sigma)
+        if value > limit:
+            return (
+                f"{name} {value:.4f} is above {limit:.4f}, the mean of the last {len(recent)} updates plus "
+                f"{training.loss_spike_sigma:g} standard deviations"
+            )
+    return None
+
+
+def count_update(progress: Progress, report: UpdateReport, training: TrainingConfig) -> Progress:
+    """The progress after a step was trained or skipped."""
+    if report.skip_reason is not None:
+        return replace(
+            progress,
+            skipped_iterations=progress.skipped_iterations + 1,
+            skipped_in_a_row=progress.skipped_in_a_row + 1,
+        )
+    recent = progress.recent_updates
+    if training.loss_spike_sigma is None:
+        recent = ()
+    elif report.loss > 0:  # without a masked token there is no loss, and nothing to compare others with
+        recent = (*recent, (report.loss, report.grad_norm))[-training.loss_spike_window :]
+    return replace(progress, skipped_in_a_row=0, recent_updates=recent)
+
+
+def too_many_skips(progress: Progress, training: TrainingConfig, *, save: str | None) -> str | None:
+    """Why the run must end, None while it may go on.
+
+    A run that is started again may skip as many once more: somebody has looked at it.
+    """
+    skipped, allowed = progress.skipped_in_a_row, training.max_skipped_iters
+    if skipped == 0 or skipped % allowed:
+        return None
+    spike = "" if training.loss_spike_sigma is None else f" or above --loss-spike-sigma {training.loss_spike_sigma:g}"
+    last = progress.iteration
+    return (
+        f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
+        f"gradient norm was not finite{spike}; --max-skipped-iters allows {allowed} in a row. Look at the batch with "
+        f"tools/replay_batch.py --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then go on "
+        "from an earlier checkpoint, with a lower --lr or other data."
+    )
+
+
+def _spike_limit(values: Sequence[float], *, sigma: float) -> float:
+    mean = statistics.fmean(values)
+    return mean + sigma * statistics.pstdev(values, mu=mean)

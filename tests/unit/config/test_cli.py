@@ -1,0 +1,231 @@
+"""Flags, YAML file and record: one declaration, one precedence, every problem at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_neobert.config.cli import model_flags, parse_command_line, read_record, read_settings, write_record
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
+
+REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
+
+
+def parse(*arguments: str) -> Settings:
+    return parse_command_line([*REQUIRED, *arguments], world_size=1).settings
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_flag_beats_the_file_and_the_file_beats_the_default(tmp_path):
+    config = write(tmp_path, "model:\n  num_layers: 4\n  hidden_size: 96\n")
+    settings = parse("--config", config, "--num-layers", "6")
+    assert (settings.model.num_layers, settings.model.hidden_size, settings.model.rotary_base) == (6, 96, 10_000)
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "'1e-4'"])
+def test_numbers_in_yaml_are_numbers_however_they_are_written(tmp_path, text):
+    config = write(tmp_path, f"optimizer:\n  lr: {text}\n  min_lr: 0\n")
+    assert parse("--config", config).optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e3", 1000), ("1000", 1000), ("1_000", 1000), ("1.5", None), ("5,000", None)]
+)
+def test_whole_numbers_accept_a_power_of_ten_and_refuse_anything_else(text, value):
+    arguments = ("--train-iters", text, "--lr-warmup-iters", "1")
+    if value is None:
+        with pytest.raises(ConfigError, match=f"--train-iters '{text}' is not a whole number"):
+            parse(*arguments)
+    else:
+        assert parse(*arguments).training.train_iters == value
+
+
+def test_booleans_have_both_directions_on_the_command_line(tmp_path):
+    config = write(tmp_path, "training:\n  bf16: true\nparallel:\n  use_distributed_optimizer: true\n")
+    settings = parse("--config", config, "--no-bf16", "--no-use-distributed-optimizer")
+    assert (settings.training.bf16, settings.parallel.use_distributed_optimizer) == (False, False)
+    assert parse("--bf16").training.bf16 is True
+
+
+def test_a_boolean_whose_default_is_left_to_the_program_has_both_directions_too(tmp_path):
+    assert parse().compute.gradient_accumulation_fusion is None
+    assert parse("--gradient-accumulation-fusion").compute.gradient_accumulation_fusion is True
+    config = write(tmp_path, "compute:\n  gradient_accumulation_fusion: true\n")
+    assert parse("--config", config).compute.gradient_accumulation_fusion is True
+    assert parse("--config", config, "--no-gradient-accumulation-fusion").compute.gradient_accumulation_fusion is False
+    config = write(tmp_path, "compute:\n  gradient_accumulation_fusion: null\n")
+    assert parse("--config", config).compute.gradient_accumulation_fusion is None
+
+
+def test_an_optional_number_can_be_taken_back(tmp_path):
+    config = write(tmp_path, "optimizer:\n  lr_decay_iters: 5000\n")
+    assert parse("--config", config).optimizer.lr_decay_iters == 5000
+    assert parse("--config", config, "--lr-decay-iters", "none").optimizer.lr_decay_iters is None
+
+
+def test_a_misspelt_flag_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"unknown flag --hidden-sise; did you mean '--hidden-size'\?"):
+        parse("--hidden-sise", "768")
+
+
+@pytest.mark.parametrize("word", ["--nproc", "--gpus", "--x"])
+def test_a_flag_like_no_other_is_refused_without_a_suggestion(word):
+    with pytest.raises(ConfigError, match=rf"unknown flag {word}; see --help for the list\."):
+        parse(f"{word}=2")
+
+
+def test_flags_are_not_abbreviated():
+    with pytest.raises(ConfigError, match="unknown flag --num-lay"):
+        parse("--num-lay", "3")
+
+
+def test_a_misspelt_yaml_key_is_refused_with_a_suggestion(tmp_path):
+    config = write(tmp_path, "model:\n  hidden_sise: 768\n")
+    with pytest.raises(
+        ConfigError, match=rf"{config}: unknown setting model.hidden_sise; did you mean 'hidden_size'\?"
+    ):
+        parse("--config", config)
+
+
+def test_a_yaml_key_in_the_wrong_section_is_told_its_home(tmp_path):
+    config = write(tmp_path, "model:\n  lr: 0.1\n")
+    with pytest.raises(ConfigError, match=r"unknown setting model.lr; it belongs to section 'optimizer'"):
+        parse("--config", config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  num_layers: 2\n  num_layers: 3\n", "the key 'num_layers' stands twice"),
+        ("model: [1, 2]\n", r"section model holds \[1, 2\]"),
+        ("model:\n  num_layers: [1]\n", "model.num_layers \\[1\\] is not a whole number"),
+        ("training:\n  train_iters: .inf\n", "training.train_iters inf is not a whole number"),
+        ("? [a, b]\n: 1\n", "not readable as YAML"),
+        ("- 1\n", "holds a list; expected the sections model, parallel"),
+        ("traning: {}\n", "unknown section traning; did you mean 'training'"),
+        ("logging:\n  log_interval: true\n", "logging.log_interval True is not a whole number"),
+        ("model: {a: [}\n", "not readable as YAML"),
+        ("model:\n  num_layers: !!python/object/apply:os.system ['true']\n", "not readable as YAML"),
+    ],
+)
+def test_a_yaml_file_that_is_not_settings_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_settings(Path(write(tmp_path, text)))
+
+
+def test_problems_of_file_and_flags_arrive_together(tmp_path):
+    config = write(tmp_path, "model:\n  hidden_sise: 1\noptimizer:\n  lr: fast\n")
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", config, "--train-iters", "many", "--bff16")
+    assert len(caught.value.problems) == 6  # corpus and tokenizer are not there either
+
+
+def test_a_missing_config_file_is_a_missing_input():
+    with pytest.raises(MissingInputError, match=r"--config nowhere\.yaml: no such file"):
+        parse("--config", "nowhere.yaml")
+
+
+def test_the_record_of_a_run_reads_back_as_the_same_settings(tmp_path):
+    settings = parse("--lr", "3e-4", "--bf16", "--save", "runs/a b", "--lr-decay-iters", "900000")
+    write_record(settings, tmp_path / "settings.yaml")
+    assert read_record(tmp_path / "settings.yaml") == settings
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--data-path", "run a"], "run a"),
+        (["--data-path", "0.2", "A", "0.8", "B:min=1024"], "[0.2, A, '0.8', 'B:min=1024']"),
+        (["--data-path", "1", "A"], "[1, A]"),
+    ],
+)
+def test_data_path_is_one_text_or_a_list_on_the_command_line_and_in_yaml(tmp_path, words, text):
+    config = write(tmp_path, f"data:\n  data_path: {text}\n")
+    from_file = parse_command_line(["--config", config, *REQUIRED[2:]], world_size=1).settings
+    from_flags = parse_command_line([*words, *REQUIRED[2:]], world_size=1).settings
+    assert from_file.data.data_path == from_flags.data.data_path == tuple(words[1:])
+    write_record(from_flags, tmp_path / "settings.yaml")
+    assert read_record(tmp_path / "settings.yaml") == from_flags
+
+
+def test_data_path_on_the_command_line_replaces_the_whole_list_of_the_file(tmp_path):
+    config = write(tmp_path, "data:\n  data_path: [0.5, A, 0.5, B]\n")
+    assert parse("--config", config).data.data_path == ("corpus",)
+
+
+@pytest.mark.parametrize("text", ["true", "[true]", "null", "[null]", "[[a]]", "{a: 1}", "[{a: 1}]"])
+def test_data_path_that_is_no_text_and_no_list_of_texts_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"data\.data_path .* is not a text or a list of texts"):
+        read_settings(Path(write(tmp_path, f"data:\n  data_path: {text}\n")))
+
+
+def test_data_path_without_a_value_is_refused():
+    with pytest.raises(ConfigError, match="--data-path: expected at least one argument"):
+        parse("--data-path")
+
+
+def test_help_shows_that_data_path_takes_several_words(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--data-path TEXT [TEXT ...] corpus prefix" in shown
+    assert "(default ())" not in shown
+
+
+def test_a_damaged_record_is_a_checkpoint_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"unknown setting model\.layers"):
+        read_record(Path(write(tmp_path, "model:\n  layers: 3\n")))
+
+
+def test_missing_inputs_are_said_with_whatever_else_is_wrong(tiny_corpus):
+    there = ["--data-path", str(tiny_corpus.prefix), "--tokenizer-model", str(tiny_corpus.tokenizer)]
+    absent = ["--data-path", "0.5", str(tiny_corpus.prefix), "0.5", "no/corpus:min=9", "--tokenizer-model", "no/words"]
+    with pytest.raises(ConfigError) as refused:
+        parse_command_line([*absent, "--num-layers", "0"], world_size=1)
+    assert [problem.split()[0:2] for problem in refused.value.problems] == [
+        ["--num-layers", "0"],
+        ["--data-path", "no/corpus:"],
+        ["--tokenizer-model", "no/words:"],
+    ]
+    with pytest.raises(ConfigError) as refused:
+        parse_command_line([*there, "--num-layers", "0"], world_size=1)
+    assert len(refused.value.problems) == 1
+
+
+def test_all_missing_inputs_of_a_dry_run_are_said_at_once(tiny_corpus):
+    blend = ["--data-path", "0.5", "no/corpus", "0.5", "no/other", "--tokenizer-model", str(tiny_corpus.tokenizer)]
+    with pytest.raises(MissingInputError, match=r"(?s)no/corpus\.json; .*no/other\.json; "):
+        parse_command_line([*blend, "--dry-run"], world_size=1)
+    one = ["--data-path", "no/corpus", "--tokenizer-model", str(tiny_corpus.tokenizer), "--dry-run"]
+    assert parse_command_line(one, world_size=1).dry_run, "whoever opens it says so"
+
+
+def test_help_and_dry_run_do_not_import_torch(tiny_corpus):
+    flags = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
+    for arguments in (["--help"], ["--dry-run", *flags]):
+        code = (
+            "import sys\n"
+            f"sys.argv = ['launch', 'script', *{arguments!r}]\n"
+            "from megatron_neobert.launch import main\n"
+            "try:\n    main()\nexcept SystemExit:\n    pass\n"
+            "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        )
+        finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stderr
+        assert "--num-layers" in finished.stdout or "parameters" in finished.stdout
+
+
+def test_flags_of_a_model_describe_it_and_say_no_default():
+    model = ModelConfig(num_layers=4, ffn_hidden_size=2048, norm_epsilon=1e-6)
+    assert model_flags(model) == "--num-layers 4 --norm-epsilon 1e-06", "2,048 is the default width at 768"
+    flags = model_flags(ModelConfig(hidden_size=64, num_attention_heads=4, ffn_hidden_size=96)).split()
+    data = ["--data-path", "corpus", "--tokenizer-model", "vocab.txt"]
+    parsed = parse_command_line([*flags, *data], world_size=1).settings.model
+    assert (parsed.hidden_size, parsed.num_attention_heads, parsed.ffn_width) == (64, 4, 96)

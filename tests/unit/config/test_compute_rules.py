@@ -1,0 +1,243 @@
+"""Every combination of kernels and precisions that is refused names its values, and the one beside it passes."""
+
+from typing import Any
+
+import pytest
+
+from megatron_neobert.config.compute_rules import compute_problems
+from megatron_neobert.config.schema import Settings
+
+
+def settings(compute: dict[str, Any], **sections: dict[str, Any]) -> Settings:
+    """The base model in bfloat16."""
+    built = Settings().with_section("training", bf16=True).with_section("compute", **compute)
+    for name, changes in sections.items():
+        built = built.with_section(name, **changes)
+    return built
+
+
+def test_the_defaults_are_fine():
+    assert compute_problems(Settings()) == []
+
+
+# What is refused, the words (with the values) that say so, and the change that mends it.
+REFUSED = {
+    "engine_in_float32": (
+        ({"transformer_impl": "transformer_engine"}, {"training": {"bf16": False}}),
+        "--transformer-impl transformer_engine needs --bf16",
+        ({"transformer_impl": "transformer_engine"}, {}),
+    ),
+    "flash_in_float32": (
+        ({"attention_backend": "flash"}, {"training": {"bf16": False}}),
+        "--attention-backend flash needs --bf16",
+        ({"attention_backend": "flash"}, {}),
+    ),
+    "cudnn_without_engine": (
+        ({"attention_backend": "fused", "transformer_impl": "local"}, {}),
+        "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local",
+        ({"attention_backend": "fused", "transformer_impl": "auto"}, {}),
+    ),
+    "cudnn_with_odd_heads": (
+        ({"attention_backend": "fused"}, {"model": {"hidden_size": 1008}}),
+        "--hidden-size 1008 / --num-attention-heads 12 = 84",
+        ({"attention_backend": "fused"}, {"model": {"hidden_size": 1056}}),
+    ),
+    "idle_cross_entropy_impl": (
+        ({"cross_entropy_fusion_impl": "te"}, {}),
+        "--cross-entropy-fusion-impl te does nothing without --cross-entropy-loss-fusion",
+        ({"cross_entropy_fusion_impl": "te", "cross_entropy_loss_fusion": True}, {}),
+    ),
+    "bf16_gradients_in_float32": (
+        ({"cross_entropy_loss_fusion": True}, {"training": {"bf16": False}}),
+        "rounds the gradient of the logits to bfloat16",
+        ({"cross_entropy_loss_fusion": True}, {}),
+    ),
+    "gathered_mxfp8": (
+        ({"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True}, {}),
+        "--fp8-param-gather does not go with --fp8-recipe mxfp8",
+        ({"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, {}),
+    ),
+    "idle_recipe": (
+        ({"fp8_recipe": "blockwise"}, {}),
+        "--fp8-recipe blockwise does nothing without --fp8-format",
+        ({"fp8_recipe": "blockwise", "fp8_format": "e4m3"}, {}),
+    ),
+    "idle_margin": (
+        ({"fp8_format": "hybrid", "fp8_margin": 2}, {}),
+        "--fp8-margin 2 is read by --fp8-recipe delayed alone, not tensorwise",
+        ({"fp8_format": "hybrid", "fp8_margin": 2, "fp8_recipe": "delayed"}, {}),
+    ),
+    "idle_layer_count": (
+        ({"fp8_format": "hybrid", "num_layers_at_end_in_bf16": 3}, {}),
+        "--num-layers-at-end-in-bf16 3 does nothing without --first-last-layers-bf16",
+        ({"fp8_format": "hybrid", "num_layers_at_end_in_bf16": 3, "first_last_layers_bf16": True}, {}),
+    ),
+    "fp8_in_float32": (
+        ({"fp8_format": "hybrid"}, {"training": {"bf16": False}}),
+        "--fp8-format hybrid needs --bf16",
+        ({"fp8_format": "hybrid"}, {}),
+    ),
+    "fp8_without_engine": (
+        ({"fp8_format": "e4m3", "transformer_impl": "local"}, {}),
+        "--fp8-format e4m3 is Transformer Engine's, not with --transformer-impl local",
+        ({"fp8_format": "e4m3", "transformer_impl": "transformer_engine"}, {}),
+    ),
+    "fp8_weights_ungathered": (
+        ({"fp8_format": "hybrid", "fp8_param_gather": True}, {"parallel": {"use_distributed_optimizer": False}}),
+        "--fp8-param-gather needs --use-distributed-optimizer",
+        ({"fp8_format": "hybrid", "fp8_param_gather": True}, {}),
+    ),
+    "fp8_weights_without_fp8": (
+        ({"fp8_param_gather": True}, {}),
+        "--fp8-param-gather does nothing without --fp8-format",
+        ({"fp8_param_gather": False}, {}),
+    ),
+    "delayed_with_bf16_layers": (
+        ({"fp8_format": "hybrid", "fp8_recipe": "delayed", "first_last_layers_bf16": True}, {}),
+        "--first-last-layers-bf16 does not go with --fp8-recipe delayed",
+        ({"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}, {}),
+    ),
+    "more_bf16_layers_than_a_stage_has": (
+        (
+            {"fp8_format": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 8},
+            {"parallel": {"pipeline_model_parallel_size": 4}},
+        ),
+        "--num-layers-at-start-in-bf16 8 exceeds the 7 layers of a pipeline stage",
+        (
+            {"fp8_format": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 7},
+            {"parallel": {"pipeline_model_parallel_size": 4}},
+        ),
+    ),
+    "no_layer_left_for_fp8": (
+        (
+            {"fp8_format": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 27},
+            {},
+        ),
+        "27 and --num-layers-at-end-in-bf16 1 leave none of --num-layers 28 in FP8",
+        ({"fp8_format": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 26}, {}),
+    ),
+    "tensorwise_tokens": (
+        ({"fp8_format": "hybrid"}, {"training": {"micro_batch_size": 1}, "data": {"seq_length": 1000}}),
+        "multiple of 16 = 16 tokens per micro-batch, not --micro-batch-size 1 x --seq-length 1000 = 1000. Use "
+        "--seq-length 1008.",
+        ({"fp8_format": "hybrid"}, {"training": {"micro_batch_size": 2}, "data": {"seq_length": 1000}}),
+    ),
+    "blockwise_tokens_of_ranks_that_share_them": (
+        (
+            {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+            {
+                "training": {"micro_batch_size": 1},
+                "data": {"seq_length": 1152},
+                "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            },
+        ),
+        "multiple of 128 x 2 ranks that share them = 256 tokens per micro-batch, not --micro-batch-size 1 x "
+        "--seq-length 1152 = 1152. Use --seq-length 1280.",
+        (
+            {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+            {
+                "training": {"micro_batch_size": 1},
+                "data": {"seq_length": 1152},
+                "parallel": {"tensor_model_parallel_size": 2},
+            },
+        ),
+    ),
+    "tokens_of_context_parallel_ranks": (
+        (
+            {"fp8_format": "hybrid"},
+            {
+                "training": {"micro_batch_size": 1},
+                "data": {"seq_length": 1040},
+                "parallel": {"context_parallel_size": 2},
+            },
+        ),
+        "multiple of 16 x 2 ranks that share them = 32 tokens",
+        (
+            {"fp8_format": "hybrid"},
+            {
+                "training": {"micro_batch_size": 1},
+                "data": {"seq_length": 1056},
+                "parallel": {"context_parallel_size": 2},
+            },
+        ),
+    ),
+    "blockwise_width": (
+        ({"fp8_format": "e4m3", "fp8_recipe": "blockwise"}, {"model": {"hidden_size": 1008}}),
+        "multiples of 128: --hidden-size 1008 is not. Use --hidden-size 1024 or --fp8-recipe tensorwise.",
+        ({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}, {"model": {"hidden_size": 1008}}),
+    ),
+    "width_of_a_rank": (
+        (
+            {"fp8_format": "hybrid"},
+            {"model": {"hidden_size": 1008}, "parallel": {"tensor_model_parallel_size": 2}},
+        ),
+        "multiples of 16: --hidden-size 1008 over --tensor-model-parallel-size 2 = 504 is not. Use --hidden-size 1024 "
+        "or --tensor-model-parallel-size 1.",
+        (
+            {"fp8_format": "hybrid"},
+            {"model": {"hidden_size": 1024, "ffn_hidden_size": 2752}, "parallel": {"tensor_model_parallel_size": 2}},
+        ),
+    ),
+    "feed_forward_width": (
+        ({"fp8_format": "hybrid"}, {"model": {"ffn_hidden_size": 2056}}),
+        "the feed-forward width (--ffn-hidden-size) 2056 is not. Use --ffn-hidden-size 2064.",
+        ({"fp8_format": "hybrid"}, {"model": {"ffn_hidden_size": 2064}}),
+    ),
+    "method_without_full": (
+        ({"recompute_method": "block"}, {}),
+        "--recompute-method block belongs to --recompute-granularity full",
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, {}),
+    ),
+    "number_with_selective": (
+        ({"recompute_granularity": "selective", "recompute_num_layers": 2}, {}),
+        "--recompute-num-layers 2 belongs to --recompute-granularity full, not with selective",
+        ({"recompute_granularity": "selective"}, {}),
+    ),
+    "full_without_method": (
+        ({"recompute_granularity": "full", "recompute_num_layers": 2}, {}),
+        "--recompute-granularity full needs --recompute-method;",
+        ({"recompute_granularity": "full", "recompute_num_layers": 2, "recompute_method": "uniform"}, {}),
+    ),
+    "unequal_groups": (
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
+            {"parallel": {"pipeline_model_parallel_size": 2}},
+        ),
+        "--recompute-num-layers 4 does not divide the 14 layers of a pipeline stage into equal groups "
+        "(--recompute-method uniform); use one of 1, 2, 7, 14.",
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4}, {}),
+    ),
+    "block_larger_than_a_piece": (
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 8},
+            {"parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 7}},
+        ),
+        "--recompute-num-layers 8 exceeds the 7 layers of a pipeline stage",
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 8},
+            {"parallel": {"pipeline_model_parallel_size": 2}},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_combination_is_refused_with_its_values_and_the_mended_one_is_not(case):
+    (compute, sections), words, (mended, mended_sections) = REFUSED[case]
+    found = compute_problems(settings(compute, **sections))
+    assert sum(words in problem for problem in found) == 1, found
+    assert compute_problems(settings(mended, **mended_sections)) == []
+
+
+def test_every_idle_setting_of_fp8_is_named():
+    found = compute_problems(
+        settings({"fp8_recipe": "delayed", "fp8_margin": 1, "fp8_amax_compute_algo": "most_recent"})
+    )
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_the_base_model_suits_every_recipe_on_one_rank_and_on_two(recipe):
+    for ranks in (1, 2):
+        parallel = {"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1}
+        assert compute_problems(settings({"fp8_format": "hybrid", "fp8_recipe": recipe}, parallel=parallel)) == []

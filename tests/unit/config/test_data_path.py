@@ -1,0 +1,67 @@
+"""--data-path: corpora, shares and limits out of text, without opening anything."""
+
+import re
+from fractions import Fraction
+
+import pytest
+
+from megatron_neobert.config.data_path import Component, parse_data_path, whole_weights
+from megatron_neobert.errors import ConfigError
+
+
+def test_one_entry_is_one_corpus_whatever_it_is_called():
+    assert parse_data_path(["run"]) == (Component("run"),)
+    assert parse_data_path(["0.5"]) == (Component("0.5"),)
+    assert parse_data_path(["/data/a:b/c d=e"]) == (Component("/data/a:b/c d=e"),)
+
+
+def test_weights_and_limits_are_read_exactly():
+    assert parse_data_path(["0.2", "all", "4e-1", "all:min=1024", "0.4", "x/y:max=4096:min=2048"]) == (
+        Component("all", Fraction(1, 5)),
+        Component("all", Fraction(2, 5), minimum=1024),
+        Component("x/y", Fraction(2, 5), minimum=2048, maximum=4096),
+    )
+
+
+def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
+    assert whole_weights(parse_data_path(["0.2", "a", "0.4", "b", "0.4", "c"])) == (1, 2, 2)
+    assert whole_weights(parse_data_path(["30", "a", "70", "b"])) == (3, 7)
+    assert whole_weights(parse_data_path(["0.3", "a"])) == (1,)
+    assert whole_weights(parse_data_path(["0.333", "a", "0.667", "b"])) == (333, 667)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "--data-path is missing"),
+        (["a", "b"], "'a', where the weight of b should stand, is no number"),
+        (["0.5", "a", "0.5"], "3 entries, 0.5 a 0.5; several corpora need a weight each"),
+        (["0", "a", "1", "b"], "the weight 0 of a is not above 0"),
+        (["-0.5", "a", "1", "b"], "the weight -0.5 of a is not above 0"),
+        (["nan", "a", "1", "b"], "the weight nan of a is not above 0"),
+        (["1e999999999", "a", "1", "b"], "the weight 1e999999999 of a is not above 0 and finite"),
+        (["1e-999999999", "a", "1", "b"], "the weight 1e-999999999 of a is not above 0"),
+        (["a:min=9:max=8"], "a:min=9:max=8: no document has at least 9 and at most 8 tokens"),
+        (["a:min=0"], "at least 0 and at most any number of tokens"),
+        (["a:min=1k"], "':min=1k' is not a limit"),
+        (["a:min=-1"], "':min=-1' is not a limit"),
+        (["a:mim=5"], "':mim=5' is not a limit"),
+        (["a:min=1:min=2"], "is not a limit; each of :min=N and :max=N may follow a prefix once"),
+        ([":min=5"], "':min=5' names no corpus"),
+        ([""], "'' names no corpus"),
+    ],
+)
+def test_what_says_nothing_is_refused_with_its_words(entries, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_data_path(entries)
+
+
+def test_all_problems_of_all_entries_arrive_together():
+    with pytest.raises(ConfigError) as caught:
+        parse_data_path(["x", "a:min=5:max=4", "0", "b:top=3"])
+    assert len(caught.value.problems) == 4
+
+
+def test_a_component_is_written_as_it_was_read():
+    for text in ("a", "a:min=5", "a:max=9", "a:min=5:max=9"):
+        assert str(parse_data_path([text])[0]) == text

@@ -1,0 +1,70 @@
+"""Which settings may differ between a checkpoint and the start that goes on from it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_neobert.config.resume_rules import ALLOWABLE, changes, refuse_other_run
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.errors import CheckpointError
+
+FOLDER = Path("run/iter_0000010")
+
+
+def refuse(now: Settings, *, has_new_data: bool = False) -> None:
+    refuse_other_run(Settings(), now, FOLDER, has_new_data=has_new_data)
+
+
+def test_other_rates_length_precision_and_ranks_are_accepted_and_said():
+    now = (
+        Settings()
+        .with_section("optimizer", lr=1e-4)
+        .with_section("training", train_iters=10, bf16=True, exit_interval=5)
+        .with_section("parallel", tensor_model_parallel_size=2)
+        .with_section("logging", log_interval=1)
+    )
+    refuse(now)
+    assert list(changes(Settings(), now)) == [
+        "--tensor-model-parallel-size was 1 and is now 2",
+        "--lr was 0.0006 and is now 0.0001",
+        "--train-iters was 1000000 and is now 10",
+        "--bf16 was False and is now True",
+    ]
+
+
+def test_a_model_that_does_not_fit_is_refused_and_cannot_be_allowed():
+    now = Settings().with_section("model", hidden_size=512).with_section("checkpoint", allow_changed=("hidden_size",))
+    with pytest.raises(CheckpointError, match=r"--hidden-size was 768 and is now 512.*Start with the values") as caught:
+        refuse(now)
+    assert "--allow-changed" not in str(caught.value)
+
+
+def test_another_run_is_refused_with_every_difference_and_accepted_when_all_of_them_are_allowed():
+    now = Settings().with_section("data", mask_prob=0.3).with_section("training", seed=1)
+    with pytest.raises(
+        CheckpointError, match=r"--mask-prob was 0.2 and is now 0.3; --seed was 0 and is now 1.*mask_prob,seed"
+    ):
+        refuse(now)
+    with pytest.raises(CheckpointError, match="--seed was 0 and is now 1"):
+        refuse(now.with_section("checkpoint", allow_changed=("mask_prob",)))
+    refuse(now.with_section("checkpoint", allow_changed=("mask-prob,--seed",)))
+
+
+def test_the_micro_batch_must_be_allowed_only_where_its_mean_counts():
+    refuse(Settings().with_section("training", micro_batch_size=32))
+    means = Settings().with_section("training", loss_normalization="micro_batch")
+    now = means.with_section("training", micro_batch_size=32)
+    with pytest.raises(CheckpointError, match="--micro-batch-size was 64 and is now 32"):
+        refuse_other_run(means, now, FOLDER, has_new_data=False)
+
+
+def test_where_the_data_starts_anew_neither_data_nor_their_order_need_match():
+    now = Settings().with_section("data", seq_length=4096).with_section("training", seed=1)
+    refuse(now, has_new_data=True)
+    with pytest.raises(CheckpointError, match="--rotary-base"):
+        refuse(now.with_section("model", rotary_base=500), has_new_data=True)
+
+
+def test_settings_that_can_be_allowed_are_named_as_the_user_knows_them():
+    names = {name for section in vars(Settings()).values() for name in vars(section)}
+    assert set(ALLOWABLE) <= names

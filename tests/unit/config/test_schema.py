@@ -1,0 +1,199 @@
+"""Cross-checks of the settings: each message carries the numbers, the rule and the remedy."""
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_neobert.config.rules import LARGEST_DOCUMENT_BLOCK, find_problems
+from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings
+from megatron_neobert.data.batches.rows import WINDOW_DOCUMENTS
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+LEGAL = Settings(data=DataConfig(data_path=("corpus",), tokenizer_model="tokenizer"))
+
+
+def problems_of(*, world_size: int = 1, **sections: dict) -> list[str]:
+    settings = LEGAL
+    for name, changes in sections.items():
+        settings = settings.with_section(name, **changes)
+    return find_problems(settings, world_size=world_size)
+
+
+def test_the_defaults_need_only_data_and_a_tokenizer():
+    assert problems_of() == []
+    without = find_problems(Settings(), world_size=1)
+    assert [problem.split()[0] for problem in without] == ["--data-path", "--tokenizer-model"]
+
+
+@pytest.mark.parametrize(("hidden_size", "width"), [(768, 2048), (384, 1024), (1008, 2688), (256, 688)])
+def test_swiglu_is_two_thirds_of_four_times_the_width_rounded_up_to_eight(hidden_size, width):
+    model = ModelConfig(hidden_size=hidden_size)
+    assert model.ffn_width == width
+    assert width % 8 == 0
+    assert width - 8 < 2 / 3 * 4 * hidden_size <= width
+
+
+def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
+    model = ModelConfig(make_vocab_size_divisible_by=128)
+    assert model.padded_vocab_size(30_522, tensor_parallel=1) == 30_592 == 239 * 128
+    assert model.padded_vocab_size(30_522, tensor_parallel=4) == 30_720 == 60 * 4 * 128
+    assert model.padded_vocab_size(256, tensor_parallel=2) == 256
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sections", "words"),
+    [
+        (
+            1,
+            {"model": {"num_attention_heads": 14}},
+            ["--hidden-size 768", "--num-attention-heads 14", "12 or 16 heads"],
+        ),
+        (1, {"model": {"num_attention_heads": 256}}, ["heads of width 3", "even width"]),
+        (1, {"data": {"seq_length": 8192}}, ["--seq-length 8192", "--max-position-embeddings 4096", "to 8192"]),
+        (6, {"parallel": {"tensor_model_parallel_size": 4}}, ["6 ranks", "--tensor-model-parallel-size 4"]),
+        (8, {"parallel": {"tensor_model_parallel_size": 8}}, ["size 8", "--num-attention-heads 12"]),
+        (3, {}, ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 rows", "Use 2112"]),
+        (
+            1,
+            {"optimizer": {"lr_warmup_iters": 50}, "training": {"train_iters": 50}},
+            ["--lr-warmup-iters 50", "below 45"],
+        ),
+        (2, {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"num_layers": 7}}, ["7", "size 2", "1 or 7"]),
+        (
+            2,
+            {"parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4}},
+            ["--num-layers 28", "2 x", "stage 4 = 8"],
+        ),
+        (
+            2,
+            {"parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 14}},
+            ["stage 14", "2 stages", "plain pipeline"],
+        ),
+        (1, {"parallel": {"num_layers_per_virtual_pipeline_stage": 7}}, ["stage 7", "size is 1"]),
+        (
+            4,
+            {
+                "parallel": {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 1},
+                "training": {"global_batch_size": 192},
+            },
+            ["3 micro-batches", "192 / 64 rows", "size 4", "--global-batch-size 256"],
+        ),
+        (1, {"parallel": {"sequence_parallel": True}}, ["--sequence-parallel", "size 1"]),
+        (8, {"parallel": {"context_parallel_size": 8}}, ["size 8 x", "--num-attention-heads 12"]),
+        (
+            3,
+            {"parallel": {"context_parallel_size": 3}, "training": {"micro_batch_size": 1}},
+            ["1 x --seq-length 1024 = 1024 tokens", "3 ranks"],
+        ),
+        (
+            2,
+            {"parallel": {"context_parallel_size": 2}, "training": {"loss_normalization": "micro_batch"}},
+            ["micro_batch", "size 2"],
+        ),
+        (
+            6,
+            {"parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}},
+            ["6 ranks", "2 x --pipeline-model-parallel-size 2 = 4", "multiple of 4"],
+        ),
+        (
+            2,
+            {
+                "model": {"num_layers": 4},
+                "parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 8},
+                "compute": {
+                    "recompute_granularity": "full",
+                    "recompute_method": "uniform",
+                    "recompute_num_layers": 1,
+                },
+            },
+            ["--num-layers 4", "stage 8 = 16"],
+        ),
+        (
+            1,
+            {"model": {"rotary_base": 500, "position_embedding_type": "learned_absolute"}},
+            ["--rotary-base 500", "learned_absolute"],
+        ),
+        (1, {"optimizer": {"lr": float("inf")}}, ["--lr inf", "finite"]),
+        (
+            1,
+            {"checkpoint": {"continue_from": "one", "save": "two"}},
+            ["--continue-from one", "--save two", "--load two"],
+        ),
+        (1, {"data": {"document_block_size": 8192}}, ["--document-block-size 8192", "4096", "Use 256"]),
+        (1, {"optimizer": {"min_lr": 1e-3}}, ["--min-lr 0.001", "--lr 0.0006"]),
+        (1, {"optimizer": {"adam_beta2": 1.0}}, ["--adam-beta2 1.0", "below 1"]),
+        (1, {"data": {"mask_prob": 1.5}}, ["--mask-prob 1.5", "between 0 and 1"]),
+        (1, {"data": {"mask_prob": float("nan")}}, ["--mask-prob nan"]),
+        (1, {"training": {"micro_batch_size": 0}}, ["--micro-batch-size 0", "below 1"]),
+        (1, {"training": {"seed": 2**64}}, [f"--seed {2**64}", "63 bits"]),
+        (1, {"optimizer": {"lr": float("nan")}}, ["--lr nan"]),
+        (1, {"optimizer": {"lr_decay_style": "poly"}}, ["--lr-decay-style poly", "cosine, linear, constant"]),
+        (1, {"parallel": {"overlap_param_gather": True}}, ["--overlap-param-gather", "--overlap-grad-reduce"]),
+        (1, {"training": {"exit_interval": 10}}, ["--exit-interval 10", "--save"]),
+        (1, {"checkpoint": {"save": "one", "keep_last": 1}}, ["--keep-last 1", "below 2"]),
+        (1, {"checkpoint": {"save": "one", "keep_every": 100}}, ["--keep-every 100", "--keep-last"]),
+        (1, {"checkpoint": {"continue_from": "a", "save": "b", "load": "./c"}}, ["--save b needs --load b"]),
+        (1, {"checkpoint": {"resume": "must"}}, ["--resume must", "--load"]),
+        (1, {"checkpoint": {"allow_changed": ("seed,num_layers",)}}, ["--allow-changed num_layers", "seed, "]),
+        (1, {"training": {"loss_spike_window": 64}}, ["--loss-spike-window 64", "--loss-spike-sigma"]),
+        (1, {"logging": {"wandb_exp_name": "one"}}, ["--wandb-exp-name one", "--wandb-project"]),
+        (1, {"logging": {"wandb_project": "pro ject/x?"}}, ["--wandb-project pro ject/x?", "contains / ?,"]),
+    ],
+)
+def test_an_impossible_setting_is_named_with_its_numbers(world_size, sections, words):
+    problems = problems_of(world_size=world_size, **sections)
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems[0]
+
+
+def test_all_problems_are_reported_at_once():
+    problems = problems_of(model={"num_attention_heads": 14}, optimizer={"min_lr": 1.0}, data={"mask_prob": 0.0})
+    assert len(problems) == 3
+
+
+SECTIONS = {section.name for section in fields(Settings)}
+
+
+def settings_read(path: Path) -> set[str]:
+    """Fields read from a section: `settings.data.split`, `data.split`, or from a name that stands for one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in FIELDS:
+            base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if base in SECTIONS | {"cfg", "config"}:
+                read.add(node.attr)
+    return read
+
+
+UNREAD = ("schema.py", "rules.py", "compute_rules.py", "cli.py")  # declare and check, and use nothing
+FIELDS = {item.name for section in fields(Settings) for item in fields(section.type)}
+
+
+def test_every_setting_is_read_somewhere():
+    """A field that only its own declaration and checks mention would be a setting that does nothing."""
+    sources = [*REPOSITORY.glob("megatron_neobert/*/*.py"), *REPOSITORY.glob("megatron_neobert/*.py")]
+    read = set().union(*(settings_read(path) for path in sources if path.name not in UNREAD))
+    # Read by properties of the settings, for everybody else.
+    by_properties = {
+        "ffn_hidden_size",  # ffn_width
+        "make_vocab_size_divisible_by",  # padded_vocab_size
+        "lr_decay_iters",  # lr_decay_end
+        "num_layers_per_virtual_pipeline_stage",  # virtual_stages_per_rank
+        "split",  # share_of_data_path
+        "allow_changed",  # changes_allowed
+    }
+    assert FIELDS - read - by_properties == set()
+
+
+def test_the_largest_block_of_documents_is_a_window():
+    assert LARGEST_DOCUMENT_BLOCK == WINDOW_DOCUMENTS
+
+
+def test_heads_of_odd_width_are_fine_without_rotation():
+    """Rotary embeddings turn pairs of channels; learned positions do not."""
+    odd = {"hidden_size": 60, "num_attention_heads": 4}
+    assert problems_of(model=odd)
+    assert problems_of(model={**odd, "position_embedding_type": "learned_absolute"}) == []

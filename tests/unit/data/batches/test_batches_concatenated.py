@@ -1,0 +1,166 @@
+"""Rows cut through documents, each row attended to as a whole."""
+
+from collections import Counter, defaultdict
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
+
+from megatron_neobert.data.batches.packing import concatenate_rows
+from megatron_neobert.data.batches.stream import BatchStream, Source, StepBatches
+
+SPECIALS = (IDS.pad, IDS.cls, IDS.sep)
+
+
+@pytest.fixture(autouse=True)
+def windows_of_40_documents(monkeypatch):
+    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> MemoryCorpus:
+    """150 documents, many longer than a row of 64, some of one token."""
+    return MemoryCorpus(np.random.default_rng(5).integers(1, 300, 150) ** 2 // 300 + 1)
+
+
+def stream(corpus, **settings) -> BatchStream:
+    return BatchStream(
+        (Source(corpus, range(len(corpus.lengths))),),
+        batch_settings(**{"batch_layout": "concatenated", "long_documents": "chunk", **settings}),
+    )
+
+
+def one_epoch(stream: BatchStream) -> list[StepBatches]:
+    steps = []
+    for step in stream.steps():
+        steps.append(step)
+        if step.cursor_after.epoch:
+            return steps
+    raise AssertionError("the stream ended")
+
+
+@pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
+def test_a_window_holds_every_document_whole_between_one_cls_and_one_sep(corpus, long_documents):
+    numbers = np.random.default_rng(0).permutation(150)
+    rows = concatenate_rows(
+        numbers,
+        corpus.lengths[numbers],
+        np.full(150, 3),
+        seq_length=64,
+        long_documents=long_documents,
+        seed=1,
+        epoch=3,
+        window=2,
+    )
+    segments = rows.segments
+    pieces = defaultdict(list)
+    for number, start, length, cls, sep in zip(
+        segments.documents_n.tolist(),
+        segments.starts_n.tolist(),
+        segments.lengths_n.tolist(),
+        segments.has_cls_n.tolist(),
+        segments.has_sep_n.tolist(),
+        strict=True,
+    ):
+        pieces[number].append((start, start + length, cls, sep))
+    assert set(pieces) == set(range(150))
+    for number, parts in pieces.items():
+        kept = min(62, corpus.lengths[number]) if long_documents == "truncate" else corpus.lengths[number]
+        parts.sort(key=lambda part: (part[0], part[1], part[3]))
+        assert [cls for _, _, cls, _ in parts] == [True] + [False] * (len(parts) - 1)
+        assert [sep for _, _, _, sep in parts] == [False] * (len(parts) - 1) + [True]
+        assert [part[0] for part in parts] == [0, *(part[1] for part in parts[:-1])]
+        assert parts[-1][1] == kept
+    assert set(segments.epochs_n.tolist()) == {3}
+    tokens_per_row = np.add.reduceat(segments.slots_n, rows.row_offsets[:-1])
+    assert sorted(tokens_per_row.tolist())[1:] == [64] * (len(rows) - 1)
+    assert len(rows) == -(-int(segments.slots_n.sum()) // 64)
+
+
+def test_rows_are_not_in_the_order_of_their_documents(corpus):
+    rows = concatenate_rows(
+        np.arange(150), corpus.lengths, np.zeros(150), seq_length=64, long_documents="chunk", seed=1, epoch=0, window=0
+    )
+    first_documents = rows.segments.documents_n[rows.row_offsets[:-1]]
+    assert abs(np.corrcoef(np.arange(len(rows)), first_documents)[0, 1]) < 4 / np.sqrt(len(rows))
+
+
+def test_an_epoch_holds_every_token_of_every_document_once(corpus):
+    found: Counter = Counter()
+    for step in one_epoch(stream(corpus, micro_batch_size=1, global_batch_size=1)):
+        (batch,) = step.micro_batches
+        original = batch.tokens_t.clone()
+        original[batch.masked_positions_m] = batch.labels_m
+        found.update(original[: batch.real_tokens].tolist())
+    text = Counter(corpus.ids.tolist())
+    assert found == text + Counter({IDS.cls: 150, IDS.sep: 150})
+
+
+def test_a_document_is_one_row_for_attention_and_unused_slots_are_a_dummy(corpus):
+    for step in islice(stream(corpus, micro_batch_size=4).steps(), 40):
+        for batch in step.micro_batches:
+            bounds = batch.cu_seqlens_n.tolist()
+            assert (bounds[0], bounds[-1], batch.max_seqlen) == (0, 4 * 64, 64)
+            lengths = np.diff(bounds)
+            assert 1 <= lengths.min() <= lengths.max() <= 64
+            assert batch.real_tokens == bounds[4]  # four rows; what follows is unused
+            assert (batch.tokens_t[batch.real_tokens :] == IDS.pad).all()
+            assert len(bounds) == 5 + (batch.real_tokens < 256)
+
+
+def test_rows_begin_inside_documents(corpus):
+    """Negative control: in the packed layout every bound is followed by [CLS]."""
+    starts = Counter()
+    for layout in ("packed", "concatenated"):
+        for step in islice(stream(corpus, batch_layout=layout).steps(), 20):
+            for batch in step.micro_batches:
+                bounds = batch.cu_seqlens_n[batch.cu_seqlens_n < batch.real_tokens]
+                starts[layout] += int((batch.tokens_t[bounds] != IDS.cls).sum())
+    assert starts["packed"] == 0
+    assert starts["concatenated"] > 100
+
+
+def test_special_tokens_between_documents_are_never_masked(corpus):
+    for step in islice(stream(corpus).steps(), 40):
+        for batch in step.micro_batches:
+            assert not torch.isin(batch.labels_m, torch.tensor(SPECIALS)).any()
+
+
+def test_a_token_has_the_same_fate_wherever_rows_cut_its_document(corpus):
+    """Rows of 64 and of 40 cut documents elsewhere; which of their tokens are masked is the same."""
+
+    def masked_places(seq_length: int) -> set[tuple[int, int]]:
+        own = stream(corpus, seq_length=seq_length, micro_batch_size=1, global_batch_size=1)
+        found = set()
+        for (rows, cursor), step in zip(own.global_batches(), own.steps(), strict=False):
+            segments, (batch,) = rows.segments, step.micro_batches
+            starts = np.cumsum(segments.slots_n) - segments.slots_n + segments.has_cls_n
+            for position in batch.masked_positions_m.tolist():
+                at = int(np.flatnonzero(starts <= position)[-1])
+                place = int(segments.starts_n[at]) + position - int(starts[at])
+                assert place < segments.starts_n[at] + segments.lengths_n[at]
+                found.add((int(segments.documents_n[at]), place))
+            if cursor.epoch:
+                return found
+        raise AssertionError("the stream ended")
+
+    assert masked_places(64) == masked_places(40)
+
+
+def test_almost_every_slot_is_used(corpus):
+    """At most one row of each of the four windows is not full."""
+    steps = one_epoch(stream(corpus, micro_batch_size=1, global_batch_size=1))
+    not_full = [step for step in steps if step.real_tokens < 64]
+    assert len(not_full) <= 4
+
+
+def test_a_document_of_one_token_and_rows_that_hold_a_sep_alone_are_sound():
+    corpus = MemoryCorpus([1, 7, 1])  # 3 + 9 + 3 slots in rows of 8: the last holds 7
+    for seed in range(20):
+        steps = one_epoch(stream(corpus, seq_length=8, micro_batch_size=1, global_batch_size=1, seed=seed))
+        assert sorted(step.real_tokens for step in steps) == [7, 8]
+    tight = MemoryCorpus([7, 7])  # 9 + 9 slots in rows of 8: the second row ends before a [SEP]
+    steps = one_epoch(stream(tight, seq_length=8, micro_batch_size=1, global_batch_size=1))
+    assert sorted(step.real_tokens for step in steps) == [2, 8, 8]

@@ -1,0 +1,52 @@
+"""Batches of one corpus are those that earlier versions made: a checkpoint of theirs continues with the same rows."""
+
+import hashlib
+from itertools import islice
+
+import numpy as np
+import pytest
+from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
+
+from megatron_neobert.data.batches.masking import MaskingScheme
+from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
+
+BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1, keep_share=0.1)
+
+
+def arithmetic_corpus() -> MemoryCorpus:
+    """9,000 documents of 1 to 311 tokens, without a random generator that may change."""
+    corpus = MemoryCorpus(1 + np.arange(9000) * 7919 % 311)
+    ids = np.arange(len(corpus.ids)) * 2654435761 % 997 + 3
+    corpus.ids = np.maximum(ids, 4).astype(np.uint16)
+    return corpus
+
+
+def digest(stream: BatchStream) -> tuple[Cursor, str]:
+    """Of every seventh of 420 steps, which is every 60th window of three epochs, and the cursor behind the last."""
+    content = hashlib.sha256()
+    for step in islice(stream.steps(), 0, 420, 7):
+        content.update(repr(tuple(vars(step.cursor_after).items())).encode())
+        for batch in step.micro_batches:
+            for tensor in (batch.tokens_t, batch.labels_m, batch.masked_positions_m, batch.cu_seqlens_n):
+                content.update(tensor.numpy().tobytes())
+            content.update(f"{batch.max_seqlen} {batch.real_tokens}".encode())
+    return step.cursor_after, content.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("long_documents", "masking", "cursor", "expected"),
+    [
+        ("truncate", MaskingScheme(), (3, 1, 1990), "9c1dbc3a8035fe9d90835fd30c8854818ff8917e6d8f106b6e7c47e5481f92c8"),
+        ("truncate", BERT, (3, 1, 1990), "5e56e09b503e9370fa66e187488442a8ad6f2872cee71975d59f104dd5974ff3"),
+        ("chunk", MaskingScheme(), (2, 0, 4551), "65cd2bb114066b63f1dd365831458a7a938e0215ef5811894b2c84fd67ecba8f"),
+        ("chunk", BERT, (2, 0, 4551), "bd513a1f16d1617c5bc1510f7bbcddbf45ea66c1ea710f3de0315cc0673ab755"),
+    ],
+)
+def test_batches_of_one_corpus_are_those_of_version_0_1(long_documents, masking, cursor, expected):
+    settings = batch_settings(
+        seq_length=128, micro_batch_size=4, global_batch_size=64, long_documents=long_documents, masking=masking
+    )
+    sources = (Source(arithmetic_corpus(), range(100, 8900)),)
+    stream = BatchStream(sources, settings, data_parallel_rank=1, data_parallel_size=2)
+    assert IDS.special == (0, 1, 2, 3, 4)
+    assert digest(stream) == (Cursor(*cursor), expected)

@@ -1,0 +1,161 @@
+"""What training opens: one corpus cut in two, one for training and one for validation, or a blend."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from unit.data.preprocess_place import Place
+from unit.data.small_corpus import write_vocabulary
+
+from megatron_neobert.config.schema import DataConfig
+from megatron_neobert.data.batches.inputs import open_inputs
+from megatron_neobert.data.corpus.selection import KeptDocuments
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Two corpora of one tokenizer: `run` for training, and what --split-validation holds out of it."""
+    place = Place(tmp_path)
+    place.add_texts("a.jsonl", *("hello " * count for count in range(1, 201)))
+    place.run(split_validation=0.2)
+    return place
+
+
+def prefix(place, name="run", end=""):
+    return str(place.folder / "out" / f"{name}_content_document{end}")
+
+
+def settings(place, *data_path, **changes):
+    return DataConfig(
+        **{"data_path": data_path or (prefix(place),), "tokenizer_model": str(place.vocab), **changes},
+    )
+
+
+def numbers(source):
+    return source.numbers(np.arange(len(source.documents))).tolist()
+
+
+def test_one_corpus_is_cut_into_training_and_validation(place):
+    inputs = open_inputs(settings(place, split="3,1"))
+    documents = len(place.corpus())
+    boundary = round(documents * 3 / 4)
+    (training,), (validation,) = inputs.training, inputs.validation
+    assert (training.documents, validation.documents) == (range(boundary), range(boundary, documents))
+    assert validation.corpus is training.corpus
+
+
+def test_the_identity_of_one_corpus_is_the_checksum_of_its_ids(place):
+    assert open_inputs(settings(place)).identity == place.corpus().manifest.sha256
+    assert open_inputs(settings(place, "3", prefix(place))).identity == place.corpus().manifest.sha256
+
+
+def test_corpus_for_validation_leaves_all_of_the_other_for_training(place):
+    held_out = place.corpus(end="_validation")
+    inputs = open_inputs(settings(place, valid_data_path=str(held_out.prefix), split="3,1"))
+    (training,), (validation,) = inputs.training, inputs.validation
+    assert training.documents == range(len(place.corpus()))
+    assert validation.documents == range(len(held_out))
+    assert validation.corpus.manifest == held_out.manifest != training.corpus.manifest
+    assert len(training.corpus) + len(validation.corpus) == 200
+
+
+def test_without_a_share_for_validation_there_is_none(place):
+    assert open_inputs(settings(place, split="1")).validation is None
+    assert open_inputs(settings(place, split="1,0")).validation is None
+
+
+def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
+    with pytest.raises(MissingInputError, match=r"no corpus .*nowhere"):
+        open_inputs(settings(place, valid_data_path=str(place.folder / "nowhere")))
+    (place.folder / "other").mkdir()
+    other = Place(place.folder / "other")
+    write_vocabulary(other.vocab, ["hello"])
+    other.add_texts("a.jsonl", "hello")
+    other.run()
+    with pytest.raises(DataError, match="was written with tokenizer"):
+        open_inputs(settings(place, valid_data_path=str(other.corpus().prefix)))
+    with pytest.raises(DataError, match="was written with tokenizer"):
+        open_inputs(settings(place, "1", prefix(place), "1", str(other.corpus().prefix)))
+
+
+def test_type_of_the_tokenizer_decides_as_in_preprocessing(place):
+    place.run("cased", tokenizer_type="BertWordPieceCase")
+    cased = prefix(place, "cased")
+    with pytest.raises(DataError, match="was written with tokenizer"):
+        open_inputs(settings(place, cased))
+    assert open_inputs(settings(place, cased, tokenizer_type="BertWordPieceCase")).tokenizer.vocab_size > 0
+
+
+def test_a_blend_cuts_every_component_alike_and_then_chooses_by_length(place):
+    """The paper's second stage in small: a corpus, and its longer documents twice, out of one file."""
+    path = prefix(place)
+    inputs = open_inputs(
+        settings(place, "0.2", path, "0.4", f"{path}:min=100", "0.4", f"{path}:min=130:max=180", split="3,1")
+    )
+    corpus = inputs.training[0].corpus
+    lengths = corpus.lengths[np.arange(len(corpus))]
+    boundary = round(len(corpus) * 3 / 4)
+    limits = ((1, 10_000), (100, 10_000), (130, 180))
+    for sources, documents in (
+        (inputs.training, range(boundary)),
+        (inputs.validation, range(boundary, len(corpus))),
+    ):
+        assert [source.weight for source in sources] == [1, 2, 2]
+        assert all(source.corpus is corpus for source in sources)
+        for source, (least, most) in zip(sources, limits, strict=True):
+            assert numbers(source) == [n for n in documents if least <= lengths[n] <= most]
+    assert isinstance(inputs.training[0].documents, range)
+    assert isinstance(inputs.training[1].documents, KeptDocuments)
+    assert len(inputs.description) == 3
+    assert f"{path}:min=100: {len(inputs.training[1].documents)} of {len(corpus)} docu" in (inputs.description[1])
+
+
+def test_corpus_for_validation_can_be_chosen_by_length(place):
+    inputs = open_inputs(settings(place, valid_data_path=prefix(place, end="_validation") + ":max=50"))
+    (validation,) = inputs.validation
+    assert 0 < len(validation.documents) < len(validation.corpus)
+
+
+def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_from_paths(place):
+    path, copy, held_out = prefix(place), prefix(place, "copy"), prefix(place, end="_validation")
+    place.run("copy", split_validation=0.2)
+
+    def identity(*data_path):
+        return open_inputs(settings(place, *data_path, split="1")).identity
+
+    blend = identity("0.2", path, "0.8", f"{path}:min=50")
+    assert blend == identity("1", copy, "4", f"{path}:min=50")
+    others = [
+        identity("0.3", path, "0.7", f"{path}:min=50"),
+        identity("0.2", path, "0.8", f"{path}:min=51"),
+        identity("0.2", path, "0.8", f"{path}:min=50:max=150"),
+        identity("0.8", f"{path}:min=50", "0.2", path),
+        identity("0.2", held_out, "0.8", f"{path}:min=50"),
+        identity(f"{path}:min=50"),
+        identity(path),
+    ]
+    assert len({blend, *others}) == 8
+
+
+def test_limits_that_no_document_meets_are_refused_with_numbers(place):
+    longest = place.corpus().manifest.statistics.longest
+    with pytest.raises(DataError, match=rf"none of the \d+ documents for training has at least 5,000 .* to {longest}"):
+        open_inputs(settings(place, "1", prefix(place), "1", f"{prefix(place)}:min=5000"))
+    with pytest.raises(DataError, match=f"has at least {longest + 1} and at most {longest + 2} tokens"):
+        open_inputs(settings(place, f"{prefix(place)}:min={longest + 1}:max={longest + 2}"))
+
+
+def test_limits_that_no_document_for_validation_meets_are_refused(place):
+    """Documents lie in the order of their lengths here, so the held-out ones are the longest."""
+    with pytest.raises(DataError, match="for validation has at least 1 and at most 20 tokens"):
+        open_inputs(settings(place, f"{prefix(place)}:max=20"))
+
+
+def test_malformed_data_path_is_refused_before_anything_is_opened():
+    with pytest.raises(ConfigError, match="'nowhere', where the weight of nothing should stand"):
+        open_inputs(DataConfig(data_path=("nowhere", "nothing"), tokenizer_model="no tokenizer"))
+
+
+def test_data_config_still_compares_by_value(place):
+    assert asdict(settings(place))["data_path"] == (prefix(place),)

@@ -1,0 +1,181 @@
+import numpy as np
+import pytest
+from unit.data.corpus.memory_corpus import IDS, UNKNOWN, VOCABULARY
+
+from megatron_neobert.data.batches.masking import MaskedTokens, MaskingScheme, TokenIds, mask_tokens
+from megatron_neobert.data.batches.packing import Segments
+from megatron_neobert.errors import ConfigError
+
+BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1, keep_share=0.1)
+
+
+def ordinary_tokens(count: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(UNKNOWN + 1, VOCABULARY, count)
+
+
+def segments(*pieces: tuple[int, int, int, int]) -> Segments:
+    """Each piece: document, epoch, start, length."""
+    whole = np.ones(len(pieces), dtype=np.bool_)
+    return Segments(*np.array(pieces, dtype=np.int64).T, has_cls_n=whole, has_sep_n=whole)
+
+
+def mask(tokens, parts, positions, *, scheme=MaskingScheme(), seed=1, ids=IDS) -> MaskedTokens:  # noqa: B008  frozen
+    return mask_tokens(tokens, parts, np.array(positions), scheme=scheme, ids=ids, seed=seed)
+
+
+def mask_document(
+    *, document: int = 0, epoch: int = 0, start: int = 0, length: int = 500, seed: int = 1, scheme=BERT
+) -> MaskedTokens:
+    tokens = ordinary_tokens(10_000)[start : start + length]
+    return mask(tokens, segments((document, epoch, start, length)), [0], scheme=scheme, seed=seed)
+
+
+def same(first: MaskedTokens, second: MaskedTokens) -> bool:
+    return all(np.array_equal(values, vars(second)[name]) for name, values in vars(first).items())
+
+
+@pytest.mark.parametrize(
+    "scheme", [MaskingScheme(), BERT, MaskingScheme(probability=0.4), MaskingScheme(probability=0.001)]
+)
+def test_the_share_of_selected_tokens_is_the_probability(scheme):
+    """Binomial: standard deviation sqrt(n p (1 - p))."""
+    n, p = 400_000, scheme.probability
+    selected = len(mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=scheme).labels_m)
+    assert abs(selected - n * p) < 4 * np.sqrt(n * p * (1 - p))
+
+
+def test_probability_one_selects_every_ordinary_token():
+    masked = mask_document(length=300, scheme=MaskingScheme(probability=1.0))
+    assert masked.positions_m.tolist() == list(range(300))
+
+
+def test_neighbouring_tokens_are_selected_independently():
+    """Pairs of selected neighbours are n p^2 on average; their deviation is below 2 sqrt(n p^2)."""
+    n, p = 400_000, 0.2
+    positions = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0]).positions_m
+    for distance in (1, 2, 7, 8, 16):
+        pairs = len(np.intersect1d(positions, positions + distance))
+        assert abs(pairs - n * p**2) < 4 * 2 * np.sqrt(n * p**2), distance
+
+
+def test_every_selected_token_becomes_the_mask_by_default():
+    masked = mask_document(scheme=MaskingScheme())
+    assert len(masked.labels_m) > 0
+    assert (masked.replacements_m == IDS.mask).all()
+
+
+def test_labels_are_the_original_ids_at_increasing_positions():
+    tokens = ordinary_tokens(500)
+    masked = mask(tokens, segments((3, 0, 0, 500)), [0])
+    assert np.array_equal(masked.labels_m, tokens[masked.positions_m])
+    assert (np.diff(masked.positions_m) > 0).all()
+
+
+def test_masking_leaves_its_input_alone():
+    tokens = ordinary_tokens(500)
+    before = tokens.copy()
+    mask(tokens, segments((3, 0, 0, 500)), [0], scheme=BERT)
+    assert np.array_equal(tokens, before)
+
+
+def test_special_tokens_are_never_selected():
+    tokens = np.random.default_rng(0).integers(0, 10, 50_000)  # half of them special: 0 to 4
+    masked = mask(tokens, segments((3, 0, 0, len(tokens))), [0], scheme=MaskingScheme(probability=1.0))
+    assert not np.isin(masked.labels_m, IDS.special).any()
+    assert masked.positions_m.tolist() == np.flatnonzero(tokens > UNKNOWN).tolist()
+
+
+def test_tokens_outside_the_segments_are_never_selected():
+    """Lengths and starts of every remainder modulo 8, the block in which draws are made, with 3 tokens between."""
+    parts, positions, inside = [], [], []
+    for place, (start, length) in enumerate((start, length) for start in range(9) for length in range(1, 18)):
+        positions.append(place * 20 + 3)
+        parts.append((place, 0, start, length))
+        inside += range(positions[-1], positions[-1] + length)
+    tokens = ordinary_tokens(positions[-1] + 17)
+    masked = mask(tokens, segments(*parts), positions, scheme=MaskingScheme(probability=1.0))
+    assert masked.positions_m.tolist() == inside
+
+
+def test_shares_of_mask_random_and_kept_tokens_are_those_of_bert():
+    """Binomial among the selected; a random token equals the original with probability 1 / 995 and counts as kept."""
+    n = 1_000_000
+    masked = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=BERT)
+    selected = len(masked.labels_m)
+    is_mask = masked.replacements_m == IDS.mask
+    is_kept = masked.replacements_m == masked.labels_m
+    is_random = ~is_mask & ~is_kept
+    coincidence = 1 / (VOCABULARY - len(IDS.special))
+    for share, members in (
+        (0.8, is_mask),
+        (0.1 * (1 - coincidence), is_random),
+        (0.1 * (1 + coincidence), is_kept),
+    ):
+        assert abs(members.sum() - selected * share) < 4 * np.sqrt(selected * share * (1 - share)), share
+
+
+def test_random_replacements_are_uniform_over_the_ordinary_ids():
+    """Chi-squared over 995 ids: mean 994, standard deviation sqrt(2 * 994)."""
+    n = 200_000
+    scheme = MaskingScheme(probability=1.0, mask_share=0.0, random_share=1.0)
+    replacements = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=scheme).replacements_m
+    counts = np.bincount(replacements, minlength=VOCABULARY)
+    assert counts[list(IDS.special)].sum() == 0
+    expected = n / 995
+    chi_squared = ((counts[UNKNOWN + 1 :] - expected) ** 2 / expected).sum()
+    assert abs(chi_squared - 994) < 4 * np.sqrt(2 * 994)
+
+
+def test_random_replacements_skip_special_ids_in_the_middle_of_the_vocabulary():
+    ids = TokenIds(vocab_size=10, cls=5, sep=6, pad=0, mask=9, special=(0, 5, 6, 9))
+    scheme = MaskingScheme(probability=1.0, mask_share=0.0, random_share=1.0)
+    masked = mask(np.full(1000, 3), segments((3, 0, 0, 1000)), [0], scheme=scheme, ids=ids)
+    assert set(masked.replacements_m.tolist()) == {1, 2, 3, 4, 7, 8}
+
+
+@pytest.mark.parametrize("start", [0, 1, 8, 13])
+def test_the_mask_of_a_document_does_not_depend_on_where_it_is_packed(start):
+    tokens = ordinary_tokens(500)
+    alone = mask(tokens, segments((17, 2, start, 500)), [0], scheme=BERT)
+    around = ordinary_tokens(900, seed=1)
+    around[201:701] = tokens
+    parts = segments((4, 2, 0, 150), (17, 2, start, 500), (5, 3, 0, 100))
+    packed = mask(around, parts, [1, 201, 750], scheme=BERT)
+    inside = (packed.positions_m >= 201) & (packed.positions_m < 701)
+    assert (packed.positions_m[inside] - 201).tolist() == alone.positions_m.tolist()
+    assert packed.replacements_m[inside].tolist() == alone.replacements_m.tolist()
+    assert 0 < inside.sum() < len(inside)
+
+
+def test_a_token_is_masked_alike_wherever_its_document_is_cut():
+    whole = mask_document(length=500)
+    tail = mask_document(start=123, length=200)
+    inside = (whole.positions_m >= 123) & (whole.positions_m < 323)
+    assert (tail.positions_m + 123).tolist() == whole.positions_m[inside].tolist()
+    assert tail.replacements_m.tolist() == whole.replacements_m[inside].tolist()
+
+
+@pytest.mark.parametrize(
+    "other", [{"document": 1}, {"document": 2**32}, {"epoch": 1}, {"seed": 2}, {"seed": 1 + 2**32}]
+)
+def test_masks_of_other_documents_epochs_and_seeds_are_unrelated(other):
+    """At 20 % each, two independent masks of n tokens share n * 0.04, standard deviation sqrt(n * 0.04 * 0.96)."""
+    n = 10_000
+    first = mask_document(length=n, scheme=MaskingScheme())
+    second = mask_document(length=n, scheme=MaskingScheme(), **other)
+    shared = len(np.intersect1d(first.positions_m, second.positions_m))
+    assert abs(shared - n * 0.04) < 4 * np.sqrt(n * 0.04 * 0.96)
+    assert same(first, mask_document(length=n, scheme=MaskingScheme()))
+
+
+@pytest.mark.parametrize("probability", [0.0, -0.1, 1.2, 1e-6, float("nan")])
+def test_a_probability_that_selects_nothing_or_too_much_is_refused(probability):
+    with pytest.raises(ConfigError, match=f"masking probability {probability} is outside"):
+        MaskingScheme(probability=probability)
+
+
+@pytest.mark.parametrize(("shares", "total"), [((0.8, 0.1, 0.2), "1.1"), ((1.2, -0.2, 0.0), "1")])
+def test_shares_that_are_not_shares_are_refused(shares, total):
+    mask_share, random_share, keep_share = shares
+    with pytest.raises(ConfigError, match=f"sum to {total};"):
+        MaskingScheme(mask_share=mask_share, random_share=random_share, keep_share=keep_share)

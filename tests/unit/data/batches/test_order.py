@@ -1,0 +1,147 @@
+import re
+
+import numpy as np
+import pytest
+
+from megatron_neobert.data.batches.order import documents_of_window, permute, split_ranges, windows_of_epoch
+from megatron_neobert.errors import ConfigError
+
+
+def whole(size: int, *, seed: int = 1, epoch: int = 0) -> np.ndarray:
+    return permute(np.arange(size), size=size, seed=seed, epoch=epoch)
+
+
+@pytest.mark.parametrize("sizes", [range(1, 400), range(400, 5001, 83), [2**16 - 1, 2**16, 2**16 + 1, 300_007]])
+def test_every_document_occurs_exactly_once_for_any_number_of_documents(sizes):
+    for size in sizes:
+        assert np.array_equal(np.sort(whole(size, seed=size)), np.arange(size)), size
+
+
+@pytest.mark.parametrize("size", [10**9, 2**32 - 1, 2**32 + 1, 3 * 2**40 + 5])
+def test_documents_of_a_huge_corpus_do_not_collide_and_stay_inside(size):
+    """Of 400,000 draws with replacement from 10^9, 80 would collide: 400,000^2 / (2 * 10^9)."""
+    first = np.arange(200_000)
+    documents = permute(np.concatenate([first, first + (size - len(first))]), size=size, seed=4, epoch=2)
+    assert len(np.unique(documents)) == len(documents)
+    assert documents.min() >= 0
+    assert documents.max() < size
+
+
+def test_a_window_gives_the_same_documents_as_the_whole_epoch():
+    assert np.array_equal(
+        permute(np.arange(4096, 8192), size=10_000, seed=1, epoch=0), whole(10_000, seed=1)[4096:8192]
+    )
+
+
+@pytest.mark.parametrize("size", [10_000, 10**9])
+def test_neighbours_in_the_order_are_far_apart_in_the_corpus(size):
+    """Two independent uniform places are size / 3 apart on average, with standard deviation size / sqrt(18).
+
+    The gate of 0.02 is 5 standard deviations of a mean of 4,000 such distances (neighbouring distances share a place).
+    """
+    documents = permute(np.arange(4000), size=size, seed=9, epoch=0)
+    assert abs(np.abs(np.diff(documents)).mean() / size - 1 / 3) < 0.02
+
+
+def test_places_of_documents_are_uniform():
+    """Chi-squared of the first thousand documents over 100 classes of a million: mean 99, deviation sqrt(2 * 99)."""
+    counts = np.bincount(permute(np.arange(10_000), size=10**6, seed=3, epoch=0) // 10_000, minlength=100)
+    assert abs(((counts - 100) ** 2 / 100).sum() - 99) < 4 * np.sqrt(2 * 99)
+
+
+def test_all_orders_of_four_documents_are_equally_likely():
+    """Chi-squared of 2,400 seeds over 4! = 24 orders: mean 23, standard deviation sqrt(2 * 23)."""
+    orders = [tuple(whole(4, seed=seed)) for seed in range(2400)]
+    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    assert len(counts) == 24
+    assert abs(((counts - 100) ** 2 / 100).sum() - 23) < 4 * np.sqrt(2 * 23)
+
+
+@pytest.mark.parametrize("other", [{"seed": 2}, {"epoch": 1}, {"seed": 1 + 2**32}])
+def test_orders_of_other_seeds_and_epochs_are_unrelated(other):
+    """Two unrelated orders agree in one place on average, in more than 8 with probability 1e-6."""
+    assert (whole(5000) == whole(5000, **{"seed": 1, "epoch": 0, **other})).sum() <= 8
+
+
+def test_the_order_is_the_one_that_earlier_runs_resumed_with():
+    """Pinned: a change here would make every checkpoint continue with other documents."""
+    assert whole(10, seed=1234).tolist() == [4, 2, 5, 1, 8, 7, 0, 6, 3, 9]
+
+
+def windows(documents: int, *, block_size: int, window_documents: int = 4096, **changes) -> list[np.ndarray]:
+    """All windows of an epoch."""
+    settings = {"documents": documents, "window_documents": window_documents, "block_size": block_size}
+    return [
+        documents_of_window(window, **{"seed": 1, "epoch": 0, **settings, **changes})
+        for window in range(windows_of_epoch(**settings))
+    ]
+
+
+@pytest.mark.parametrize("documents", [1, 255, 256, 257, 4096, 50_001])
+@pytest.mark.parametrize("block_size", [1, 2, 100, 256, 4096, 10_000])
+def test_windows_of_blocks_hold_every_document_once(documents, block_size):
+    found = np.concatenate(windows(documents, block_size=block_size))
+    assert np.array_equal(np.sort(found), np.arange(documents))
+
+
+def test_windows_of_single_documents_are_the_permutation_itself():
+    found = windows(10_000, block_size=1)
+    assert [len(window) for window in found] == [4096, 4096, 1808]
+    assert np.array_equal(np.concatenate(found), whole(10_000))
+
+
+def test_a_window_is_whole_blocks_from_all_over_the_corpus_shuffled_together():
+    """16 blocks of 256: documents jump between blocks, and the reader needs 16 places on disk and not 4,096."""
+    window = windows(1_000_000, block_size=256)[5]
+    assert len(window) == 4096
+    blocks = np.unique(window // 256)
+    assert len(blocks) == 16
+    assert blocks.max() - blocks.min() > 1_000_000 / 256 / 2
+    assert (np.diff(window // 256) != 0).mean() > 0.8  # 15 of 16 if all orders are equally likely
+    assert len(np.unique(windows(1_000_000, block_size=1)[5] // 256)) > 2000  # without blocks
+
+
+@pytest.mark.parametrize("other", [{"seed": 2}, {"epoch": 1}, {"component": 1}])
+def test_other_seeds_epochs_and_components_take_other_blocks(other):
+    first, second = windows(100_000, block_size=256)[0], windows(100_000, block_size=256, **other)[0]
+    assert len(np.intersect1d(first, second)) < len(first) / 2
+
+
+def test_windows_shuffle_their_blocks_differently():
+    first, second = windows(4096 * 2, block_size=4096)
+    assert not np.array_equal(first % 4096, second % 4096)
+
+
+@pytest.mark.parametrize(
+    ("split", "bounds"),
+    [
+        ("100", [(0, 1000)]),
+        ("99,1", [(0, 990), (990, 1000)]),
+        ("969,30,1", [(0, 969), (969, 999), (999, 1000)]),
+        ("1,0,1", [(0, 500), (500, 500), (500, 1000)]),
+        ("0.95, 0.05", [(0, 950), (950, 1000)]),
+    ],
+)
+def test_documents_are_split_in_contiguous_ranges_by_weight(split, bounds):
+    assert split_ranges(1000, split) == [range(start, stop) for start, stop in bounds]
+
+
+def test_ranges_are_those_of_megatron():
+    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    for split in ("99,1", "969,30,1", "1,1,1", "0.7,0.2,0.1", "98,1,1"):
+        matrix = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+        for documents in (1000, 1997, 12_345, 968_000_015):
+            expected = [range(*(round(end * documents) for end in ends)) for ends in matrix if ends is not None]
+            assert split_ranges(documents, split) == expected
+
+
+def test_a_part_that_would_be_empty_is_refused_with_numbers():
+    message = re.escape("--split 99,1 of 50 documents leaves part 2 (weight 1) empty")  # 50 * 0.99 rounds to 50
+    with pytest.raises(ConfigError, match=message):
+        split_ranges(50, "99,1")
+
+
+@pytest.mark.parametrize("split", ["", "99;1", "1,-1", "0,0", "1,1,1,1", "nan,1", "inf"])
+def test_malformed_weights_are_refused(split):
+    with pytest.raises(ConfigError, match=re.escape(f"--split {split} is not one to three")):
+        split_ranges(100, split)

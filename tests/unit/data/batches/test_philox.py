@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+
+from megatron_neobert.data.batches.philox import Stream, draw_words, philox4x32
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0, 0, 0, 0], 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([2**32 - 1] * 4, 2**64 - 1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            0x299F31D0_A4093822,
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
+    counters = np.array([[0, word, 7] for word in counter], dtype=np.uint64)  # the one in the middle
+    assert philox4x32(counters, key=key)[1].tolist() == expected
+
+
+def test_draws_differ_in_every_argument():
+    def draw(*, stream=Stream.SELECTION, seed=5, epoch=3, item=7, index=11):
+        return draw_words(stream, seed=seed, epoch=epoch, item=item, index=np.array([index])).tobytes()
+
+    draws = [draw(seed=seed) for seed in (5, 6, 5 + 2**32)]
+    draws += [draw(epoch=epoch) for epoch in (4, 2**31)]
+    draws += [draw(item=item) for item in (8, 7 + 2**32, 7 + 2**61)]
+    draws += [draw(index=index) for index in (12, 11 + 2**31)]
+    draws += [draw(stream=stream) for stream in Stream if stream != Stream.SELECTION]
+    assert len(set(draws)) == len(draws) == 3 + 2 + 3 + 2 + 3
+
+
+def test_draws_do_not_depend_on_what_is_drawn_beside_them():
+    items = np.arange(50)
+    together = draw_words(Stream.SELECTION, seed=1, epoch=items * 3, item=items, index=items + 9)
+    alone = draw_words(Stream.SELECTION, seed=1, epoch=51, item=17, index=np.array([26]))
+    assert np.array_equal(together[17], alone[0])
+
+
+def test_halves_of_words_are_uniform():
+    """Chi-squared over 256 classes of 400,000 draws: mean 255, standard deviation sqrt(2 * 255)."""
+    draws = draw_words(Stream.SELECTION, seed=1, epoch=0, item=0, index=np.arange(50_000)).view(np.uint16)
+    counts = np.bincount(draws.reshape(-1) >> 8, minlength=256)
+    expected = draws.size / 256
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_squared - 255) < 4 * np.sqrt(2 * 255)

@@ -1,0 +1,106 @@
+"""Parts of made-up documents, and the corpora that are made of them."""
+
+from dataclasses import replace
+
+import numpy as np
+from unit.data.small_corpus import FIRST_ORDINARY, made_up_facts, numbered_tokenizer, text_hash, write_part
+
+from megatron_neobert.data.corpus.format import corpus_files
+from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.writer import OutputSettings, write_corpus
+from megatron_neobert.errors import DataError, MissingInputError
+
+TOKENIZER = numbered_tokenizer(100)
+UNKNOWN = 1
+
+
+class Place:
+    """A folder with parts of made-up documents in P.partial, and the corpus that is made of them."""
+
+    def __init__(self, folder, *, shards=((3, 2), (4,), (0,), (5, 0, 6)), ids_seed=0):
+        generator = np.random.default_rng(0)
+        self.folder, self.files = folder, corpus_files(folder / "P")
+        self.files.partial.mkdir(parents=True)
+        self.texts, self.documents, self.parts = [], [], []
+        for shard, parts in enumerate(shards):
+            for count in parts:
+                texts = [f"text {number}" for number in generator.integers(0, 15, count)]
+                documents = [self._document(text, ids_seed) for text in texts]
+                rejects = f'{{"part": {len(self.parts)}}}\n' if count % 2 else ""
+                self.parts.append(
+                    write_part(
+                        self.files.partial,
+                        len(self.parts),
+                        documents,
+                        TOKENIZER,
+                        shard=f"shard {shard}",
+                        texts=texts,
+                        rejects=rejects,
+                    )
+                )
+                self.texts += texts
+                self.documents += documents
+
+    @staticmethod
+    def _document(text, ids_seed):
+        """As many ids as the text says, some of them unknown."""
+        seed = int.from_bytes(text_hash(text)[:4], "little")
+        length = np.random.default_rng(seed).integers(1, 9)
+        generator = np.random.default_rng([seed, ids_seed])
+        ids = generator.integers(FIRST_ORDINARY, 100, length)
+        return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
+
+    def write(self, on_progress=lambda _: None, *, inputs=None, **options):
+        output = OutputSettings(
+            **{
+                "files": self.files,
+                "keep_shards": False,
+                "shard_bytes": None,
+                "validation_fraction": 0.0,
+                "deduplicate": False,
+                **options,
+            }
+        )
+        facts = made_up_facts(self.parts)
+        facts = replace(
+            facts,
+            inputs=inputs or {},
+            records=facts.records + 3,
+            rejected={"malformed JSON": 2},
+            dropped={"empty text": 1},
+        )
+        return write_corpus(self.parts, output, facts, TOKENIZER, folder=self.files.partial, on_progress=on_progress)
+
+    def corpus_bytes(self):
+        return {
+            file.name: file.read_bytes() for file in self.folder.iterdir() if file.is_file() and file.name[0] == "P"
+        }
+
+
+def documents_of(prefix):
+    corpus = Corpus(prefix)
+    check_content(corpus)
+    return [corpus.document(number).tolist() for number in range(len(corpus))]
+
+
+def documents_if_it_opens(prefix):
+    """None: no corpus, or one that is refused on open. What opens must be sound."""
+    try:
+        Corpus(prefix)
+    except (MissingInputError, DataError):
+        return None
+    return documents_of(prefix)
+
+
+def selected(texts, documents, *, deduplicate=False, validation_fraction=0.0):
+    """The rule in plain Python: documents for training, held out, and dropped."""
+    training, held_out, dropped, seen = [], [], [], set()
+    for text, document in zip(texts, documents, strict=True):
+        if deduplicate and text in seen:
+            dropped.append(document)
+        elif int.from_bytes(text_hash(text)[:8], "big") / 2**64 < validation_fraction:
+            held_out.append(document)
+        else:
+            training.append(document)
+        seen.add(text)
+    return training, held_out, dropped

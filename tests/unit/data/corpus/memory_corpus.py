@@ -1,0 +1,73 @@
+"""A corpus in memory, for tests of everything that reads one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.batches.stream import BatchSettings
+
+VOCABULARY = 1000
+UNKNOWN = 4
+IDS = TokenIds(vocab_size=VOCABULARY, cls=1, sep=2, pad=0, mask=3, special=(0, 1, 2, 3, UNKNOWN))
+
+
+class MemoryCorpus:
+    """Documents with random ids, some of them [UNK]; the ids of each document differ from all others'."""
+
+    def __init__(self, lengths: Sequence[int] | NDArray[np.int64], *, seed: int = 0) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int32)
+        self.ends = np.cumsum(self.lengths, dtype=np.int64)
+        generator = np.random.default_rng(seed)
+        self.ids = generator.integers(UNKNOWN, VOCABULARY, int(self.lengths.sum()), dtype=np.uint16)
+        self.announced: list[NDArray[np.int64]] = []
+
+    def document(self, number: int) -> NDArray[np.uint16]:
+        end = self.ends[number]
+        return self.ids[end - self.lengths[number] : end]
+
+    def length_arrays(self) -> list[NDArray[np.int32]]:
+        return [self.lengths]
+
+    def will_need(self, documents: NDArray[np.int64]) -> None:
+        self.announced.append(documents)
+
+    def gather(
+        self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[np.uint16]:
+        return np.concatenate(
+            [
+                self.document(document)[start : start + length]
+                for document, start, length in zip(documents, starts, lengths, strict=True)
+            ]
+        )
+
+
+def web_like_lengths(documents: int, *, seed: int = 0) -> NDArray[np.int64]:
+    """Log-normal token counts with the median 368 and mean 640 of RefinedWeb."""
+    sigma = np.sqrt(2 * np.log(640 / 368))
+    return np.maximum(1, np.random.default_rng(seed).lognormal(np.log(368), sigma, documents)).astype(np.int64)
+
+
+def batch_settings(
+    *,
+    seq_length: int = 64,
+    micro_batch_size: int = 2,
+    global_batch_size: int = 8,
+    long_documents: str = "truncate",
+    masking: MaskingScheme = MaskingScheme(),  # noqa: B008  frozen
+    seed: int = 1234,
+    **more: Any,
+) -> BatchSettings:
+    return BatchSettings(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        long_documents=long_documents,
+        masking=masking,
+        token_ids=IDS,
+        seed=seed,
+        **more,
+    )

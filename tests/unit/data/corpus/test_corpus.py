@@ -1,0 +1,304 @@
+"""The corpus on disk: Megatron's format to the byte, and damage that is named instead of trained on."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
+
+from megatron_neobert.data.corpus.format import token_dtype
+from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.errors import DataError, MissingInputError, OutputError
+
+LENGTHS = [3, 1, 4, 2]
+HEADER_BYTES = 34
+AT_LENGTHS = HEADER_BYTES
+AT_POINTERS = AT_LENGTHS + 4 * len(LENGTHS)
+AT_BOUNDARIES = AT_POINTERS + 8 * len(LENGTHS)
+IDX_BYTES = AT_BOUNDARIES + 8 * (len(LENGTHS) + 1)
+BIN_BYTES = 2 * sum(LENGTHS)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """Four documents of 3, 1, 4 and 2 tokens as uint16."""
+    write_corpus(tmp_path / "small", random_documents(LENGTHS, 100), numbered_tokenizer(100))
+    return tmp_path / "small"
+
+
+@pytest.mark.parametrize("vocab_size", [100, 70_000])
+def test_files_equal_those_of_megatrons_own_builder_byte_for_byte(tmp_path, vocab_size):
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    documents = random_documents([5, 1, 300, 17], vocab_size)
+    manifest = write_corpus(tmp_path / "ours", documents, numbered_tokenizer(vocab_size))
+    dtype = indexed_dataset.DType.optimal_dtype(vocab_size)
+    assert manifest.dtype == np.dtype(dtype).name == {100: "uint16", 70_000: "int32"}[vocab_size]
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for document in documents:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
+
+
+@pytest.mark.parametrize("vocab_size", [100, 70_000])
+def test_megatron_reads_the_documents_that_were_written(tmp_path, vocab_size):
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    documents = random_documents([5, 1, 300, 17], vocab_size)
+    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(vocab_size))
+    dataset, corpus = indexed_dataset.IndexedDataset(str(tmp_path / "corpus")), Corpus(tmp_path / "corpus")
+    assert len(dataset) == len(corpus) == len(documents)
+    for number, document in enumerate(documents):
+        assert dataset[number].tolist() == corpus.document(number).tolist() == document.tolist()
+
+
+def test_item_type_follows_megatrons_rule_at_its_threshold():
+    assert (token_dtype(65_499), token_dtype(65_500)) == (np.uint16, np.int32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gather_gives_the_segments_end_to_end(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    documents = random_documents(generator.integers(1, 200, 50), 1000, seed)
+    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(1000))
+    corpus = Corpus(tmp_path / "corpus")
+    chosen = generator.integers(0, 50, 300)
+    starts = generator.integers(0, corpus.lengths[chosen])
+    lengths = generator.integers(0, corpus.lengths[chosen] - starts + 1)
+    expected = [documents[d][s : s + n] for d, s, n in zip(chosen, starts, lengths, strict=True)]
+    found = corpus.gather(chosen, starts, lengths)
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, np.concatenate(expected))
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 4), (2, 2), (-1, 1)])
+def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length):
+    with pytest.raises(AssertionError, match="segment 1 does not lie inside its document"):
+        Corpus(prefix).gather(np.array([2, 0]), np.array([0, start]), np.array([4, length]))
+
+
+def test_document_outside_the_corpus_is_an_index_error(prefix):
+    for number in (-1, 4):
+        with pytest.raises(IndexError, match=f"document {number} of 4"):
+            Corpus(prefix).document(number)
+
+
+def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
+    write_corpus(tmp_path / "corpus", random_documents([100_000], 100), numbered_tokenizer(100))
+    pickled = pickle.dumps(Corpus(tmp_path / "corpus"))
+    assert len(pickled) < 1000
+    assert np.array_equal(pickle.loads(pickled).document(0), Corpus(tmp_path / "corpus").document(0))
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "message"),
+    [
+        pytest.param("idx", put("<9s", 0, b"NOTANIDX1"), r"byte 0: expected magic b'MMIDIDX.*NOTANIDX1", id="magic"),
+        pytest.param("idx", put("<Q", 9, 7), "byte 9: expected version 1, found 7;", id="version"),
+        pytest.param(
+            "idx", put("<B", 17, 9), r"byte 17: expected dtype code 8 \(uint16\) or 4 .*, found 9;", id="dtype"
+        ),
+        pytest.param(
+            "idx",
+            put("<B", 17, 4),
+            f"byte {AT_POINTERS + 8}: .* 1 to be 12 bytes, the int32 tokens .* found 6;",
+            id="dtype lies",
+        ),
+        pytest.param("idx", cut(0), "at least 34 bytes of header, found a file of 0 bytes", id="empty index"),
+        pytest.param("idx", cut(20), "byte 20: expected at least 34 bytes of header, found a file of 20", id="header"),
+        pytest.param("idx", cut(-1), f"expected {IDX_BYTES} bytes for 4 .* found a file of {IDX_BYTES - 1}", id="cut"),
+        pytest.param("idx", bytearray.append, f"expected {IDX_BYTES} bytes .* of {IDX_BYTES + 1}", id="garbage"),
+        pytest.param("idx", put("<Q", 18, 3), "byte 18: .* found 3 sequences and 5 boundaries", id="count too small"),
+        pytest.param("idx", put("<Q", 18, 0), "byte 18: expected at least one document, found 0", id="count 0"),
+        pytest.param(
+            "idx", put("<QQ", 18, 1 << 40, (1 << 40) + 1), f"found a file of {IDX_BYTES} bytes", id="count 2^40"
+        ),
+        pytest.param("idx", put("<Q", 26, 4), "byte 18: .* found 4 sequences and 4 boundaries", id="boundary count"),
+        pytest.param(
+            "idx", put("<i", AT_LENGTHS + 4, -1), f"byte {AT_LENGTHS + 4}: .* document 1, found -1", id="negative"
+        ),
+        pytest.param("idx", put("<i", AT_LENGTHS + 8, 0), f"byte {AT_LENGTHS + 8}: .* document 2, found 0", id="zero"),
+        pytest.param(
+            "idx", put("<i", AT_LENGTHS, 4), f"byte {AT_POINTERS + 8}: .* 1 to be 8 bytes, .* found 6", id="length"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_POINTERS + 16, 9), f"byte {AT_POINTERS + 16}: .* be 8 .*, found 9", id="unaligned"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_POINTERS + 8, -6), f"byte {AT_POINTERS + 8}: .* be 6 .*, found -6", id="below 0"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_POINTERS + 24, 99), f"byte {AT_POINTERS + 24}: .* be 16 .*, found 99", id="past end"
+        ),
+        pytest.param(
+            "idx", put("<q", AT_BOUNDARIES + 8, 2), f"byte {AT_BOUNDARIES + 8}: .* 1 .* 1, found 2", id="boundary"
+        ),
+        pytest.param("bin", cut(0), f"expected {BIN_BYTES} bytes for 10 tokens of uint16.* of 0 bytes", id="empty bin"),
+        pytest.param("bin", cut(-2), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 2} bytes", id="bin cut"),
+        pytest.param("bin", cut(-1), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 1} bytes", id="bin odd"),
+        pytest.param("bin", bytearray.append, f"expected {BIN_BYTES} bytes .* of {BIN_BYTES + 1} bytes", id="bin long"),
+        pytest.param("json", cut(-20), "not a manifest", id="manifest cut"),
+        pytest.param("json", replaced(b'"documents": 4', b'"documents": 5'), "records 5, .* found 4", id="sum"),
+        pytest.param(
+            "json",
+            replaced(b'"documents": 4', b'"documents": 5', b'"records": 4', b'"records": 5'),
+            r"expected documents 4 as in small\.idx, found 5",
+            id="documents",
+        ),
+        pytest.param(
+            "json", replaced(b'"tokens": 10', b'"tokens": 9'), r"tokens 10 as in small\.idx, found 9", id="tokens"
+        ),
+        pytest.param(
+            "json", replaced(b'"uint16"', b'"int32"'), r"dtype uint16 as in small\.idx, found int32", id="other dtype"
+        ),
+        pytest.param(
+            "json", lambda content: content[: content.index(b'"volumes"')] + b'"volumes": []}', "one volume", id="empty"
+        ),
+        pytest.param("json", replaced(b'"volumes": [', b'"volumes": [7,'), "not a mapping|found 7", id="volume"),
+        pytest.param(
+            "json", replaced(b'"held_out": 0', b'"held_out": "0"'), "'held_out' to be int, found '0'", id="type"
+        ),
+        pytest.param("json", replaced(b'"held_out"', b'"held_in"'), "but held_in, held_out differ", id="name"),
+        pytest.param("json", replaced(b'"unk"', b'"unknown"'), "special ids .0, 1, 2, 3, 4. .* 100", id="no unk"),
+    ],
+)
+def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change, message):
+    path = prefix.with_suffix(f".{end}")
+    content = bytearray(path.read_bytes())
+    if change is bytearray.append:
+        content.append(0)
+    else:
+        content = change(content) or content
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        Corpus(prefix)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix, tmp_path, monkeypatch, chunk):
+    for module in ("volume_reader", "volume_writer"):
+        monkeypatch.setattr(f"megatron_neobert.data.{module}._CHUNK", chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus.join._WINDOW_DOCUMENTS", chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus.join._WINDOW_BYTES", 2 * chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus.reader._CHECKED_BYTES", 2 * chunk)
+    write_corpus(tmp_path / "chunked", random_documents(LENGTHS, 100), numbered_tokenizer(100))
+    for end in ("bin", "idx", "json"):
+        assert (tmp_path / f"chunked.{end}").read_bytes() == prefix.with_suffix(f".{end}").read_bytes()
+    check_content(Corpus(prefix))
+    index = prefix.with_suffix(".idx")
+    content = bytearray(index.read_bytes())
+    put("<q", AT_POINTERS + 24, 99)(content)
+    index.write_bytes(content)
+    with pytest.raises(DataError, match=f"byte {AT_POINTERS + 24}: .* document 3 to be 16 .* found 99"):
+        Corpus(prefix)
+
+
+@pytest.mark.parametrize("end", ["bin", "idx", "json"])
+def test_one_missing_file_is_an_incomplete_corpus(prefix, end):
+    prefix.with_suffix(f".{end}").unlink()
+    with pytest.raises(DataError, match=rf"small\.{end} missing beside the rest"):
+        Corpus(prefix)
+
+
+def test_no_file_at_all_is_a_missing_input(tmp_path):
+    with pytest.raises(MissingInputError, match=r"no corpus .*none: expected none\.bin, none\.idx, none\.json"):
+        Corpus(tmp_path / "none")
+
+
+def test_manifest_of_a_later_version_is_refused(prefix):
+    path = prefix.with_suffix(".json")
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(DataError, match="expected format_version 2, found 3"):
+        Corpus(prefix)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "id_", "message"),
+    [
+        (100, 100, "expected an id below 100, found 100"),
+        (100, 65_535, "expected an id below 100, found 65535"),
+        (70_000, -1, "expected an id below 70000, found -1"),
+        (100, 4, "expected no special token, found 4"),
+    ],
+)
+def test_id_that_no_corpus_may_hold_is_found_by_the_full_check_and_wherever_it_is_read(
+    tmp_path, vocab_size, id_, message
+):
+    documents = random_documents(LENGTHS, vocab_size)
+    documents[2][1] = id_  # token 3 + 1 + 1 of the corpus
+    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(vocab_size))
+    corpus = Corpus(tmp_path / "corpus")  # opening reads no tokens
+    offset = 5 * corpus.dtype.itemsize
+    with pytest.raises(DataError, match=rf"byte {offset}: {message} \(token 1 of document 2\)"):
+        check_content(corpus)
+    chosen, starts, lengths = np.array([3, 0, 2]), np.array([0, 1, 1]), np.array([2, 2, 3])
+    with pytest.raises(DataError, match=rf"corpus: token 1 of document 2: {message}; the file is damaged"):
+        corpus.gather(chosen, starts, lengths)
+    starts[2], lengths[2] = 2, 2
+    assert corpus.gather(chosen, starts, lengths).size == 6, "it is not read"
+
+
+def test_unknown_token_is_a_legitimate_id(tmp_path):
+    write_corpus(tmp_path / "corpus", [[1, 5]], numbered_tokenizer(100))
+    check_content(Corpus(tmp_path / "corpus"))
+    assert Corpus(tmp_path / "corpus").gather(np.array([0]), np.array([0]), np.array([2])).tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("special_ids", [[0, 1, 2, 3, 4], [0, 50, 51, 97, 99], [95, 96, 97, 98, 99]])
+def test_every_special_id_but_that_of_the_unknown_token_is_found_wherever_the_tokenizer_has_them(tmp_path, special_ids):
+    write_corpus(tmp_path / "corpus", [[7]], numbered_tokenizer(100))
+    path = tmp_path / "corpus.json"
+    unknown = special_ids[1]
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"special_ids": special_ids, "special_tokens": {"unk": unknown}})
+    )
+    corpus = Corpus(tmp_path / "corpus")
+    allowed = [corpus.first_wrong_id(np.array([7, id_], dtype=np.uint16)) is None for id_ in range(120)]
+    assert [id_ for id_ in range(120) if allowed[id_]] == sorted({*range(100)} - {*special_ids} | {unknown})
+
+
+@pytest.mark.parametrize("end", ["bin", "idx"])
+def test_one_flipped_bit_is_found_by_the_full_check_alone(prefix, end):
+    content = bytearray(prefix.with_suffix(f".{end}").read_bytes())
+    if end == "bin":
+        content[7] ^= 1  # token 3: the upper byte of an id below 100 becomes 1, an id above 255
+        message = "byte 6: expected an id below 100"
+        prefix.with_suffix(".bin").write_bytes(content)
+        corpus = Corpus(prefix)
+    else:
+        corpus = Corpus(prefix)
+        message = r"small\.idx, byte 0: expected sha256 [0-9a-f]{64} as in small\.json, found [0-9a-f]{64}"
+        replacement = prefix.with_suffix(".new")
+        content[-1] ^= 1
+        replacement.write_bytes(content)
+        replacement.replace(prefix.with_suffix(".idx"))
+    with pytest.raises(DataError, match=message):
+        check_content(corpus)
+
+
+def test_another_bin_of_the_same_size_is_found_by_the_full_check(prefix, tmp_path):
+    check_content(Corpus(prefix))  # control
+    write_corpus(tmp_path / "other", random_documents(LENGTHS, 100, seed=1), numbered_tokenizer(100))
+    (tmp_path / "other.bin").replace(prefix.with_suffix(".bin"))
+    with pytest.raises(DataError, match=r"small\.bin, byte 0: expected sha256"):
+        check_content(Corpus(prefix))
+
+
+def test_other_tokenizer_than_the_corpus_was_written_with_is_refused(prefix):
+    corpus = Corpus(prefix)
+    corpus.check_tokenizer(numbered_tokenizer(100))  # control
+    with pytest.raises(DataError, match=r"written with tokenizer [0-9a-f]{12} \(100 ids\).* \(101 ids\)"):
+        corpus.check_tokenizer(numbered_tokenizer(101))
+
+
+def test_existing_corpus_is_replaced_only_when_asked(prefix):
+    tokenizer = numbered_tokenizer(100)
+    with pytest.raises(OutputError, match=r"small\.bin and .*small\.idx and .*small\.json exist already.*--overwrite"):
+        write_corpus(prefix, [[7]], tokenizer)
+    assert len(Corpus(prefix)) == 4
+    write_corpus(prefix, [[7]], tokenizer, overwrite=True)
+    assert Corpus(prefix).document(0).tolist() == [7]

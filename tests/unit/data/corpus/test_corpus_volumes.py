@@ -1,0 +1,172 @@
+"""A corpus of several volumes reads as one, and each volume alone is Megatron's."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
+
+from megatron_neobert.data.corpus.format import token_dtype
+from megatron_neobert.data.corpus.reader import Corpus, check_content, check_ends
+from megatron_neobert.errors import DataError
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
+LENGTHS = [3, 1, 4, 2]
+HEADER_BYTES = 34
+
+
+@pytest.fixture
+def volumes(tmp_path):
+    """Four documents of 3, 1, 4 and 2 tokens as uint16, in volumes of two, one and one."""
+    write_corpus(tmp_path / "parts", random_documents(LENGTHS, 100), numbered_tokenizer(100), shard_bytes=8)
+    return tmp_path / "parts"
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 70_000])
+@pytest.mark.parametrize("volume_tokens", [1, 150, 1000])
+def test_corpus_of_several_volumes_reads_as_one(tmp_path, vocab_size, volume_tokens):
+    generator = np.random.default_rng(0)
+    documents, tokenizer = random_documents(generator.integers(1, 200, 50), vocab_size), numbered_tokenizer(vocab_size)
+    item = token_dtype(vocab_size).itemsize
+    write_corpus(tmp_path / "one", documents, tokenizer)
+    write_corpus(tmp_path / "several", documents, tokenizer, shard_bytes=volume_tokens * item)
+    one, several = Corpus(tmp_path / "one"), Corpus(tmp_path / "several")
+    check_content(several)
+    assert len(one) == len(several) == len(several.lengths) == 50
+    assert len(several.volumes) == (50 if volume_tokens == 1 else len(several.manifest.volumes)) > 1
+    everything = np.arange(50)
+    assert several.lengths[everything].dtype == np.int32
+    assert np.array_equal(several.lengths[everything], one.lengths[everything])
+    for number in range(50):
+        assert np.array_equal(several.document(number), documents[number])
+    chosen = generator.integers(0, 50, 300)
+    starts = generator.integers(0, one.lengths[chosen])
+    lengths = generator.integers(0, one.lengths[chosen] - starts + 1)
+    found = several.gather(chosen, starts, lengths)
+    assert found.dtype == one.dtype
+    assert np.array_equal(found, one.gather(chosen, starts, lengths))
+    assert several.gather(chosen[:0], starts[:0], lengths[:0]).size == 0
+    copy = pickle.loads(pickle.dumps(several))
+    assert np.array_equal(copy.gather(chosen, starts, lengths), found)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 4), (2, 2), (-1, 1)])
+def test_gather_from_volumes_refuses_a_segment_that_leaves_its_document(volumes, start, length):
+    with pytest.raises(AssertionError, match="segment 1 does not lie inside its document"):
+        Corpus(volumes).gather(np.array([2, 0]), np.array([0, start]), np.array([4, length]))
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_document_outside_the_volumes_is_an_index_error(volumes, number):
+    corpus, one = Corpus(volumes), np.array([1])
+    with pytest.raises(IndexError, match=f"document {number} of 4"):
+        corpus.document(number)
+    for look_up in (
+        lambda: corpus.lengths[np.array([number])],
+        lambda: corpus.gather(np.array([number]), 0 * one, one),
+    ):
+        with pytest.raises(IndexError, match=f"documents {number} to {number} of 4"):
+            look_up()
+
+
+def test_megatron_reads_every_volume_alone(volumes):
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    found = []
+    for volume in Corpus(volumes).manifest.volumes:
+        dataset = indexed_dataset.IndexedDataset(str(volumes.with_name(volume.name)))
+        found.append([dataset[number].tolist() for number in range(len(dataset))])
+    documents = [document.tolist() for document in random_documents(LENGTHS, 100)]
+    assert found == [documents[:2], documents[2:3], documents[3:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("parts_00001.bin", cut(-1), "expected 8 bytes for 4 tokens of uint16, as parts_00001.idx says, found a file"),
+        ("parts_00002.idx", put("<i", HEADER_BYTES, -2), f"byte {HEADER_BYTES}: .* of document 0, found -2"),
+        (
+            "parts.json",
+            replaced(
+                *(b'"documents": 1,\n   "tokens": 2', b'"documents": 2,\n   "tokens": 2'),
+                *(b'"documents": 2,\n   "tokens": 4', b'"documents": 1,\n   "tokens": 4'),
+            ),
+            r"documents 2 as in parts_00000\.idx, found 1",
+        ),
+    ],
+)
+def test_damage_in_a_volume_names_the_file_of_the_volume(volumes, name, change, message):
+    path = volumes.with_name(name)
+    content = bytearray(path.read_bytes())
+    content = change(content) or content
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        Corpus(volumes)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["parts_00001.bin", "parts_00002.idx", "parts.json"])
+def test_one_missing_file_of_a_volume_is_an_incomplete_corpus(volumes, name):
+    volumes.with_name(name).unlink()
+    with pytest.raises(DataError, match=rf"parts: {name} missing beside the rest"):
+        Corpus(volumes)
+
+
+def test_volume_of_an_older_corpus_beside_this_one_is_not_read(volumes):
+    volumes.with_suffix(".bin").write_bytes(b"older")
+    check_content(Corpus(volumes))
+    assert len(Corpus(volumes)) == 4
+
+
+def test_corpus_whose_files_are_all_renamed_is_the_same_corpus(volumes):
+    before = [Corpus(volumes).document(number).tolist() for number in range(4)]
+    for file in volumes.parent.glob("parts*"):
+        file.rename(file.with_name(file.name.replace("parts", "renamed")))
+    corpus = Corpus(volumes.with_name("renamed"))
+    check_content(corpus)
+    assert [corpus.document(number).tolist() for number in range(4)] == before
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_wrong_id_in_a_volume_is_found_by_both_checks_and_named_with_its_place_there(volumes, number):
+    corpus = Corpus(volumes)
+    volume, local = {0: (0, 0), 1: (0, 1), 3: (2, 0)}[number]
+    path, offset = corpus.volumes[volume].bin, 6 * local
+    content = bytearray(path.read_bytes())
+    put("<H", offset, 4)(content)
+    path.write_bytes(content)
+    for check in (check_content, check_ends):
+        with pytest.raises(DataError, match=f"byte {offset}: .* found 4 .token 0 of document {local}.") as caught:
+            check(Corpus(volumes))
+        assert path.name in str(caught.value)
+
+
+def test_check_of_the_ends_reads_no_more_than_it_may(tmp_path):
+    documents = random_documents([1000], 100)
+    documents[0][500] = 4
+    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(100))
+    corpus = Corpus(tmp_path / "corpus")
+    check_ends(corpus, read_bytes=1000)  # 250 tokens at each end
+    with pytest.raises(DataError, match="token 500"):
+        check_ends(corpus, read_bytes=4000)
+
+
+@pytest.mark.parametrize(("hard_limit", "outcome"), [(1000, "50 documents"), (120, "ConfigError")])
+def test_more_volumes_than_open_files_raise_the_limit_or_are_refused_with_numbers(tmp_path, hard_limit, outcome):
+    write_corpus(tmp_path / "corpus", random_documents([3] * 50, 100), numbered_tokenizer(100), shard_bytes=6)
+    script = (
+        "import resource, sys\n"
+        "from megatron_neobert.data.corpus.reader import Corpus\n"
+        "from megatron_neobert.errors import ConfigError\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (60, int(sys.argv[2])))\n"
+        "try: print(len(Corpus(sys.argv[1])), 'documents')\n"
+        "except ConfigError as error: print('ConfigError', error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "corpus"), str(hard_limit)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
+    assert output.startswith(outcome)
+    if outcome == "ConfigError":
+        assert "lists 50 volumes, which take 300 open files" in output and "this machine allows 120" in output

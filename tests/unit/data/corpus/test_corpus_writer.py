@@ -1,0 +1,348 @@
+"""Joining of parts: which documents end up where, the volumes they lie in, and a kill at any moment."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+
+import pytest
+from unit.data.corpus.corpus_parts import TOKENIZER, UNKNOWN, Place, documents_if_it_opens, documents_of, selected
+from unit.data.small_corpus import made_up_facts, write_part
+
+from megatron_neobert.data.corpus import join
+from megatron_neobert.data.corpus.format import InputRecord, corpus_files, read_manifest, validation_files
+from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing, write_corpus
+from megatron_neobert.errors import DataError, OutputError
+from megatron_neobert.runtime.atomic_files import replace_file
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+@pytest.mark.parametrize("small_windows", [False, True])
+@pytest.mark.parametrize("layout", [{}, {"keep_shards": True}, {"shard_bytes": 20}], ids=str)
+@pytest.mark.parametrize("deduplicate", [False, True])
+@pytest.mark.parametrize("validation_fraction", [0.0, 0.4])
+def test_documents_are_those_that_a_plain_loop_selects(
+    place, monkeypatch, small_windows, layout, deduplicate, validation_fraction
+):
+    if small_windows:
+        monkeypatch.setattr(join, "_WINDOW_DOCUMENTS", 2)
+        monkeypatch.setattr(join, "_WINDOW_BYTES", 10)
+    selection = {"deduplicate": deduplicate, "validation_fraction": validation_fraction}
+    training, held_out, dropped = selected(place.texts, place.documents, **selection)
+    written = place.write(**selection, **layout)
+    manifest = written.manifest
+    assert documents_of(place.folder / "P") == training
+    assert manifest.documents == len(training) and manifest.held_out == len(held_out)
+    assert manifest.records == 3 + len(place.documents)
+    assert manifest.dropped == {"empty text": 1} | ({"duplicate": len(dropped)} if dropped else {})
+    assert manifest.unknown_tokens == sum(document.count(UNKNOWN) for document in training) > 0
+    assert manifest.statistics.longest == max(map(len, training))
+    assert manifest.part_of == ("training" if held_out else "all")
+    assert bool(dropped) == deduplicate and bool(held_out) == bool(validation_fraction)  # or this would show nothing
+    if not validation_fraction:
+        assert written.validation is None and not validation_files(place.files).manifest.exists()
+        return
+    validation = written.validation
+    assert documents_of(place.folder / "P_validation") == held_out
+    assert (validation.documents, validation.held_out) == (len(held_out), len(training))
+    assert (validation.part_of, len(validation.volumes)) == ("validation", 1)
+    assert validation.unknown_tokens == sum(document.count(UNKNOWN) for document in held_out) > 0
+    assert validation.statistics.longest == max(map(len, held_out))
+    assert (validation.records, validation.dropped) == (manifest.records, manifest.dropped)
+
+
+def test_no_text_is_in_training_and_validation_even_without_deduplication(place):
+    training, held_out, _ = selected(place.texts, place.documents, validation_fraction=0.4)
+    place.write(validation_fraction=0.4)
+    found = [documents_of(place.folder / name) for name in ("P", "P_validation")]
+    assert found == [training, held_out]
+    assert len(place.texts) > len(set(place.texts))
+    assert not {tuple(document) for document in found[0]} & {tuple(document) for document in found[1]}
+
+
+@pytest.mark.parametrize("options", [{}, {"deduplicate": True, "validation_fraction": 0.4}], ids=str)
+def test_bytes_do_not_depend_on_the_parts_that_the_documents_came_in(tmp_path, options):
+    cut = Place(tmp_path / "cut")
+    whole = Place(tmp_path / "whole", shards=())
+    rejects = "".join(part.rejects.read_text() for part in cut.parts)
+    whole.parts = [write_part(whole.files.partial, 0, cut.documents, TOKENIZER, texts=cut.texts, rejects=rejects)]
+    cut.write(**options)
+    whole.write(**options)
+    assert cut.corpus_bytes() == whole.corpus_bytes()
+    assert len(cut.corpus_bytes()) == (7 if options else 4)
+
+
+def test_kept_shards_are_a_volume_each_and_those_without_documents_none(place):
+    manifest = place.write(keep_shards=True).manifest
+    assert [volume.name for volume in manifest.volumes] == ["P_00000", "P_00001", "P_00002"]
+    assert [volume.documents for volume in manifest.volumes] == [5, 4, 11]
+    assert not (place.folder / "P.bin").exists()
+
+
+def test_one_kept_shard_has_the_name_of_a_corpus_of_one_volume(tmp_path):
+    place = Place(tmp_path, shards=((3, 2), (0,)))
+    assert [volume.name for volume in place.write(keep_shards=True).manifest.volumes] == ["P"]
+
+
+def test_shard_that_is_one_whole_part_is_linked_and_another_copied(place):
+    place.write(keep_shards=True)
+    linked = [(place.folder / f"P_{number:05d}.bin").stat().st_nlink for number in range(3)]
+    assert linked == [1, 2, 1]
+    assert (place.folder / "P_00001.bin").samefile(place.parts[2].ids)
+
+
+def test_file_system_without_links_gives_the_same_files(tmp_path, monkeypatch):
+    linking, copying = Place(tmp_path / "a"), Place(tmp_path / "b")
+    linking.write(keep_shards=True)
+
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    copying.write(keep_shards=True)
+    assert linking.corpus_bytes() == copying.corpus_bytes()
+    assert (copying.folder / "P_00001.bin").stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("shard_bytes", [2, 16, 30, 1 << 20])
+def test_volumes_are_full_up_to_the_limit_and_only_a_longer_document_exceeds_it(place, shard_bytes):
+    manifest = place.write(shard_bytes=shard_bytes).manifest
+    assert documents_of(place.folder / "P") == place.documents
+    first = 0
+    for number, volume in enumerate(manifest.volumes):
+        assert volume.bin.bytes <= shard_bytes or volume.documents == 1
+        first += volume.documents
+        if number + 1 < len(manifest.volumes):
+            assert volume.bin.bytes + 2 * len(place.documents[first]) > shard_bytes
+    assert (len(manifest.volumes) == 1) == (shard_bytes == 1 << 20)
+
+
+def test_hash_of_a_corpus_of_several_volumes_depends_on_each_of_them(place):
+    one, several = place.write().manifest, place.write(keep_shards=True).manifest
+    assert one.sha256 == one.volumes[0].bin.sha256
+    changed = replace(several, volumes=several.volumes[::-1])
+    assert len({one.sha256, several.sha256, changed.sha256, several.volumes[0].bin.sha256}) == 4
+
+
+def test_rejects_are_joined_in_order_and_have_no_file_where_there_are_none(place, tmp_path):
+    place.write()
+    lines = place.files.rejects.read_text().splitlines()
+    assert [json.loads(line)["part"] for line in lines] == [0, 4]  # the parts of 3 and of 5 documents
+    clean = Place(tmp_path / "clean", shards=((2, 4),))
+    clean.files.rejects.write_text("of an earlier run")
+    clean.write()
+    assert not clean.files.rejects.exists()
+
+
+def test_progress_adds_up_to_the_bytes_of_all_ids(place):
+    for options in ({}, {"keep_shards": True}, {"deduplicate": True}):
+        seen = []
+        place.write(seen.append, **options)
+        assert sum(seen) == 2 * sum(map(len, place.documents))
+        assert all(seen)
+
+
+def test_new_corpus_leaves_nothing_of_the_one_it_replaces(place):
+    place.write(shard_bytes=10, validation_fraction=0.4)
+    assert len(place.corpus_bytes()) > 10
+    place.write()
+    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl"]
+
+
+def test_files_of_other_corpora_with_similar_names_are_left_alone(place):
+    names = ("P_1.bin", "P_00000x.bin", "PP.bin", "P_00000.json", "P_test.idx", "P_20240101.bin", "P_20240101.idx")
+    others = [place.folder / name for name in names]
+    for other in others:
+        other.write_text("keep")
+    refuse_existing(place.files, overwrite=False)
+    for _ in range(2):  # with no corpus there, and with one
+        place.write()
+        assert all(other.read_text() == "keep" for other in others)
+
+
+def test_only_volumes_that_the_old_manifest_lists_are_removed(place):
+    place.write(keep_shards=True)
+    lost, other = place.folder / "P_00001", place.folder / "P_00003.bin"
+    for end in (".bin", ".idx"):
+        lost.with_suffix(end).unlink()
+    other.write_text("keep")
+    place.write()
+    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl", other.name]
+    assert other.read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"format_version": 1, "documents": 3}', "{", "[" * 100_000, None],
+    ids=["v1", "cut", "deep", "dead link"],
+)
+def test_old_manifest_that_cannot_be_read_is_replaced_with_the_volumes_beside_it(tmp_path, content):
+    place = Place(tmp_path)
+    place.write(keep_shards=True)
+    if content is not None:
+        place.files.manifest.write_text(content)
+        with pytest.raises(DataError):  # control
+            read_manifest(place.files.manifest)
+    else:
+        place.files.manifest.unlink()
+        place.files.manifest.symlink_to(tmp_path / "nowhere")
+    refuse_existing(place.files, overwrite=True)
+    place.write()
+    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl"]
+    assert documents_of(tmp_path / "P") == place.documents
+
+
+def test_shard_whose_name_is_not_utf8_is_in_the_manifests_under_that_name(place):
+    inputs = {os.fsdecode(b"caf\xe9.jsonl"): InputRecord(1, None), "caf\u00e9.jsonl": InputRecord(2, None)}
+    for _ in range(2):  # the second time over a corpus
+        place.write(inputs=inputs, validation_fraction=0.4)
+        for files in (place.files, validation_files(place.files)):
+            assert read_manifest(files.manifest).inputs == inputs
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_shards": True, "validation_fraction": 0.4}], ids=str)
+def test_all_of_the_new_corpus_is_on_disk_before_anything_of_the_old_is_removed(place, monkeypatch, options):
+    place.write(shard_bytes=20, validation_fraction=0.4)
+    synced, before_removal = {part.ids.stat().st_ino for part in place.parts}, []  # parts are complete when they come
+    fsync, unlink = os.fsync, os.unlink
+
+    def note_sync(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def note_removal(path, **keywords):
+        if os.path.dirname(path) == str(place.folder) and not before_removal:  # noqa: PTH120
+            before_removal.append(set(synced))
+        unlink(path, **keywords)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "unlink", note_removal)
+    place.write(**options)
+    new = {name: (place.folder / name).stat().st_ino for name in place.corpus_bytes()}
+    assert len(new) == (11 if options else 4)
+    assert {name for name, inode in new.items() if inode not in before_removal[0]} == set()
+
+
+def test_small_file_is_not_replaced_by_text_that_cannot_be_encoded(tmp_path):
+    replace_file(tmp_path / "file", "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(tmp_path / "file", "\udce9")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["P.bin", "P.idx", "P.json", "P_00017.bin", "P_validation.json", "P_validation.idx"])
+def test_each_piece_of_a_corpus_is_replaced_only_when_asked(tmp_path, name):
+    files = corpus_files(tmp_path / "P")
+    refuse_existing(files, overwrite=False)  # control
+    (tmp_path / name).touch()
+    with pytest.raises(OutputError, match=rf"{name} exists already; choose another --output-prefix, or .*--overwrite"):
+        refuse_existing(files, overwrite=False)
+    refuse_existing(files, overwrite=True)
+
+
+def test_many_volumes_that_exist_are_counted_and_not_all_named(place):
+    manifest = place.write(shard_bytes=2).manifest
+    with pytest.raises(OutputError, match=rf"P_00001\.idx and {2 * len(manifest.volumes) - 3} more files exist"):
+        refuse_existing(place.files, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "message"),
+    [
+        (1e-9, "--split-validation 1e-09 of 20 documents holds out 0 and leaves 20;"),
+        (0.999999, "holds out 20 and leaves 0;"),
+        (1.0, "holds out 20 and leaves 0;"),
+    ],
+)
+def test_split_that_leaves_one_corpus_empty_is_refused_before_the_old_corpus_is_touched(place, fraction, message):
+    place.write()
+    before = place.corpus_bytes()
+    with pytest.raises(DataError, match=message):
+        place.write(validation_fraction=fraction)
+    assert place.corpus_bytes() == before
+    assert not (place.files.partial / "output").exists()
+
+
+def test_account_that_does_not_add_up_is_found_before_the_old_corpus_is_touched(place):
+    place.write()
+    before = place.corpus_bytes()
+    output = OutputSettings(
+        files=place.files, keep_shards=False, shard_bytes=None, validation_fraction=0.0, deduplicate=False
+    )
+    facts = replace(made_up_facts(place.parts), records=21)
+    with pytest.raises(AssertionError, match=r"expected records 20, the sum .* found 21"):
+        write_corpus(place.parts, output, facts, TOKENIZER, folder=place.files.partial)
+    assert place.corpus_bytes() == before
+
+
+# --- a kill at any moment
+
+CHANGES = {"open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "shutil.rmtree"}
+
+
+def killed_before(change_number, place, **options):
+    """Writes in a child that dies before it opens, renames or removes a file for the n-th time; False: it survived."""
+    child = os.fork()
+    if child == 0:
+        left = change_number
+
+        def count(event, _):
+            nonlocal left
+            left -= event in CHANGES
+            if left < 0:
+                os._exit(9)
+
+        sys.addaudithook(count)
+        place.write(**options)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+SPLIT = {"keep_shards": True, "deduplicate": True, "validation_fraction": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("old_options", "new_options"),
+    [
+        ({}, {}),
+        pytest.param(SPLIT, SPLIT, marks=pytest.mark.slow),
+        pytest.param(SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param({}, {"shard_bytes": 40}, marks=pytest.mark.slow),
+    ],
+    ids=["one over one", "split over split", "one over split", "volumes over one"],
+)
+def test_kill_at_any_moment_leaves_the_old_corpus_or_none_and_the_same_call_gives_the_same_bytes(
+    tmp_path, old_options, new_options
+):
+    # Of the same lengths as the new corpus: only the manifests tell one from the other without reading all tokens.
+    template = Place(tmp_path / "template", ids_seed=1)
+    template.write(**old_options)
+    new = Place(tmp_path / "new")
+    new.write(**new_options)
+    old_documents = {name: documents_if_it_opens(tmp_path / "template" / name) for name in ("P", "P_validation")}
+    new_documents = {name: documents_if_it_opens(tmp_path / "new" / name) for name in ("P", "P_validation")}
+    assert old_documents["P"] and new_documents["P"] and old_documents["P"] != new_documents["P"]
+    outcomes = set()
+    for change_number in range(1000):
+        shutil.rmtree(tmp_path / "place", ignore_errors=True)
+        place = Place(tmp_path / "place")
+        for name, content in template.corpus_bytes().items():
+            (place.folder / name).write_bytes(content)
+        killed = killed_before(change_number, place, **new_options)
+        for name in ("P", "P_validation"):
+            found = documents_if_it_opens(place.folder / name)
+            assert found in (None, old_documents[name], new_documents[name]), change_number
+            outcomes.add((name, "none" if found is None else "old" if found == old_documents[name] else "new"))
+        if not killed:
+            break
+        place.write(**new_options)
+        assert place.corpus_bytes() == new.corpus_bytes()
+        assert not (place.files.partial / "output").exists()
+    assert 20 < change_number < 999  # so many moments were tried, and all of them
+    assert {("P", "none"), ("P", "old"), ("P", "new")} <= outcomes

@@ -1,0 +1,66 @@
+"""Duplicates among hashes: the same as a set finds, whatever the buckets and chunks."""
+
+import numpy as np
+import pytest
+
+from megatron_neobert.data.corpus import deduplicate
+from megatron_neobert.data.corpus.deduplicate import find_duplicates
+
+
+def write_hashes(folder, hashes, files=3):
+    """16-byte hashes in several files."""
+    paths = []
+    for number, some in enumerate(np.array_split(np.arange(len(hashes)), files)):
+        paths.append(folder / f"{number}.hashes")
+        paths[-1].write_bytes(b"".join(hashes[index] for index in some))
+    return paths
+
+
+def expected_duplicates(hashes):
+    seen = set()
+    return [hash_ in seen or seen.add(hash_) is not None for hash_ in hashes]
+
+
+@pytest.fixture(params=[(1 << 20, 64 << 20), (7, 24 * 5), (1, 24), (64, 24 * 64)], ids=str)
+def sizes(request, monkeypatch):
+    """Documents per chunk and bytes per bucket."""
+    chunk, bucket_bytes = request.param
+    monkeypatch.setattr(deduplicate, "_CHUNK", chunk)
+    return bucket_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_duplicates_are_those_that_a_set_finds(tmp_path, sizes, seed):
+    generator = np.random.default_rng(seed)
+    distinct = [generator.bytes(16) for _ in range(150)]
+    hashes = [distinct[index] for index in generator.integers(0, 150, 300)]
+    found = find_duplicates(write_hashes(tmp_path, hashes), folder=tmp_path / "work", bucket_bytes=sizes)
+    assert 0 < found.sum() < 300
+    assert found.tolist() == expected_duplicates(hashes)
+    assert not (tmp_path / "work").exists()
+
+
+def test_hashes_that_agree_in_one_half_alone_are_different(tmp_path, sizes):
+    halves = [b"a" * 8, b"b" * 8, b"c" * 8]
+    hashes = [first + second for first in halves for second in halves]
+    paths = write_hashes(tmp_path, hashes)
+    assert not find_duplicates(paths, folder=tmp_path / "work", bucket_bytes=sizes).any()
+    paths.append(paths[1])  # negative control
+    found = find_duplicates(paths, folder=tmp_path / "work", bucket_bytes=sizes)
+    assert found.tolist() == [False] * 9 + [True] * 3
+
+
+def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, monkeypatch):
+    monkeypatch.setattr(deduplicate, "_CHUNK", 100)
+    loaded = []
+    original = deduplicate._repeats
+    monkeypatch.setattr(deduplicate, "_repeats", lambda high, low: loaded.append(high.size) or original(high, low))
+    paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
+    found = find_duplicates(paths, folder=tmp_path / "work", bucket_bytes=24 * 10)
+    assert found.tolist() == [False] + [True] * 999
+    assert loaded == [100] * 10 + [10]  # ten chunks, and one bucket with one entry of each
+
+
+def test_no_documents_have_no_duplicates(tmp_path):
+    assert find_duplicates([], folder=tmp_path / "work").size == 0
+    assert find_duplicates(write_hashes(tmp_path, [], files=1), folder=tmp_path / "work").size == 0

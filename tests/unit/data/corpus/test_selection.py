@@ -1,0 +1,76 @@
+"""Documents chosen by length: the same as a list of them, without the list."""
+
+import pickle
+
+import numpy as np
+import pytest
+from unit.data.corpus.memory_corpus import MemoryCorpus
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.corpus.selection import KeptDocuments
+
+
+class Volumes:
+    """Lengths in several arrays, as a corpus of several volumes has them."""
+
+    def __init__(self, *volumes: np.ndarray) -> None:
+        self.volumes = volumes
+
+    def length_arrays(self) -> list[np.ndarray]:
+        return list(self.volumes)
+
+
+def lengths_of(documents: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 1000, documents).astype(np.int32)
+
+
+def listed(lengths: np.ndarray, documents: range, minimum: int, maximum: int | None) -> list[int]:
+    return [
+        number for number in documents if lengths[number] >= minimum and (maximum is None or lengths[number] <= maximum)
+    ]
+
+
+@pytest.mark.parametrize("cuts", [[], [1000], [1, 257, 258, 1024], [256, 512, 5000]])
+@pytest.mark.parametrize(
+    "documents", [range(6000), range(300, 5900), range(256, 512), range(1000, 1001), range(77, 77)]
+)
+@pytest.mark.parametrize(
+    ("minimum", "maximum"), [(1, None), (500, None), (990, None), (1, 20), (400, 450), (1000, None)]
+)
+def test_kept_documents_are_those_of_a_plain_search(cuts, documents, minimum, maximum):
+    lengths = lengths_of(6000)
+    kept = KeptDocuments(Volumes(*np.split(lengths, cuts)), documents, minimum=minimum, maximum=maximum)
+    expected = listed(lengths, documents, minimum, maximum)
+    assert len(kept) == len(expected)
+    assert kept.numbers(np.arange(len(kept))).tolist() == expected
+
+
+def test_kept_documents_can_be_asked_for_in_any_order_and_twice():
+    lengths = lengths_of(20_000)
+    kept = KeptDocuments(MemoryCorpus(lengths), range(20_000), minimum=700, maximum=None)
+    expected = np.array(listed(lengths, range(20_000), 700, None))
+    indices = np.random.default_rng(1).integers(0, len(expected), 5000)
+    assert np.array_equal(kept.numbers(indices), expected[indices])
+
+
+def test_a_single_long_document_among_many_short_ones_is_found():
+    lengths = np.full(100_000, 10, dtype=np.int32)
+    lengths[77_777] = 5000
+    kept = KeptDocuments(MemoryCorpus(lengths), range(100_000), minimum=1024, maximum=None)
+    assert kept.numbers(np.array([0])).tolist() == [77_777]
+
+
+def test_a_block_all_of_whose_documents_are_kept_is_counted_in_full():
+    """256 does not fit 8 bits."""
+    kept = KeptDocuments(MemoryCorpus(np.full(1024, 9)), range(1024), minimum=9, maximum=9)
+    assert kept.numbers(np.array([0, 255, 256, 1023])).tolist() == [0, 255, 256, 1023]
+
+
+def test_another_process_finds_the_same_documents(tmp_path):
+    tokenizer = numbered_tokenizer(100)
+    write_corpus(tmp_path / "P", random_documents([3, 9, 4, 30, 5], 100), tokenizer, shard_bytes=30)
+    kept = KeptDocuments(Corpus(tmp_path / "P"), range(1, 5), minimum=5, maximum=None)
+    assert len(kept.corpus.volumes) > 1
+    again = pickle.loads(pickle.dumps(kept))
+    assert again.numbers(np.arange(3)).tolist() == kept.numbers(np.arange(3)).tolist() == [1, 3, 4]

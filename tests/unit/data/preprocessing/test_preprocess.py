@@ -1,0 +1,333 @@
+"""Shards to corpus: every document arrives once and in order, and every record is accounted for."""
+
+import hashlib
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.data.preprocess_place import WORDS, Place, add_mixed_shards, cut_small, decoded
+from unit.data.small_corpus import write_vocabulary
+
+from megatron_neobert.data.corpus.reader import check_content
+from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
+from megatron_neobert.data.preprocessing import run as run_module
+from megatron_neobert.data.preprocessing.counts import Counts
+from megatron_neobert.data.preprocessing.part_tasks import read_result, tokenize_part
+from megatron_neobert.data.preprocessing.plan import part_tasks, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.data.preprocessing.workers import Workers
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place, monkeypatch):
+    add_mixed_shards(place)
+    for name, workers in {"1": None, "2": 2, "4": 4}.items():
+        place.run(name, workers=workers)
+    cut_small(monkeypatch, 2000)
+    assert len(plan_preprocessing(place.settings("parts")).parts) > 20
+    place.run("parts")
+    found = {name: place.contents(name) for name in ("1", "2", "4", "parts")}
+    assert sorted(found["1"]) == [f"content_document.{end}" for end in ("bin", "idx", "json", "rejects.jsonl")]
+    assert min(map(len, found["1"].values())) > 100
+    assert found["1"] == found["2"] == found["4"] == found["parts"]
+    check_content(place.corpus("1"))
+
+
+def test_every_document_arrives_in_order_with_the_tokenizers_ids(place):
+    place.add_texts("b.jsonl", "hello world", "xyz")
+    place.add_texts("a.jsonl", "world [MASK] hello")
+    report = place.run()
+    assert decoded(place) == ["world [ mask ] hello", "hello world", "xyz"]
+    assert (report.counts.documents, report.counts.tokens) == (3, 5 + 2 + 2)
+    assert report.counts.utf8_bytes == sum(map(len, ["world [MASK] hello", "hello world", "xyz"]))
+
+
+def test_megatron_reads_what_preprocessing_of_real_books_wrote(shared_data, tmp_path):
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    place = Place(tmp_path)
+    place.vocab = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
+    texts = []
+    for shard in sorted((shared_data / "text/books").glob("*.parquet"))[:4]:
+        rows = pq.read_table(shard).slice(0, 20)
+        texts += rows["content"].to_pylist()
+        pq.write_table(rows, place.shards / shard.name)
+    place.run()
+    dataset = indexed_dataset.IndexedDataset(str(tmp_path / "out" / "run_content_document"))
+    tokenizer = load_tokenizer(place.vocab)
+    assert len(dataset) == len(texts) == 80
+    for number, text in enumerate(texts):
+        assert dataset[number].tolist() == tokenizer.encode_batch([text]).ids.tolist()
+
+
+def test_special_token_literals_in_the_text_leave_no_special_id_in_the_corpus(place):
+    place.add_texts("a.jsonl", "hello [MASK] [SEP] [CLS] [PAD] world")
+    place.run()
+    stored = set(place.corpus().document(0).tolist())
+    assert not stored & (set(place.corpus().manifest.special_ids) - {1})  # [UNK] stands for "cls" and "pad" here
+    check_content(place.corpus())
+
+
+# --- what is left out
+
+
+def test_every_record_is_kept_rejected_or_dropped_and_rejects_are_listed_with_what_they_were(place):
+    pq.write_table(pa.table({"content": ["hello", None, " "]}), place.shards / "a.parquet")
+    place.add_lines("b.jsonl", "broken", '{"content": 1}', "", '{"text": "x"}', '{"content": "\\u200b"}')
+    with (place.shards / "b.jsonl").open("ab") as stream:
+        stream.write(b'\xff\n{"content": "world"}\n')
+    report = place.run()
+    expected = [
+        ("a.parquet", "row", 1, "null text", {"raw": ""}),
+        ("b.jsonl", "line", 1, "malformed JSON", {"raw": "broken"}),
+        ("b.jsonl", "line", 2, "text is not a string", {"raw": '{"content": 1}'}),
+        ("b.jsonl", "line", 4, "missing key", {"raw": '{"text": "x"}'}),
+        ("b.jsonl", "line", 6, "malformed JSON", {"raw_base64": "/w=="}),
+    ]
+    found = [json.loads(line) for line in place.settings().files.rejects.read_text(encoding="utf-8").splitlines()]
+    assert [line.pop("detail") != "" for line in found] == [True] * len(expected)
+    assert found == [
+        {"file": str(place.shards / file), unit: number, "reason": reason, **raw}
+        for file, unit, number, reason, raw in expected
+    ]
+    manifest = place.corpus().manifest
+    assert manifest.rejected == {"malformed JSON": 2, "missing key": 1, "null text": 1, "text is not a string": 1}
+    assert manifest.dropped == {"empty text": 1, "no tokens": 1}
+    assert (manifest.records, manifest.documents) == (9, 2) == (report.counts.records, report.counts.documents)
+    assert decoded(place) == ["hello", "world"]
+
+
+def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_part(place, monkeypatch):
+    lines = ["broken" if number % 7 == 0 else '{"content": "hello"}' for number in range(1, 200)]
+    place.add_lines("a.jsonl", *lines)
+    cut_small(monkeypatch, 500)
+    assert len(plan_preprocessing(place.settings()).parts) > 5
+    place.run()
+    found = [json.loads(line)["line"] for line in place.settings().files.rejects.read_text().splitlines()]
+    assert found == list(range(7, 200, 7))
+
+
+def test_record_in_a_later_part_is_named_by_its_line_after_a_byte(place, monkeypatch):
+    place.add_lines("a.jsonl", *['{"content": "hello"}'] * 50, "broken")
+    cut_small(monkeypatch, 500)
+    start = plan_preprocessing(place.settings()).parts[-1].start
+    assert start > 500
+    with pytest.raises(DataError, match=rf"a\.jsonl, line \d+ after byte {start}: malformed JSON"):
+        place.run(on_error="fail")
+
+
+def test_clean_run_writes_no_rejects_and_removes_those_of_the_run_it_replaces(place):
+    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
+    place.run()
+    assert place.settings().files.rejects.exists()
+    place.add_texts("a.jsonl", "hello")
+    place.run(overwrite=True)
+    assert not place.settings().files.rejects.exists()
+
+
+def test_repaired_and_unknown_tokens_are_counted_in_the_manifest(place):
+    (place.shards / "a.jsonl").write_bytes(
+        b'{"content": "hello \xff"}\n{"content": "hello \\ud800 unheard"}\n{"content": "zy"}'
+    )
+    place.run()
+    manifest = place.corpus().manifest
+    assert (manifest.repaired_documents, manifest.unknown_tokens, manifest.tokens) == (2, 1, 4)  # U+FFFD is no token
+
+
+def test_word_of_a_million_characters_is_one_unknown_token(place):
+    place.add_texts("a.jsonl", "hello " + "x" * 1_000_000)
+    place.run()
+    assert decoded(place) == ["hello [UNK]"]
+
+
+def test_failing_on_errors_names_the_first_and_leaves_nothing(place):
+    place.add_lines("a.jsonl", '{"content": "hello"}', '{"content": null}')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: null text \(null\); .*--on-error skip"):
+        place.run(on_error="fail")
+    assert list((place.folder / "out").iterdir()) == []
+
+
+def test_empty_texts_are_no_errors(place):
+    place.add_texts("a.jsonl", "hello", "", "\u200b", " \n")
+    report = place.run(on_error="fail", max_error_rate=0.0)
+    assert (report.counts.documents, report.counts.dropped.total(), report.counts.errors) == (1, 3, 0)
+
+
+@pytest.mark.parametrize(("good", "allowed"), [(998, False), (999, True)])
+def test_error_rate_ends_the_run_only_above_its_bound(place, good, allowed):
+    """1 of 999 is above 0.001, 1 of 1,000 is not."""
+    place.add_lines("a.jsonl", "broken", *['{"content": "hello"}'] * good)
+    if allowed:
+        assert place.run(max_error_rate=0.001).counts.records == 1000
+    else:
+        message = (
+            r"1 of 999 records .*\(0\.10%\).* --max-error-rate 0\.001 .*1 malformed JSON\); for example: .*a\.jsonl, "
+        )
+        with pytest.raises(DataError, match=message + "line 1: malformed JSON"):
+            place.run(max_error_rate=0.001)
+        assert not list((place.folder / "out").glob("*.bin"))
+
+
+@pytest.mark.parametrize("bad_shard", ["a.jsonl", "z.jsonl"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_errors_that_the_whole_input_may_have_are_allowed_wherever_they_stand(place, bad_shard, workers):
+    """15 of 20,015 are below 0.001; of the first half they would be above."""
+    place.add_lines("m.jsonl", *['{"content": "hello"}'] * 10_000)
+    place.add_lines(bad_shard, *["broken"] * 15, *['{"content": "hello"}'] * 10_000)
+    place.run(max_error_rate=0.001, workers=workers)
+    assert place.corpus().manifest.rejected == {"malformed JSON": 15}
+
+
+def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
+    place.add_lines("a.jsonl", *['{"text": "hello"}'] * 10_000)
+    place.add_texts("b.jsonl", "hello")
+    read = []
+    monkeypatch.setattr(
+        run_module, "tokenize_part", lambda task, report: read.append(task.number) or tokenize_part(task, report)
+    )
+    with pytest.raises(DataError, match=r"10,000 of 10,000 records .*100.00%.*no key 'content'; keys found: text"):
+        place.run(max_error_rate=0.001)
+    assert read == [0]
+
+
+def test_corpus_without_a_document_is_refused_and_leaves_nothing(place):
+    place.add_texts("a.jsonl", "", " ")
+    (place.shards / "b.jsonl").touch()
+    with pytest.raises(DataError, match=r"no document in 2 shards \(2 records: 2 empty text\)"):
+        place.run()
+    assert list((place.folder / "out").iterdir()) == []
+
+
+def test_small_shards_do_not_wait_for_the_disk_one_by_one(place, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+
+    def syncs_of(name, shards):
+        for number in range(shards):
+            place.add_texts(f"{number}.jsonl", "hello")
+        synced.clear()
+        place.run(name)
+        return len(synced)
+
+    few = syncs_of("few", 3)
+    assert syncs_of("many", 30) == few
+    monkeypatch.setattr(part_tasks_module, "_UNSYNCED_BYTES", 0)  # control: as of large parts
+    assert syncs_of("large", 30) >= few + 30 * 4
+
+
+# --- inputs and outputs
+
+
+def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(place):
+    place.add_texts("b.jsonl", "hello")
+    place.add_texts("a.jsonl", "world")
+    place.run(text_key="content")
+    manifest, tokenizer = place.corpus().manifest, load_tokenizer(place.vocab)
+    assert list(manifest.inputs) == [str(place.shards / name) for name in ("a.jsonl", "b.jsonl")]
+    content = (place.shards / "a.jsonl").read_bytes()
+    record = manifest.inputs[str(place.shards / "a.jsonl")]
+    assert (record.bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert manifest.tokenizer_fingerprint == tokenizer.fingerprint
+    assert (manifest.vocab_size, manifest.special_tokens) == (tokenizer.vocab_size, tokenizer.special_tokens)
+    assert (manifest.documents, manifest.tokens, manifest.dtype, manifest.text_key) == (2, 2, "uint16", "content")
+
+
+def test_existing_corpus_is_kept_without_overwrite_and_found_before_reading(place):
+    place.add_texts("a.jsonl", "hello")
+    place.run()
+    with pytest.raises(OutputError, match=r"exist already.*--overwrite"):
+        plan_preprocessing(place.settings())
+    place.add_texts("a.jsonl", "world")
+    place.run(overwrite=True)
+    assert decoded(place) == ["world"]
+
+
+def test_output_of_an_earlier_run_is_no_input(place):
+    place.add_texts("a.jsonl", "hello")
+    inside = {"output_prefix": str(place.shards / "run")}
+    with pytest.raises(ConfigError, match=r"--output-prefix .*run lies below --input .*shards, where a later run"):
+        place.run(**inside)
+    by_glob = {**inside, "inputs": (str(place.shards / "*"),)}
+    place.run(**by_glob)
+    with pytest.raises(
+        ConfigError, match=r"--input matches .*run_content_document\.bin, which belongs to --output-prefix"
+    ):
+        place.run(**by_glob, overwrite=True)
+
+
+def test_pattern_without_a_file_is_a_missing_input(place):
+    with pytest.raises(MissingInputError, match=r"nowhere.*no file matches"):
+        plan_preprocessing(place.settings(inputs=(str(place.folder / "nowhere" / "*"),)))
+
+
+def test_tokenizer_that_changes_before_the_workers_start_is_refused(place):
+    place.add_texts("a.jsonl", "hello")
+    plan = plan_preprocessing(place.settings(workers=2))
+    write_vocabulary(place.vocab, [*WORDS, "more"])
+    with pytest.raises(DataError, match="has changed since the run started"):
+        preprocess(plan, on_progress=lambda progress: None)
+
+
+def test_shard_that_changes_while_it_is_read_is_refused(place):
+    place.add_texts("a.jsonl", "hello")
+    plan = plan_preprocessing(place.settings())
+    place.add_texts("a.jsonl", "hello", "world")
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since the run started; .*--resume"):
+        preprocess(plan, on_progress=lambda progress: None)
+    place.run()
+    assert decoded(place) == ["hello", "world"]
+
+
+def test_corpus_that_another_run_has_finished_meanwhile_is_not_replaced(place):
+    place.add_texts("a.jsonl", "hello")
+    plan = plan_preprocessing(place.settings())
+    place.run()
+    with pytest.raises(OutputError, match="exist already"):
+        preprocess(plan, on_progress=lambda progress: None)
+
+
+def test_part_that_two_processes_do_at_once_is_whole(place):
+    place.add_texts("a.jsonl", *("hello world " * 200 for _ in range(2000)))
+    plan = plan_preprocessing(place.settings(tokenizer_backend="reference"))
+    (task,) = part_tasks(plan)
+    plan.files.partial.mkdir(parents=True)
+    first, second = Workers(tokenize_part, count=2).run([task, task], on_report=id)
+    assert first == second == read_result(task)
+    assert sorted(file.suffix for file in plan.files.partial.iterdir()) == [".done", ".ids", ".lengths", ".rejects"]
+
+
+def test_max_tokens_of_zero_is_a_bound(place):
+    place.add_texts("a.jsonl", "hello")
+    with pytest.raises(DataError, match="1 longer than --max-tokens"):
+        place.run(max_tokens=0)
+
+
+def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(place, monkeypatch):
+    monkeypatch.setattr(run_module, "_TELL_SECONDS", 0.0)  # every step is told, as on a machine that is slow enough
+    add_mixed_shards(place)
+    seen = []
+    plan = plan_preprocessing(place.settings(workers=2))
+
+    def note(progress):
+        seen.append((progress.read_bytes, progress.counts.documents, progress.counts.errors))
+
+    report = preprocess(plan, on_progress=note)
+    assert [documents for _, documents, _ in seen] == sorted(documents for _, documents, _ in seen)
+    total = sum(file.stat().st_size for file in place.shards.iterdir())
+    assert seen[-1] == (pytest.approx(total), report.counts.documents, report.counts.errors)
+    assert seen[-1][1:] == (7 * 40 + 2, 3 + 2 + 2)  # nulls, broken lines, {}
+
+
+def test_counts_add_up():
+    first, second = Counts(1, 2, 3, 4, 5), Counts(10, 20, 30, 40, 50)
+    first.dropped["empty text"], second.dropped["empty text"], second.rejected["missing key"] = 1, 2, 3
+    first.add(second)
+    assert first == Counts(11, 22, 33, 44, 55, second.rejected, first.dropped)
+    assert (first.records, first.errors) == (11 + 3 + 3, 3)

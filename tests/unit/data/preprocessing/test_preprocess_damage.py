@@ -1,0 +1,200 @@
+"""Preprocessing of damaged shards and with a fast back end that is found wrong."""
+
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.data.preprocess_place import Place, cut_small, decoded
+
+from megatron_neobert.data.corpus.format import BackendRecord
+from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
+from megatron_neobert.data.preprocessing import run as run_module
+from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
+from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+from megatron_neobert.data.tokenizer import fast_backends
+from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
+from megatron_neobert.errors import DataError, MissingInputError
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_missing_column_is_found_before_anything_is_written(place):
+    pq.write_table(pa.table({"content": ["hello"]}), place.shards / "a.parquet")
+    with pytest.raises(DataError, match="no column 'text'; its text columns: content"):
+        plan_preprocessing(place.settings(text_key="text"))
+
+
+# --- damaged shards
+
+
+def add_damaged_shards(place):
+    """Of five shards, two break off when they are read."""
+    for name in ("a", "c", "e"):
+        place.add_texts(f"{name}.jsonl", "hello", f"world {name}")
+    (place.shards / "b.gz").write_bytes(gzip.compress(b'{"content": "hello"}\n' * 1000)[:-20])
+    (place.shards / "d.json").write_text('[{"content": "xyz"}, {"content": ')
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_damaged_shards_are_reported_together_when_all_others_are_finished(place, workers):
+    add_damaged_shards(place)
+    with pytest.raises(DataError, match=r"(?s)2 of 5 shards .*/b\.gz: .*\n.*/d\.json: .*With --quarantine") as caught:
+        place.run(workers=workers, max_error_rate=0.5)
+    assert len(str(caught.value).splitlines()) == 3
+    folder = place.folder / "out" / "run_content_document.partial"
+    assert len(list(folder.glob("*.done"))) == 3
+    assert [file.name for file in folder.parent.iterdir()] == [folder.name]
+    place.add_texts("d.json", "xyz")
+    (place.shards / "b.gz").write_bytes(gzip.compress(b'{"content": "hello"}'))
+    place.run(resume=True)
+    assert decoded(place) == ["hello", "world [UNK]", "hello", "hello", "world [UNK]", "xyz", "hello", "world [UNK]"]
+
+
+def test_quarantined_shards_are_left_out_whole_and_named_in_the_manifest(place, monkeypatch):
+    add_damaged_shards(place)
+    pq.write_table(pa.table({"text": ["hello"]}), place.shards / "f.parquet")  # as the plan sees already
+    pq.write_table(pa.table({"content": [f"hello {number}" for number in range(500)]}), place.shards / "g.parquet")
+    content = (place.shards / "g.parquet").read_bytes()
+    (place.shards / "g.parquet").write_bytes(content[:1000] + bytes(200) + content[1200:])
+    cut_small(monkeypatch, 2000)
+    assert (
+        sum(part.path.endswith("g.parquet") for part in plan_preprocessing(place.settings(quarantine=True)).parts) > 1
+    )
+    report = place.run(quarantine=True)
+    manifest = place.corpus().manifest
+    left_out = {name.rpartition("/")[2]: shard for name, shard in manifest.quarantined.items()}
+    assert list(left_out) == ["b.gz", "d.json", "f.parquet", "g.parquet"]
+    assert left_out["b.gz"].bytes == (place.shards / "b.gz").stat().st_size and "b.gz" in left_out["b.gz"].reason
+    assert [name[-7:] for name in manifest.inputs] == ["a.jsonl", "c.jsonl", "e.jsonl"]
+    assert (manifest.records, manifest.documents, len(report.damaged)) == (6, 6, 4)
+    assert is_complete(plan_preprocessing(place.settings(quarantine=True, resume=True)))
+    for name in left_out:
+        (place.shards / name).unlink()
+    place.run("sound")
+    for end in ("bin", "idx"):
+        assert place.contents("sound")[f"content_document.{end}"] == place.contents()[f"content_document.{end}"]
+
+
+def test_corpus_without_its_quarantined_shards_is_complete_only_where_they_may_be_left_out(place):
+    add_damaged_shards(place)
+    place.run(quarantine=True)
+    assert not is_complete(plan_preprocessing(place.settings(resume=True)))
+    (place.shards / "b.gz").write_bytes(gzip.compress(b'{"content": "hello"}'))
+    assert not is_complete(plan_preprocessing(place.settings(resume=True, quarantine=True)))
+
+
+def test_every_shard_damaged_is_refused_with_quarantine_too(place):
+    (place.shards / "d.json").write_text('[{"content": ')
+    with pytest.raises(DataError, match=r"d\.json"):
+        place.run(quarantine=True)
+
+
+def test_tasks_of_an_array_leave_damage_to_the_merge(place):
+    add_damaged_shards(place)
+    for task in range(2):
+        place.run(quarantine=True, shard_index=task, num_shards=2)
+    with pytest.raises(DataError, match=r"2 of 5 shards"):
+        place.run(merge=True)
+    place.run(merge=True, quarantine=True)
+    place.run("whole", quarantine=True)
+    assert place.contents() == place.contents("whole")
+
+
+def test_plan_names_every_unusable_table_at_once(place):
+    for number, table in enumerate([{"content": ["hello"]}, {"text": ["hello"]}, {"content": [1]}, {"content": ["x"]}]):
+        pq.write_table(pa.table(table), place.shards / f"{number}.parquet")
+    (place.shards / "3.parquet").write_bytes((place.shards / "3.parquet").read_bytes()[:-20])
+    reasons = [
+        r"1\.parquet has no column 'content'",
+        r"2\.parquet: column 'content' holds int64",
+        r"3\.parquet: damaged",
+    ]
+    with pytest.raises(DataError, match="(?s)3 of 4 shards .*" + ".*\n.*".join(reasons)):
+        plan_preprocessing(place.settings())
+    assert not (place.folder / "out").exists()
+
+
+# --- a fast back end that is wrong
+
+
+@pytest.fixture
+def fast_but_wrong(monkeypatch):
+    """nanotoken, with a wrong id where "hello xy zy" occurs, as none of the probe's strings has it."""
+    pytest.importorskip("nanotoken")
+    build = fast_backends._build_nanotoken
+
+    def build_wrong(tokenizer):
+        right = build(tokenizer)
+        unknown = tokenizer.unk_id
+
+        def encode(texts):
+            batch = right(texts)
+            ends = np.cumsum(batch.lengths)
+            ids = batch.ids.copy()
+            ids[[end - 1 for text, end in zip(texts, ends, strict=True) if text == "hello xy zy"]] = unknown
+            return EncodedBatch(ids, batch.lengths)
+
+        return encode
+
+    monkeypatch.setattr(fast_backends, "_build_nanotoken", build_wrong)
+    monkeypatch.setattr(part_tasks_module, "_encoders", {})  # which other tests share
+
+
+def add_shards_for_a_wrong_back_end(place, *, found_in):
+    """Six shards of 80 documents. Of each the 71st is wrong, which nobody compares; of one the fourth is, too."""
+    for number in range(6):
+        texts = ["hello world"] * 80
+        texts[70] = "hello xy zy"
+        if number == found_in:
+            texts[3] = "hello xy zy"
+        place.add_texts(f"{number}.jsonl", *texts)
+
+
+@pytest.mark.usefixtures("fast_but_wrong")
+@pytest.mark.parametrize("found_in", [None, 0, 4])
+def test_fast_back_end_found_wrong_in_one_part_voids_all_parts_of_the_run(place, found_in):
+    add_shards_for_a_wrong_back_end(place, found_in=found_in)
+    report = place.run()
+    place.run("reference", tokenizer_backend="reference")
+    same = place.contents()["content_document.bin"] == place.contents("reference")["content_document.bin"]
+    assert same == (found_in is not None)  # control: what is not compared is not found
+    backends = {name.split()[0]: record for name, record in place.corpus().manifest.tokenizer_backends.items()}
+    if found_in is None:
+        assert backends == {"nanotoken": BackendRecord(480, 6 * 64)}
+    else:
+        assert backends == {"tokenizers": BackendRecord(480, 0)}
+        assert len(report.mismatches) == 1 and f"/{found_in}.jsonl: nanotoken" in report.mismatches[0]
+
+
+@pytest.mark.usefixtures("fast_but_wrong")
+def test_back_end_found_wrong_stays_out_after_a_kill_and_for_the_other_tasks_of_an_array(place, monkeypatch):
+    add_shards_for_a_wrong_back_end(place, found_in=4)
+    tasks = {"num_shards": 2}
+    place.run(**tasks, shard_index=1)  # 1, 3, 5: nothing is noticed
+    tokenized = []
+
+    def tokenize(task, report):
+        if len(tokenized) == 3:  # 0, 2, 4, and the first that is done again
+            raise KeyboardInterrupt
+        tokenized.append(task.number)
+        return tokenize_part(task, report)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "tokenize_part", tokenize)
+        with pytest.raises(KeyboardInterrupt):
+            place.run(**tasks, shard_index=0)
+    place.run(**tasks, shard_index=0)
+    with pytest.raises(MissingInputError, match=r"3 of 6 parts are not finished.* number 1 .*4\.jsonl: nanotoken"):
+        place.run(merge=True)
+    place.run(**tasks, shard_index=1)
+    place.run(merge=True)
+    place.run("reference", tokenizer_backend="reference")
+    assert place.contents() == place.contents("reference")
+
+
+# --- small shards

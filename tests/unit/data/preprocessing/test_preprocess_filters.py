@@ -1,0 +1,98 @@
+"""Which documents a corpus keeps, the volumes that it is cut into, and settings that contradict each other."""
+
+import pytest
+from unit.data.preprocess_place import Place, add_mixed_shards, decoded
+
+from megatron_neobert.data.corpus.reader import check_content
+from megatron_neobert.errors import ConfigError
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+# --- which documents are kept
+
+
+def test_short_and_long_documents_are_dropped_by_name(place):
+    texts = [" ".join(["hello"] * tokens) for tokens in (1, 2, 3, 4, 5, 6)]
+    place.add_texts("a.jsonl", *texts, "\u200b")
+    place.run(min_tokens=2, max_tokens=4)
+    manifest = place.corpus().manifest
+    assert place.corpus().lengths.tolist() == [2, 3, 4]
+    assert manifest.dropped == {"longer than --max-tokens": 2, "no tokens": 1, "shorter than --min-tokens": 1}
+    assert (manifest.filters["min_tokens"], manifest.filters["max_tokens"]) == (2, 4)
+    assert manifest.records == 7
+
+
+def test_duplicates_are_dropped_across_shards_and_the_first_stays(place):
+    place.add_texts("a.jsonl", "hello", "world", "hello")
+    place.add_texts("b.jsonl", "xyz", "world", "Hello")  # the same ids as "hello", but another text
+    for name, workers in {"one": None, "two": 2}.items():
+        place.run(name, deduplicate="exact", workers=workers)
+        assert decoded(place, name) == ["hello", "world", "xyz", "hello"]
+        assert place.corpus(name).manifest.dropped == {"duplicate": 2}
+    assert place.contents("one") == place.contents("two")
+
+
+def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(place):
+    texts = [f"hello {word}" for word in ("world " * count for count in range(1, 401))]
+    place.add_texts("a.jsonl", *texts)
+    place.run("forth", split_validation=0.1)
+    place.add_texts("a.jsonl", *reversed(texts))
+    place.run("back", split_validation=0.1)
+    held_out = {name: decoded(place, name, end="_validation") for name in ("forth", "back")}
+    assert held_out["forth"] == held_out["back"][::-1]
+    assert 20 < len(held_out["forth"]) < 60  # 40 expected, standard deviation 6
+    assert sorted(decoded(place, "forth") + held_out["forth"], key=len) == [text.strip() for text in texts]
+    manifest = place.corpus("forth").manifest
+    assert (manifest.part_of, manifest.held_out) == ("training", len(held_out["forth"]))
+
+
+@pytest.mark.parametrize("cut", [{"keep_shards": True}, {"shard_size": 600}])
+def test_corpus_of_several_volumes_has_the_same_documents(place, cut):
+    add_mixed_shards(place)
+    place.run("whole")
+    place.run("cut", **cut)
+    whole, several = place.corpus("whole"), place.corpus("cut")
+    assert len(several.manifest.volumes) == 7 if "keep_shards" in cut else len(several.manifest.volumes) > 7
+    assert len(several) == len(whole)
+    for number in range(len(whole)):
+        assert several.document(number).tolist() == whole.document(number).tolist()
+    check_content(several)
+
+
+def test_text_below_a_path_of_keys_is_found_and_names_the_corpus(place):
+    place.add_lines("a.jsonl", '{"data": {"text": "hello"}}')
+    place.run(text_key="data.text")
+    assert (place.folder / "out" / "run_data.text_document.bin").exists()
+
+
+# --- settings that contradict each other
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shard_index": 1}, "--shard-index and --num-shards .* give both or neither"),
+        ({"shard_index": 4, "num_shards": 4}, "--shard-index 4 is not one of the 4 tasks .* 0 to 3"),
+        ({"shard_index": 0, "num_shards": 4, "merge": True}, "--merge joins the parts of all tasks"),
+        ({"keep_shards": True, "shard_size": 10}, "--keep-shards cuts .* choose one"),
+        ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8 is below --min-tokens 9"),
+        ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
+        ({"inputs": ("-", "a.jsonl")}, "stands alone"),
+        ({"inputs": ("-",), "shard_index": 0, "num_shards": 2}, "has one reader"),
+        ({"text_separator": ""}, "--text-separator is empty"),
+        ({"split_validation": 1.0}, "--split-validation 1.0 leaves nothing for training"),
+    ],
+)
+def test_contradictory_settings_are_refused(place, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        place.settings(**settings)
+
+
+def test_all_contradictions_are_reported_at_once(place):
+    with pytest.raises(ConfigError) as refused:
+        place.settings(min_tokens=9, max_tokens=8, keep_shards=True, shard_size=10)
+    assert len(refused.value.problems) == 2

@@ -1,0 +1,267 @@
+"""A run that goes on where another one stopped: the same bytes, and nothing done twice without need."""
+
+import pytest
+from unit.data.preprocess_place import Place, add_mixed_shards, decoded
+
+from megatron_neobert.data.preprocessing import run as run_module
+from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
+from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+class StoppedByTest(Exception):
+    """Stands for whatever ends a run."""
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """Names of the shards whose parts are tokenised; `done.limit` parts are, then the run ends."""
+
+    class Done(list):
+        limit = None
+
+    names = Done()
+
+    def tokenize(task, report):
+        if names.limit == len(names):
+            raise StoppedByTest
+        names.append(task.part.path.rpartition("/")[2])
+        return tokenize_part(task, report)
+
+    monkeypatch.setattr(run_module, "tokenize_part", tokenize)
+    return names
+
+
+def stop_after(place, done, parts, **settings):
+    done.clear()
+    done.limit = parts
+    with pytest.raises(StoppedByTest):
+        place.run(**settings)
+    done.limit = None
+    done.clear()
+
+
+@pytest.mark.parametrize("finished", range(7))
+def test_resumed_run_does_the_rest_and_ends_with_the_same_bytes(place, done, finished):
+    add_mixed_shards(place)
+    place.run("whole")
+    done.clear()
+    stop_after(place, done, finished)
+    assert (place.folder / "out" / "run_content_document.partial").exists() == (finished > 0)
+    place.run(resume=True)
+    assert len(done) == 7 - finished
+    assert place.contents() == place.contents("whole")
+
+
+def test_resuming_needs_no_earlier_run(place):
+    place.add_texts("a.jsonl", "hello")
+    place.run(resume=True)
+    assert decoded(place) == ["hello"]
+
+
+def test_finished_parts_are_neither_used_nor_lost_unasked(place, done):
+    add_mixed_shards(place)
+    stop_after(place, done, 2)
+    with pytest.raises(OutputError, match="holds 2 finished parts"):
+        place.run()
+    place.run(overwrite=True)
+    assert len(done) == 7
+
+
+def test_mended_shard_alone_is_done_again(place, done):
+    for name in ("a", "b", "c"):
+        place.add_texts(f"{name}.jsonl", f"hello {name}")
+    place.add_lines("c.jsonl", "broken")
+    with pytest.raises(DataError, match=r"c\.jsonl, line 1: malformed JSON"):
+        place.run(on_error="fail")
+    place.add_texts("c.jsonl", "world")
+    done.clear()
+    place.run(on_error="fail", resume=True)
+    assert done == ["c.jsonl"]
+    assert decoded(place)[2] == "world"
+
+
+def test_shards_may_be_added_and_left_out_between_two_runs(place, done):
+    for name in ("b", "c", "d"):
+        place.add_texts(f"{name}.jsonl", f"hello xyz {name}")
+    stop_after(place, done, 2)
+    (place.shards / "c.jsonl").unlink()
+    place.add_texts("a.jsonl", "world")
+    place.run(resume=True)
+    assert done == ["a.jsonl", "d.jsonl"]
+    place.run("fresh")
+    assert place.contents() == place.contents("fresh")
+
+
+def test_higher_error_rate_accepts_what_has_been_done(place, done):
+    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
+    with pytest.raises(DataError, match=r"1 of 2 records .*--max-error-rate 0\.1"):
+        place.run(max_error_rate=0.1)
+    done.clear()
+    place.run(max_error_rate=0.5, resume=True)
+    assert (done, decoded(place)) == ([], ["hello"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil"),
+    [
+        ("ids", lambda content: content[:-2]),
+        ("ids", lambda content: bytes(len(content))),  # as some file systems leave it when the machine crashes
+        ("lengths", lambda content: bytes(len(content))),
+        ("done", lambda content: b""),
+        ("done", lambda content: bytes(len(content))),
+    ],
+)
+def test_part_whose_files_are_spoilt_is_done_again(place, done, kind, spoil):
+    add_mixed_shards(place)
+    place.run("whole")
+    stop_after(place, done, 4)
+    spoilt = sorted((place.folder / "out" / "run_content_document.partial").glob(f"*.{kind}"))[0]
+    spoilt.write_bytes(spoil(spoilt.read_bytes()))
+    place.run(resume=True)
+    assert len(done) == 7 - 4 + 1
+    assert place.contents() == place.contents("whole")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"min_tokens": 5}, "min_tokens 0 where this one has 5"),
+        ({"deduplicate": "exact"}, "False where this one has True"),
+    ],
+)
+def test_parts_of_other_settings_are_refused(place, done, changed, message):
+    add_mixed_shards(place)
+    stop_after(place, done, 2)
+    with pytest.raises(ConfigError, match=message):
+        place.run(resume=True, **changed)
+    place.run(resume=True)
+
+
+def test_resumed_run_that_is_to_fail_on_errors_fails_on_those_of_finished_parts(place, done):
+    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
+    place.add_texts("b.jsonl", "world")
+    stop_after(place, done, 1)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: malformed JSON .*--on-error skip"):
+        place.run(resume=True, on_error="fail")
+
+
+@pytest.mark.parametrize("change", ["order", "layout", "volume", "newer input"])
+def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
+    place.add_texts("a.jsonl", "hello")
+    place.add_texts("b.jsonl", "world")
+    inputs = tuple(str(place.shards / name) for name in ("a.jsonl", "b.jsonl"))
+    place.run(inputs=inputs, keep_shards=True)
+    same = {"inputs": inputs, "keep_shards": True, "resume": True}
+    assert is_complete(plan_preprocessing(place.settings(**same)))
+    if change == "order":
+        same["inputs"] = inputs[::-1]
+    elif change == "layout":
+        same["keep_shards"] = False
+    elif change == "volume":
+        (place.folder / "out" / "run_content_document_00001.bin").unlink()
+    else:
+        place.add_texts("a.jsonl", "hallo")
+    assert not is_complete(plan_preprocessing(place.settings(**same)))
+
+
+def test_finished_corpus_is_recognised_and_another_one_is_not(place):
+    add_mixed_shards(place)
+    place.run()
+    assert is_complete(plan_preprocessing(place.settings(resume=True)))
+    assert not is_complete(plan_preprocessing(place.settings(resume=True, min_tokens=1)))
+    place.add_texts("added.jsonl", "hello")
+    plan = plan_preprocessing(place.settings(resume=True))
+    assert not is_complete(plan)
+    with pytest.raises(OutputError, match="exist already"):
+        place.run(resume=True)
+    place.run(resume=True, overwrite=True)
+    assert decoded(place)[-1] == "hello"
+
+
+def test_overwriting_run_that_is_resumed_is_not_complete_before_its_end(place, done):
+    add_mixed_shards(place)
+    place.run()
+    stop_after(place, done, 3, overwrite=True, min_tokens=2)
+    again = {"overwrite": True, "resume": True, "min_tokens": 2}
+    assert not is_complete(plan_preprocessing(place.settings(**again)))
+    place.run(**again)
+    assert len(done) == 4
+    assert place.corpus().manifest.filters["min_tokens"] == 2
+
+
+# --- arrays of tasks
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_three_tasks_and_a_merge_give_the_corpus_of_one_run(place, order):
+    add_mixed_shards(place)
+    place.run("whole", deduplicate="exact", split_validation=0.1)
+    for task in order:
+        report = place.run(deduplicate="exact", split_validation=0.1, shard_index=task, num_shards=3)
+        assert report.written is None
+    assert report.finished_parts == 7
+    place.run(deduplicate="exact", split_validation=0.1, merge=True)
+    assert place.contents() == place.contents("whole")
+    assert len(place.contents()) == 7  # two corpora of three files, rejects
+
+
+def test_merge_waits_for_all_tasks(place):
+    add_mixed_shards(place)
+    place.run(shard_index=0, num_shards=3)
+    with pytest.raises(MissingInputError, match=r"4 of 7 parts are not finished, the first is number 1 in .*1\.jsonl"):
+        place.run(merge=True)
+    assert not list((place.folder / "out").glob("*.bin"))
+    place.run(resume=True)  # does what is missing by itself
+    place.run("whole")
+    assert place.contents() == place.contents("whole")
+
+
+def test_merge_never_clears_what_the_tasks_have_done(place):
+    add_mixed_shards(place)
+    for task in range(2):
+        place.run(min_tokens=3, shard_index=task, num_shards=2)
+    with pytest.raises(
+        ConfigError, match=r"min_tokens 3 where this one has 0; .*or delete run_content_document\.partial"
+    ):
+        place.run(merge=True, overwrite=True)
+    place.run(min_tokens=3, merge=True, overwrite=True)
+    assert place.corpus().manifest.filters["min_tokens"] == 3
+
+
+def test_task_of_an_array_leaves_the_error_rate_to_the_merge(place):
+    place.add_lines("a.jsonl", *["broken"] * 10_000, '{"content": "hello"}')
+    place.add_texts("b.jsonl", *["world"] * 9_999)
+    for task in range(2):
+        place.run(shard_index=task, num_shards=2, max_error_rate=0.4)
+    with pytest.raises(DataError, match=r"10,000 of 20,000 records .*--max-error-rate 0\.4"):
+        place.run(merge=True, max_error_rate=0.4)
+    place.run(merge=True, max_error_rate=0.5)
+
+
+def test_merge_without_any_task_is_a_missing_input(place):
+    add_mixed_shards(place)
+    with pytest.raises(MissingInputError, match="7 of 7 parts"):
+        place.run(merge=True)
+    assert list((place.folder / "out").iterdir()) == []
+
+
+def test_task_that_is_started_again_does_nothing_twice(place, done):
+    add_mixed_shards(place)
+    place.run(shard_index=1, num_shards=3)
+    assert done == ["1.jsonl", "4.jsonl"]
+    place.run(shard_index=1, num_shards=3)
+    assert len(done) == 2
+
+
+def test_array_of_more_tasks_than_parts_is_served(place):
+    place.add_texts("a.jsonl", "hello")
+    for task in range(3):
+        place.run(shard_index=task, num_shards=3)
+    place.run(merge=True)
+    assert decoded(place) == ["hello"]

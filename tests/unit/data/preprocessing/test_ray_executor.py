@@ -1,0 +1,121 @@
+"""Preprocessing on Ray: a real cluster on this machine, whose workers may die."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from unit.data.preprocess_place import Place, add_mixed_shards
+from unit.data.small_corpus import write_vocabulary
+
+from megatron_neobert.data.preprocessing.plan import plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.errors import ConfigError, DataError
+
+pytest.importorskip("ray", reason="the extra [ray] is not installed")
+psutil = pytest.importorskip("psutil")
+
+REPOSITORY = Path(__file__).resolve().parents[4]
+ON_RAY = {"executor": "ray", "ray_address": "local", "workers": 2}
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_ray_gives_the_bytes_of_a_local_run(place):
+    add_mixed_shards(place)
+    place.run("local")
+    place.run("ray", **ON_RAY)
+    assert place.contents("ray") == place.contents("local")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment to look at from another path")
+def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
+    place.add_texts("a.jsonl", "hello world")
+    environment = place.folder / "an environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
+    shutil.copyfile(Path(sys.prefix) / "pyvenv.cfg", environment / "pyvenv.cfg")
+    arguments = [
+        "--input",
+        place.shards,
+        "--output-prefix",
+        place.folder / "out" / "run",
+        "--tokenizer-model",
+        place.vocab,
+    ]
+    command = [environment / "bin" / "python", REPOSITORY / "tools" / "preprocess_data.py", *arguments]
+    ended = subprocess.run(
+        [*map(str, command), "--executor", "ray", "--ray-address", "local"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert place.corpus().lengths[0] == 2
+
+
+def ray_workers():
+    return [process for process in psutil.Process().children(recursive=True) if "ray::_tokenize" in process.name()]
+
+
+@pytest.mark.slow
+def test_ray_worker_that_is_killed_costs_its_part_another_try(place):
+    write_vocabulary(place.vocab, [chr(code) for code in range(97, 123)])
+    for name in ("a", "b"):
+        place.add_texts(f"{name}.jsonl", *["x y z " * 5000] * 100)  # 3 MB: about a second
+    place.run("local", tokenizer_backend="reference")
+    killed = []
+
+    def kill_one():
+        while not killed and not ended.wait(0.05):
+            for worker in ray_workers()[:1]:
+                worker.send_signal(signal.SIGKILL)
+                killed.append(worker.pid)
+
+    ended = threading.Event()
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        place.run("ray", tokenizer_backend="reference", **ON_RAY)
+    finally:
+        ended.set()
+        killer.join()
+    assert len(killed) == 1
+    assert place.contents("ray") == place.contents("local")
+
+
+@pytest.mark.slow
+def test_error_of_a_part_arrives_as_it_was_raised(place):
+    place.add_lines("a.jsonl", "broken")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: malformed JSON"):
+        place.run(on_error="fail", **ON_RAY)
+
+
+@pytest.mark.parametrize("told_by", ["flag", "environment"])
+def test_absent_cluster_is_a_wrong_setting(place, monkeypatch, told_by):
+    place.add_texts("a.jsonl", "hello")
+    address = "127.0.0.1:1" if told_by == "flag" else None
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # asked directly, Ray tries for two minutes and ends the process
+    plan = plan_preprocessing(place.settings(executor="ray", ray_address=address))
+    with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers there"):
+        preprocess(plan, on_progress=lambda progress: None)
+
+
+@pytest.mark.slow  # Ray waits half a minute
+def test_ray_that_does_not_start_is_a_sentence(place, monkeypatch):
+    place.add_texts("a.jsonl", "hello")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(place.folder / "absent"))  # neither an OSError nor a ValueError
+    with pytest.raises(ConfigError, match=r"--executor ray: Ray does not start .*Error: .*--executor local"):
+        place.run(**ON_RAY)

@@ -1,0 +1,117 @@
+"""Documents that are announced before they are read, where the corpus is shuffled in blocks."""
+
+import mmap
+from itertools import islice
+
+import numpy as np
+import pytest
+from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+
+from megatron_neobert.data.batches.stream import BatchStream, Source, build_micro_batch
+from megatron_neobert.data.corpus import volume_reader
+from megatron_neobert.data.corpus.reader import Corpus
+
+PAGE = mmap.PAGESIZE
+
+
+class RecordingMap:
+    """In place of a mapped file: what the operating system is asked to read."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def madvise(self, advice: int, start: int, length: int) -> None:
+        assert advice == mmap.MADV_WILLNEED
+        assert start % PAGE == 0  # else the operating system refuses
+        self.asked.append((start, start + length))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    """2,000 documents of 150 to 250 ids in several volumes, 200 KB each."""
+    folder = tmp_path_factory.mktemp("corpus")
+    lengths = np.random.default_rng(0).integers(150, 250, 2000)
+    write_corpus(folder / "P", random_documents(lengths, 100), numbered_tokenizer(100), shard_bytes=200_000)
+    corpus = Corpus(folder / "P")
+    assert len(corpus.volumes) == 5
+    return corpus
+
+
+def asked(corpus: Corpus, documents: np.ndarray, monkeypatch) -> list[list[tuple[int, int]]]:
+    """The ranges of bytes of each volume that are asked for."""
+    maps = [RecordingMap() for _ in corpus.volumes]
+    for volume, recording in zip(corpus.volumes, maps, strict=True):
+        monkeypatch.setattr(volume, "_bin_map", recording)
+    corpus.will_need(documents)
+    return [recording.asked for recording in maps]
+
+
+def bytes_of(corpus: Corpus, number: int) -> tuple[int, int, int]:
+    """Volume, first byte and end of a document."""
+    for at, volume in enumerate(corpus.volumes):
+        if number < len(volume.lengths):
+            begin = int(volume.pointers[number])
+            return at, begin, begin + 2 * int(volume.lengths[number])
+        number -= len(volume.lengths)
+    raise AssertionError(number)
+
+
+def test_every_byte_of_the_documents_is_asked_for(corpus, monkeypatch):
+    documents = np.random.default_rng(1).permutation(2000)[:60]
+    ranges = asked(corpus, documents, monkeypatch)
+    for number in documents.tolist():
+        volume, begin, end = bytes_of(corpus, number)
+        assert any(start <= begin and end <= stop for start, stop in ranges[volume])
+
+
+def test_neighbours_are_asked_for_in_one_go(corpus, monkeypatch):
+    ranges = asked(corpus, np.random.default_rng(1).permutation(100) + 50, monkeypatch)
+    _, begin, _ = bytes_of(corpus, 50)
+    _, _, end = bytes_of(corpus, 149)
+    assert ranges == [[(begin - begin % PAGE, end)], [], [], [], []]
+
+
+def test_documents_far_apart_are_asked_for_alone(corpus, monkeypatch):
+    monkeypatch.setattr(volume_reader, "_READ_THROUGH_BYTES", 10_000)
+    ranges = asked(corpus, np.array([300, 10]), monkeypatch)
+    assert [len(of_volume) for of_volume in ranges] == [2, 0, 0, 0, 0]
+    assert sum(stop - start for start, stop in ranges[0]) < 2 * (500 + PAGE)
+
+
+def test_the_operating_system_takes_the_request(corpus):
+    corpus.will_need(np.arange(2000))  # raises where a start is no page or lies outside
+
+
+def test_each_step_announces_what_this_rank_reads_in_the_next(monkeypatch):
+    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
+    corpus = MemoryCorpus(np.random.default_rng(5).integers(1, 121, 150))
+    own = BatchStream(
+        (Source(corpus, range(150)),),
+        batch_settings(document_block_size=10),
+        data_parallel_rank=1,
+        data_parallel_size=2,
+    )
+    rows = [rows for rows, _ in islice(own.global_batches(), 5)]
+    for number, _ in enumerate(islice(own.steps(), 4), start=1):
+        ours = [rows[number].take(first, first + 2).segments.documents_n for first in (2, 6)]
+        assert np.concatenate(corpus.announced).tolist() == np.concatenate(ours).tolist()
+        corpus.announced.clear()
+
+
+def test_nothing_is_announced_where_single_documents_are_shuffled():
+    corpus = MemoryCorpus(np.random.default_rng(5).integers(1, 121, 150))
+    next(BatchStream((Source(corpus, range(150)),), batch_settings()).steps())
+    assert corpus.announced == []
+
+
+def test_reading_ahead_changes_no_batch(monkeypatch):
+    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
+    corpus = MemoryCorpus(np.random.default_rng(5).integers(1, 121, 150))
+    own = BatchStream((Source(corpus, range(150)),), batch_settings(document_block_size=10))
+    for step, (rows, cursor) in zip(islice(own.steps(), 30), own.global_batches(), strict=False):
+        built = [build_micro_batch(own.sources, rows.take(at, at + 2), settings=own.settings) for at in (0, 2, 4, 6)]
+        assert step.cursor_after == cursor
+        for batch, expected in zip(step.micro_batches, built, strict=True):
+            assert batch.tokens_t.equal(expected.tokens_t)
+            assert batch.masked_positions_m.equal(expected.masked_positions_m)

@@ -1,0 +1,348 @@
+"""Fast back ends: the reference's ids on everything, and found out wherever they are not."""
+
+import json
+import pickle
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+from unit.data.small_corpus import SPECIAL, write_vocabulary
+
+from megatron_neobert.data.tokenizer import fast_backends
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.tokenizer.probe import EncodeTexts, find_mismatch, probe_strings
+from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
+from megatron_neobert.errors import ConfigError
+
+pytest.importorskip("nanotoken", reason="nanotoken is not installed")
+pytest.importorskip("gigatoken", reason="gigatoken is not installed")
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+PIECES = [
+    "hello",
+    "world",
+    "odd",
+    *LETTERS,
+    *(f"##{letter}" for letter in LETTERS),
+    *"[].,!?'\"#<>/|-",
+    "é",
+    "字",
+]
+ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+
+
+def wordpiece(folder, pieces: Sequence[str] = PIECES) -> Tokenizer:
+    return load_tokenizer(write_vocabulary(folder / "vocab.txt", pieces))
+
+
+def byte_level_bpe(texts: Sequence[str]) -> Tokenizer:
+    """Trained as RoBERTa's and ModernBERT's tokenizers are."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, special_tokens=ROBERTA, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, dict(zip(("cls", "pad", "sep", "unk", "mask"), ROBERTA, strict=True)))
+
+
+def fast_encode(tokenizer: Tokenizer) -> EncodeTexts:
+    return fast_backends._build_nanotoken(tokenizer)
+
+
+def encoder_of(tokenizer: Tokenizer, fast: EncodeTexts) -> Encoder:
+    return Encoder(tokenizer, name="fast 1.0", fast=fast)
+
+
+@pytest.fixture
+def two_tokenizers(tmp_path):
+    """One, and another that differs in the id of "odd" alone."""
+    (tmp_path / "other").mkdir()
+    swapped = ["odd" if piece == "world" else "world" if piece == "odd" else piece for piece in PIECES]
+    return wordpiece(tmp_path), wordpiece(tmp_path / "other", swapped)
+
+
+# --- equal ids
+
+
+def test_probe_strings_are_three_thousand_and_the_same_every_time(tmp_path):
+    tokenizer = wordpiece(tmp_path)
+    strings = probe_strings(tokenizer)
+    assert 2500 <= len(strings) <= 3500
+    assert strings == probe_strings(tokenizer)
+    assert all(literal in strings for literal in SPECIAL)
+
+
+def test_probe_strings_are_valid_unicode_and_touch_every_128_code_points_of_every_used_plane(tmp_path):
+    seen = set("".join(probe_strings(wordpiece(tmp_path))))
+    assert not any(0xD800 <= ord(character) < 0xE000 for character in seen)
+    assert {chr(code) for code in range(0x3000)} <= seen
+    blocks = {ord(character) // 128 for character in seen}
+    assert set(range(0xD800 // 128)) | set(range(0xE000 // 128, 0x30000 // 128)) <= blocks
+
+
+def test_nanotoken_and_gigatoken_pass_the_probe(tmp_path):
+    encoder = open_encoder(wordpiece(tmp_path), "fast")
+    assert encoder.name.startswith("nanotoken ") and not encoder.is_reference and encoder.note is None
+    encoder = open_encoder(byte_level_bpe(["hello worlds", "hell is other words"] * 10), "fast")
+    assert encoder.name.startswith("gigatoken ") and not encoder.is_reference and encoder.note is None
+
+
+def assert_same_ids(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> None:
+    assert not encoder.is_reference
+    for start in range(0, len(texts), 200):
+        found, expected = (part.encode_batch(texts[start : start + 200]) for part in (encoder, tokenizer))
+        assert found.lengths.dtype == np.int32
+        assert np.array_equal(found.lengths, expected.lengths)
+        assert np.array_equal(found.ids, expected.ids)
+
+
+def read_books(shared_data, shard: int) -> list[str]:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = shared_data / f"text/books/train-{shard:05}-of-00008.parquet"
+    texts = parquet.read_table(path, columns=["content"]).column("content").to_pylist()
+    assert len(texts) > 2000
+    return texts
+
+
+@pytest.mark.slow
+def test_every_document_of_a_shard_of_books_has_the_reference_ids_with_nanotoken(shared_data):
+    tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt")
+    assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), read_books(shared_data, 0))
+
+
+@pytest.mark.slow
+def test_every_document_of_a_shard_of_books_has_the_reference_ids_with_gigatoken(shared_data):
+    tokenizer = load_tokenizer(shared_data / "tokenizers/sentencepiece-bpe-32k")
+    assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), read_books(shared_data, 1))
+
+
+def test_byte_level_ids_of_books_are_the_reference_ids_with_gigatoken(shared_data):
+    texts = read_books(shared_data, 2)
+    tokenizer = byte_level_bpe(texts[:200])
+    assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), texts[200:1000])
+
+
+def test_nanotoken_gives_the_published_ids_of_bert_base_uncased(shared_data):
+    encoder = open_encoder(load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt"), "fast")
+    lines = (shared_data / "fixtures/bert_uncased_pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    pairs = [json.loads(line) for line in lines]
+    batch = encoder.encode_batch([pair["text"] for pair in pairs])
+    found = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
+    assert [ids.tolist() for ids in found] == [pair["ids"] for pair in pairs]
+
+
+@pytest.mark.parametrize("backend", ["fast", "reference"])
+def test_special_token_literals_stay_text_with_every_back_end(tmp_path, backend):
+    for tokenizer in (wordpiece(tmp_path), byte_level_bpe(["<mask> <s> </s> <pad> <unk>"] * 20)):
+        encoder = open_encoder(tokenizer, backend)
+        text = " ".join(["hello", *tokenizer.special_names.values(), *ROBERTA, *SPECIAL])
+        control = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+        assert set(control.encode(text, add_special_tokens=False).ids) >= set(tokenizer.special_ids)
+        assert not set(encoder.encode_batch([text]).ids.tolist()) & (set(tokenizer.special_ids) - {tokenizer.unk_id})
+
+
+def test_special_token_without_brackets_is_unknown_in_a_text_with_every_back_end(tmp_path):
+    path = write_vocabulary(tmp_path / "vocab.txt", PIECES)
+    path.write_text(path.read_text().replace("[MASK]", "mask"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"mask_token": "mask", "do_lower_case": True}))
+    tokenizer = load_tokenizer(path)
+    for backend in ("fast", "reference"):
+        batch = open_encoder(tokenizer, backend).encode_batch(["hello mask masks"])
+        names = [tokenizer.backend.id_to_token(int(id_)) for id_ in batch.ids]
+        assert names == ["hello", "[UNK]", "[UNK]", "##s"]
+
+
+def test_ordinary_added_tokens_keep_their_ids_with_gigatoken():
+    tokenizer = byte_level_bpe(["hello world"] * 10)
+    tokenizer.backend.add_special_tokens(["<extra>"])
+    tokenizer.backend.add_tokens(["@@"])  # its id follows that of a special token, which gigatoken is not told
+    encoder = open_encoder(Tokenizer(tokenizer.backend, tokenizer.special_names), "fast")
+    batch = encoder.encode_batch(["hello@@ <extra>"])
+    assert tokenizer.backend.token_to_id("@@") in batch.ids
+    assert tokenizer.backend.token_to_id("<extra>") not in batch.ids
+
+
+def test_empty_batches_and_texts_give_what_the_reference_gives(tmp_path):
+    for tokenizer in (wordpiece(tmp_path), byte_level_bpe(["hello"])):
+        encoder = open_encoder(tokenizer, "fast")
+        for texts in ([], [""], ["", "a", ""]):
+            assert_same_ids(tokenizer, encoder, texts)
+            assert len(encoder.encode_batch(texts).lengths) == len(texts)
+
+
+# --- wrong ids are found
+
+
+def test_probe_finds_a_back_end_with_another_vocabulary(two_tokenizers):
+    right, wrong = two_tokenizers
+    assert find_mismatch(right, fast_encode(right)) is None
+    difference = find_mismatch(right, fast_encode(wrong))
+    wrong_id, right_id = (tokenizer.backend.token_to_id("world") for tokenizer in (wrong, right))
+    assert difference is not None and str(wrong_id) in difference and str(right_id) in difference
+
+
+def test_probe_finds_a_back_end_that_does_not_lower_case(tmp_path):
+    (tmp_path / "cased").mkdir()
+    (tmp_path / "cased/tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert find_mismatch(wordpiece(tmp_path), fast_encode(wordpiece(tmp_path / "cased"))) is not None
+
+
+def test_probe_finds_a_memory_that_is_wrong_only_the_second_time(two_tokenizers):
+    right, wrong = two_tokenizers
+    encodes = iter([fast_encode(right), fast_encode(wrong)])
+
+    def encode(texts):
+        return next(encodes)(texts)
+
+    assert find_mismatch(right, encode) is not None
+    assert next(encodes, None) is None  # control: both were asked
+
+
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [(0, True), (63, True), (64, False), (1999, False), (2000, True), (2001, False), (4000, True)],
+)
+def test_wrong_ids_are_found_in_the_first_64_documents_and_in_every_2000th(two_tokenizers, number, found):
+    right, wrong = two_tokenizers
+    encoder = encoder_of(right, fast_encode(wrong))
+    texts = ["hello"] * 4100
+    texts[number] = "hello odd worlds"
+    if not found:
+        encode_in_batches(encoder, texts)
+        return
+    with pytest.raises(BackendMismatch, match=r"fast 1\.0 differs from tokenizers .*'hello odd worlds'.* gives \[\d+"):
+        encode_in_batches(encoder, texts)
+
+
+def encode_in_batches(encoder: Encoder, texts: Sequence[str]) -> None:
+    for start in range(0, len(texts), 37):
+        encoder.encode_batch(texts[start : start + 37])
+
+
+def test_message_shows_text_and_both_ids_at_the_first_difference(two_tokenizers):
+    right, wrong = two_tokenizers
+    with pytest.raises(BackendMismatch) as caught:
+        encoder_of(right, fast_encode(wrong)).encode_batch(["hello " * 100 + "odd a" + " b" * 100])
+    vocabulary = right.backend.get_vocab()
+    shown = [vocabulary[piece] for piece in ("world", "a", *"bbbbbb")]
+    wanted = [vocabulary["odd"], *shown[1:]]
+    assert str(caught.value).endswith(
+        f"at token 100, near {'hello ' * 5 + 'odd a' + ' b' * 12 + ' '!r}, it gives {shown} and the reference {wanted}"
+    )
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # workers send it
+
+
+def test_start_part_verifies_the_first_documents_again(two_tokenizers):
+    right, wrong = two_tokenizers
+    encoder = encoder_of(right, fast_encode(wrong))
+    encoder.encode_batch(["hello"] * 100)
+    encoder.encode_batch(["odd"])  # the 101st is not looked at
+    encoder.start_part()
+    with pytest.raises(BackendMismatch):
+        encoder.encode_batch(["odd"])
+
+
+def test_long_first_documents_are_verified_up_to_32768_characters(two_tokenizers):
+    right, wrong = two_tokenizers
+    encoder = encoder_of(right, fast_encode(wrong))
+    encoder.encode_batch(["hello " * 3000, "hello " * 3000, "odd"])  # 36,000 characters, then one more document
+    encoder.start_part()
+    with pytest.raises(BackendMismatch):
+        encoder.encode_batch(["hello " * 3000, "odd", "hello " * 3000])
+
+
+def test_wrong_number_of_rows_or_ids_is_a_mismatch_in_any_batch(tmp_path):
+    tokenizer = wordpiece(tmp_path)
+    right = fast_encode(tokenizer)
+    for wrong in (
+        lambda texts: right(texts[1:]),
+        lambda texts: EncodedBatch(right(texts).ids[1:], right(texts).lengths),
+    ):
+        encoder = encoder_of(tokenizer, right)
+        encoder.encode_batch(["hello"] * 64)
+        encoder._fast = wrong
+        with pytest.raises(BackendMismatch, match=r"for 2 documents"):
+            encoder.encode_batch(["hello", "worlds"])
+
+
+def test_panic_of_a_rust_back_end_is_a_mismatch_and_ctrl_c_is_not(tmp_path):
+    tokenizer = wordpiece(tmp_path)
+    broken = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    broken.normalizer = tokenizers.normalizers.Replace("b", "")
+    broken.add_tokens([tokenizers.AddedToken("b", normalized=True)])  # nothing is left of it: the library panics
+
+    def panic(texts):
+        return broken.encode("é")
+
+    def interrupt(texts):
+        raise KeyboardInterrupt
+
+    with pytest.raises(BaseException, match="bad split") as caught:
+        panic([])
+    assert not isinstance(caught.value, Exception)  # control: nobody who catches Exception would see it
+    with pytest.raises(BackendMismatch, match=r"fast 1\.0 failed \(PanicException: AddedVocabulary bad split\)"):
+        encoder_of(tokenizer, panic).encode_batch(["a"])
+    with pytest.raises(KeyboardInterrupt):
+        encoder_of(tokenizer, interrupt).encode_batch(["a"])
+
+
+# --- choice
+
+
+def unigram() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.Unigram([*((name, 0.0) for name in ROBERTA), ("a", -1.0)], unk_id=3))
+    backend.add_special_tokens(ROBERTA)
+    return Tokenizer(backend, dict(zip(("cls", "pad", "sep", "unk", "mask"), ROBERTA, strict=True)))
+
+
+def test_model_without_fast_back_end_falls_back_with_a_note_or_is_refused():
+    encoder = open_encoder(unigram(), "auto")
+    assert encoder.is_reference and encoder.name == f"tokenizers {tokenizers.__version__}"
+    assert encoder.note == (
+        "no fast tokenizer back end: there is none for a Unigram model with this normalizer and pre-tokenizer"
+    )
+    assert encoder.encode_batch(["aa"]).ids.tolist() == [5, 5]
+    with pytest.raises(ConfigError, match=r"--tokenizer-backend fast: there is none for a Unigram model"):
+        open_encoder(unigram(), "fast")
+
+
+def test_missing_package_falls_back_with_its_remedy_or_is_refused(tmp_path, monkeypatch):
+    import importlib.metadata
+
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    tokenizer = wordpiece(tmp_path)
+    remedy = r"nanotoken is not installed; pip install 'megatron-neobert\[fast\]'"
+    with pytest.raises(ConfigError, match=remedy):
+        open_encoder(tokenizer, "fast")
+    encoder = open_encoder(tokenizer, "auto")
+    assert encoder.is_reference and encoder.note is not None and encoder.note.endswith("'megatron-neobert[fast]'")
+
+
+def test_model_that_the_fast_back_end_refuses_falls_back_with_its_reason(tmp_path):
+    """BPE without bytes: gigatoken says that it cannot."""
+    backend = tokenizers.Tokenizer(models.BPE({name: id_ for id_, name in enumerate([*ROBERTA, "a"])}, []))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    encoder = open_encoder(load_tokenizer(tmp_path), "auto")
+    assert encoder.is_reference and encoder.note is not None and "gigatoken" in encoder.note
+
+
+def test_backend_that_fails_the_probe_is_not_used(two_tokenizers, monkeypatch):
+    right, wrong = two_tokenizers
+    build = fast_backends._build_nanotoken
+    monkeypatch.setattr(fast_backends, "_build_nanotoken", lambda tokenizer: build(wrong))
+    assert open_encoder(right, "auto", probe=False).is_reference is False  # control: it is the probe that decides
+    encoder = open_encoder(right, "auto")
+    assert encoder.is_reference and "differs from tokenizers" in (encoder.note or "")
+
+
+def test_reference_asked_for_is_the_reference_without_a_note(tmp_path):
+    encoder = open_encoder(wordpiece(tmp_path), "reference")
+    assert (encoder.is_reference, encoder.note) == (True, None)
+    assert encoder.encode_batch(["hello worlds"]).ids.dtype == np.int32

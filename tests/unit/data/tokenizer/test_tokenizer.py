@@ -1,0 +1,378 @@
+"""Texts to ids: the published ids, no special id out of a text, and files that load anywhere."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+from unit.data.small_corpus import SPECIAL, write_vocabulary
+
+from megatron_neobert.data.tokenizer import tokenizer as tokenizer_module
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+
+PIECES = ["hello", "world", "##s", "mask", "[", "]", "fu", "##hrer", *"abcdefghijklmnopqrstuvwxyz", "##a", "##b", "."]
+
+
+@pytest.fixture
+def vocab_txt(tmp_path):
+    return write_vocabulary(tmp_path / "vocab.txt", PIECES)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode_batch([text]).ids.tolist()
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    return [tokenizer.backend.id_to_token(id_) for id_ in encode(tokenizer, text)]
+
+
+def random_texts(count: int, *, seed: int = 0) -> list[str]:
+    """Mixtures of all planes' characters with white space, punctuation and words, as no sane author writes them."""
+    generator = np.random.default_rng(seed)
+    planes = [(32, 127), (0, 0x250), (0x300, 0x370), (0x370, 0x600), (0x4E00, 0x4F00), (0xFF00, 0x10000), (0, 0x30000)]
+    texts = []
+    for _ in range(count):
+        low, high = planes[generator.integers(len(planes))]
+        characters = [chr(code) for code in generator.integers(low, high, 40) if not 0xD800 <= code < 0xE000]
+        words = ["hello", "FÜHRER", "[MASK]", "\n", "İ", "a\u0301", "ΑΣ ", "##s", "1,000"]
+        mixture = characters + [words[number] for number in generator.integers(0, len(words), 10)] + [" "] * 8
+        texts.append("".join(mixture[number] for number in generator.permutation(len(mixture))))
+    return texts
+
+
+# --- ids
+
+
+def test_ids_equal_the_published_ones_of_bert_base_uncased(shared_data):
+    tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt")
+    lines = (shared_data / "fixtures/bert_uncased_pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    pairs = [json.loads(line) for line in lines]
+    assert len(pairs) == 43
+    batch = tokenizer.encode_batch([pair["text"] for pair in pairs])
+    found = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
+    assert [ids.tolist() for ids in found] == [pair["ids"] for pair in pairs]
+    roles = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
+    assert tokenizer.special_tokens == roles
+    assert tokenizer.special_ids == tuple(sorted(roles.values()))
+
+
+def test_vocab_txt_gives_the_ids_of_transformers_on_any_unicode_text(shared_data):
+    transformers = pytest.importorskip("transformers")
+    path = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
+    reference = transformers.BertTokenizer(str(path))
+    texts = [text.replace("[MASK]", "[mask]") for text in random_texts(500)]  # specials are told apart below
+    batch = load_tokenizer(path).encode_batch(texts)
+    expected = reference(texts, add_special_tokens=False)["input_ids"]
+    found = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
+    assert [ids.tolist() for ids in found] == expected
+
+
+@pytest.mark.parametrize("literal", SPECIAL)
+def test_special_token_literal_in_a_text_stays_text(vocab_txt, literal):
+    tokenizer = load_tokenizer(vocab_txt)
+    text = f"hello {literal} world"
+    special = tokenizer.backend.token_to_id(literal)
+    tokenizer.backend.encode_special_tokens = False  # control: the backend's default turns it into the special id
+    assert special in tokenizer.backend.encode(text, add_special_tokens=False).ids
+    found = pieces(tokenizer, text)
+    assert literal not in found or literal == "[UNK]"  # the letters of UNK may be unknown: that is no parsed literal
+    assert found[:2] == ["hello", "["] and found[-2:] == ["]", "world"]
+
+
+def test_special_token_literal_stays_text_after_pickling(vocab_txt):
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(vocab_txt)))
+    assert pieces(tokenizer, "[MASK]") == ["[", "mask", "]"]
+
+
+def test_literal_that_a_unigram_model_knows_as_a_piece_becomes_unknown(tmp_path):
+    names = ["<s>", "</s>", "<pad>", "<mask>", "<unk>"]
+    backend = tokenizers.Tokenizer(models.Unigram([*((name, 0.0) for name in names), ("a", -1.0)], unk_id=4))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    control = tokenizer.backend
+    control.encode_special_tokens = True
+    assert control.encode("a<mask>a", add_special_tokens=False).ids == [5, 3, 5]  # not parsed, and 3 all the same
+    assert encode(tokenizer, "a<mask>a") == [5, 4, 5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_splitting_a_long_text_changes_no_id(vocab_txt, monkeypatch, seed):
+    tokenizer = load_tokenizer(vocab_txt)
+    assert tokenizer.is_bert_wordpiece
+    texts = ["".join(random_texts(30, seed=seed)), "a" * 500, "a b " * 200, "a\n" * 300 + " ", "", " \n"]
+    whole = tokenizer.encode_batch(texts)
+    monkeypatch.setattr(tokenizer_module, "_ENCODE_CHARACTERS", 37)
+    calls = list(tokenizer._bounded_calls(texts))
+    assert len(calls) > 50
+    split = tokenizer.encode_batch(texts)
+    assert np.array_equal(split.ids, whole.ids)
+    assert np.array_equal(split.lengths, whole.lengths)
+    for owner, text in enumerate(texts):
+        mine = [piece for owners, call in calls for number, piece in zip(owners, call, strict=True) if number == owner]
+        assert "".join(mine) == text
+
+
+def test_word_of_a_million_characters_is_one_unknown_token(vocab_txt):
+    assert pieces(load_tokenizer(vocab_txt), "hello " + "x" * 1_000_000 + " world") == ["hello", "[UNK]", "world"]
+
+
+def test_empty_batch_and_texts_without_tokens_give_lengths_of_zero(vocab_txt):
+    tokenizer = load_tokenizer(vocab_txt)
+    assert tokenizer.encode_batch([]).lengths.tolist() == []
+    batch = tokenizer.encode_batch(["\0\u200b", "hello", " "])
+    assert (batch.lengths.tolist(), batch.ids.size, batch.ids.dtype) == ([0, 1, 0], 1, np.int32)
+
+
+def test_decoding_shows_special_tokens(vocab_txt):
+    tokenizer = load_tokenizer(vocab_txt)
+    ids = np.array([tokenizer.cls_id, *encode(tokenizer, "worlds"), tokenizer.mask_id, tokenizer.sep_id])
+    assert tokenizer.decode(ids) == "[CLS] worlds [MASK] [SEP]"
+
+
+# --- lower case
+
+
+def test_vocabulary_without_upper_case_is_uncased_and_one_with_it_is_not(tmp_path):
+    uncased = load_tokenizer(write_vocabulary(tmp_path / "uncased.txt", [*PIECES, "ℝ"]))  # ℝ has no lower case
+    cased = load_tokenizer(write_vocabulary(tmp_path / "cased.txt", [*PIECES, "Hello"]))
+    assert pieces(uncased, "Hello Führer") == ["hello", "fu", "##hrer"]
+    assert pieces(cased, "Hello Führer") == ["Hello", "[UNK]"]
+
+
+@pytest.mark.parametrize(("lower_case", "expected"), [(True, "hello"), (False, "[UNK]")])
+def test_tokenizer_config_beside_the_vocabulary_decides_about_case(vocab_txt, lower_case, expected):
+    (vocab_txt.parent / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower_case}))
+    for path in (vocab_txt, vocab_txt.parent):
+        assert pieces(load_tokenizer(path), "HELLO") == [expected]
+
+
+# --- reading files
+
+
+def test_windows_line_ends_change_nothing(vocab_txt, tmp_path):
+    windows = tmp_path / "windows.txt"
+    windows.write_bytes(vocab_txt.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_tokenizer(windows).fingerprint == load_tokenizer(vocab_txt).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[PAD]\n[UNK]\na\nb\na\n", r"vocab\.txt, line 5: 'a' stands on line 3 too"),
+        (b"[PAD]\n[UNK]\n\na\n", r"vocab\.txt, line 3: empty"),
+        (b"[PAD]\n[UNK]\na\xff\n", r"vocab\.txt, line 3: not UTF-8"),
+        (
+            b"[PAD]\n[UNK]\n[CLS]\na\n",
+            r"vocab\.txt: \[SEP\], \[MASK\] missing among 4 ids; .*tools/train_tokenizer\.py",
+        ),
+        (b"", r"vocab\.txt: \[CLS\], \[SEP\], \[PAD\], \[MASK\], \[UNK\] missing among 0 ids"),
+    ],
+)
+def test_bad_vocab_txt_is_refused_with_its_line(tmp_path, content, message):
+    (tmp_path / "vocab.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def tokenizer_json(vocab_txt) -> dict:
+    load_tokenizer(vocab_txt).save_tokenizer_files(vocab_txt.parent / "saved", model_max_length=16)
+    return json.loads((vocab_txt.parent / "saved" / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+def change_id(state, piece, id_):
+    state["model"]["vocab"][piece] = id_
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: change_id(state, "world", 500), r"id 6 is missing although ids go up to 500"),
+        (lambda state: change_id(state, "world", 5), r"id 5 belongs to '\w+' and to '\w+'"),
+        (lambda state: state["added_tokens"][0].update(content="[NEW]", id=99), r"'\[NEW\]' claims id 99, .* only be"),
+        (lambda state: state.pop("model"), "not a tokenizer.json"),
+    ],
+)
+def test_bad_tokenizer_json_is_refused_with_its_ids(vocab_txt, tmp_path, change, message):
+    state = tokenizer_json(vocab_txt)
+    change(state)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_truncated_tokenizer_json_is_refused_with_line_and_column(vocab_txt, tmp_path):
+    text = json.dumps(tokenizer_json(vocab_txt), indent=2)
+    cut = text.index('"world"') + 4  # inside a piece
+    (tmp_path / "tokenizer.json").write_text(text[:cut])
+    line = text[:cut].count("\n") + 1
+    with pytest.raises(DataError, match=rf"tokenizer\.json, line {line}, column \d+: not JSON \(Unterminated string"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizer_that_asks_for_its_own_code_is_refused(vocab_txt):
+    config = {"auto_map": {"AutoTokenizer": ["tokenization.Mine", None]}}
+    (vocab_txt.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="auto_map asks for the tokenizer's own Python code, which is never run"):
+        load_tokenizer(vocab_txt)
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "folder"])
+def test_missing_tokenizer_is_a_missing_input(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(MissingInputError, match=rf"--tokenizer-model .*{name}.*vocab\.txt"):
+        load_tokenizer(tmp_path / name)
+
+
+def byte_level(tmp_path, special, config):
+    """A byte-level BPE tokenizer without merges, as RoBERTa and ModernBERT have one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({piece: id_ for id_, piece in enumerate([*special, *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    backend.add_special_tokens(special)
+    backend.enable_truncation(4)
+    backend.enable_padding()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(tmp_path)
+
+
+def test_robertas_names_are_recognised_and_stored_truncation_and_padding_ignored(tmp_path):
+    tokenizer = byte_level(tmp_path, ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|extra|>"], {})
+    assert tokenizer.special_tokens == {"cls": 0, "pad": 1, "sep": 2, "unk": 3, "mask": 4}
+    assert tokenizer.special_ids == (0, 1, 2, 3, 4, 5)
+    assert tokenizer.encode_batch(["hello world", "a<mask>"]).lengths.tolist() == [
+        12,
+        8,
+    ]  # a space before, 4 and 6 more
+
+
+def test_names_in_the_configuration_win_over_the_standard_ones(tmp_path):
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|mask|>"]
+    config = {"mask_token": {"content": "<|mask|>", "lstrip": True}, "cls_token": "</s>"}
+    assert byte_level(tmp_path, special, config).special_tokens == {"cls": 2, "pad": 1, "sep": 2, "unk": 3, "mask": 5}
+
+
+def test_name_in_the_configuration_that_the_vocabulary_lacks_is_missing(tmp_path):
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    with pytest.raises(DataError, match=r"<\|mask\|> missing among 261 ids"):
+        byte_level(tmp_path, special, {"mask_token": "<|mask|>"})
+
+
+# --- fingerprint and saved files
+
+
+def test_fingerprint_survives_saving_and_loading_each_file_alone(vocab_txt, tmp_path):
+    tokenizer = load_tokenizer(vocab_txt)
+    tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
+    for name in (".", "tokenizer.json", "vocab.txt"):
+        assert load_tokenizer(tmp_path / "saved" / name).fingerprint == tokenizer.fingerprint
+
+
+def test_fingerprint_of_a_byte_level_tokenizer_survives_saving(tmp_path):
+    tokenizer = byte_level(tmp_path, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], {})
+    tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
+    assert load_tokenizer(tmp_path / "saved").fingerprint == tokenizer.fingerprint
+    assert not (tmp_path / "saved" / "vocab.txt").exists()  # it could not say what the tokenizer does
+
+
+def test_fingerprint_is_a_fixed_function_of_the_content(vocab_txt):
+    """A change here makes every corpus in the world refuse its own tokenizer: raise the format version with it."""
+    expected = "ed5ad540ce4cb62731e500d75a9c1a93fb80cd7e2168d029afee2346832e0d82"
+    assert load_tokenizer(vocab_txt).fingerprint == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["normalizer"].update(lowercase=False),
+        lambda state: state["model"].update(max_input_chars_per_word=50),
+        lambda state: state["model"]["vocab"].update({"hello": 6, "world": 5}),
+        lambda state: state["model"]["vocab"].update({"[PAD]": 1, "[UNK]": 0}),
+        lambda state: state["added_tokens"].append(
+            {**state["added_tokens"][0], "content": "new", "id": 42, "special": False}
+        ),
+    ],
+    ids=["case", "word length", "two pieces swapped", "two roles swapped", "added token"],
+)
+def test_fingerprint_changes_with_whatever_changes_ids(vocab_txt, tmp_path, change):
+    state = tokenizer_json(vocab_txt)
+    change(state)
+    for token in state["added_tokens"]:
+        token["id"] = state["model"]["vocab"].get(token["content"], token["id"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint != load_tokenizer(vocab_txt).fingerprint
+
+
+def test_folder_saved_by_transformers_has_the_fingerprint_of_its_vocab_txt(vocab_txt, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.BertTokenizer(str(vocab_txt)).save_pretrained(tmp_path / "theirs")
+    assert (tmp_path / "theirs" / "tokenizer.json").exists()
+    assert load_tokenizer(tmp_path / "theirs").fingerprint == load_tokenizer(vocab_txt).fingerprint
+
+
+def test_saved_folder_loads_in_transformers_with_special_tokens_round_the_text(vocab_txt, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(vocab_txt)
+    tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
+    for loader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+        loaded = loader.from_pretrained(tmp_path / "saved")
+        hello, world = encode(tokenizer, "hello world")
+        cls, sep, mask = tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id
+        assert dict(loaded("Hello [MASK]")) == {"input_ids": [cls, hello, mask, sep], "attention_mask": [1] * 4}
+        assert loaded("hello", "world")["input_ids"] == [cls, hello, sep, world, sep]
+        assert (loaded.mask_token_id, loaded.pad_token_id, loaded.unk_token_id) == (mask, tokenizer.pad_id, 1)
+        assert loaded.model_max_length == 16
+
+
+# --- training
+
+
+def test_trained_vocabulary_is_the_same_in_another_process(tmp_path):
+    script = (
+        "import sys, json; from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece\n"
+        "t = train_wordpiece(json.load(open(sys.argv[1])), vocab_size=5000, lowercase=True, min_frequency=2)\n"
+        "print(t.fingerprint)"
+    )
+    (tmp_path / "texts.json").write_text(json.dumps(random_texts(300)))
+    command = [sys.executable, "-c", script, str(tmp_path / "texts.json")]
+    printed = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)}
+    own = train_wordpiece(random_texts(300), vocab_size=5000, lowercase=True, min_frequency=2)
+    assert printed == {own.fingerprint + "\n"}
+    characters = sum(len(piece.removeprefix("##")) == 1 for piece in own.backend.get_vocab())
+    assert characters + 100 < own.vocab_size <= 5000  # control: there are merges, and so ties, to be decided
+
+
+def test_trained_tokenizer_has_berts_special_tokens_first_and_reads_its_text_without_unknowns(tmp_path):
+    texts = ["low lower lowest", "new newer newest wide"] * 10
+    tokenizer = train_wordpiece(texts, vocab_size=200, lowercase=True, min_frequency=2)
+    assert tokenizer.special_tokens == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    assert tokenizer.vocab_size <= 200
+    assert tokenizer.unk_id not in tokenizer.encode_batch(texts).ids
+    assert tokenizer.decode(encode(tokenizer, "NEWEST low")) == "newest low"
+
+
+def test_rare_characters_do_not_enter_the_alphabet():
+    texts = ["abc " * 10_000, "a字ö"]  # a, b and c are 30,001 of 30,003 characters: 99.993 %
+    tokenizer = train_wordpiece(texts, vocab_size=200, lowercase=False, min_frequency=2)
+    found = set(tokenizer.backend.get_vocab())
+    assert {"a", "b", "c", "##b", "Q", "6", "##6", "$"} < found  # ASCII always does
+    assert not {"字", "ö"} & found
+
+
+def test_vocabulary_below_the_number_of_characters_is_refused():
+    # 94 ASCII characters without 26 capitals are 68; 26 letters and 10 digits continue words; 5 special tokens.
+    with pytest.raises(ConfigError, match=rf"--vocab-size 108 is below the {68 + 36 + 5} ids .* the 68 frequent"):
+        train_wordpiece(["some text"], vocab_size=108, lowercase=True, min_frequency=2)
+    assert train_wordpiece(["some text"], vocab_size=109, lowercase=True, min_frequency=2).vocab_size == 109
+
+
+def test_cased_training_keeps_case(tmp_path):
+    tokenizer = train_wordpiece(["Paris paris"] * 10, vocab_size=200, lowercase=False, min_frequency=2)
+    tokenizer.save_tokenizer_files(tmp_path, model_max_length=16)
+    for loaded in (tokenizer, load_tokenizer(tmp_path), load_tokenizer(tmp_path / "vocab.txt")):
+        assert pieces(loaded, "Paris paris") == ["Paris", "paris"]

@@ -1,0 +1,270 @@
+"""SentencePiece models: SentencePiece's own ids, all five roles, and the exceptions that the module names."""
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_neobert.data.tokenizer.probe import probe_strings
+from megatron_neobert.data.tokenizer.sentencepiece_files import _read_message
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import DataError
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+
+ASCII = "".join(map(chr, range(33, 127)))  # so that the letters of "<s>" are known
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+KINDS = {
+    "bpe": {"model_type": "bpe", **IDENTITY},
+    "bpe with bytes": {"model_type": "bpe", "byte_fallback": True, **IDENTITY},
+    "bpe without a space before the text": {"model_type": "bpe", "add_dummy_prefix": False, **IDENTITY},
+    "bpe that removes spaces": {"model_type": "bpe", "normalization_rule_name": "identity"},
+    "unigram": {"model_type": "unigram", **IDENTITY},
+    "unigram that removes spaces": {"model_type": "unigram", "normalization_rule_name": "identity"},
+}
+
+
+def training_lines() -> list[str]:
+    """Made-up words, Zipf-like, with some accents and Chinese."""
+    generator = random.Random(0)
+    syllables = ["ka", "to", "mi", "ren", "sol", "é", "ü", "字", "th", "ing", "an"]
+    words = ["".join(generator.choices(syllables, k=generator.randint(1, 4))) for _ in range(300)]
+    weights = [1 / rank for rank in range(1, 301)]
+    return [" ".join(generator.choices(words, weights, k=12)) + "." for _ in range(1500)]
+
+
+def train(folder: Path, name: str = "tokenizer", **settings) -> Path:
+    """A model of 450 pieces in about half a second."""
+    path = folder / name
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(training_lines()),
+        model_prefix=str(path),
+        **{"vocab_size": 450, "minloglevel": 2, "required_chars": ASCII, "hard_vocab_limit": False, **settings},
+    )
+    return path.with_suffix(".model")
+
+
+def rows(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    batch = tokenizer.encode_batch(texts)
+    return [ids.tolist() for ids in np.split(batch.ids, np.cumsum(batch.lengths)[:-1])]
+
+
+def differing(path: Path, texts: list[str]) -> list[str]:
+    """Texts to which SentencePiece gives other ids."""
+    expected = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(texts)
+    found = rows(load_tokenizer(path), texts)
+    return [text for text, ids, right in zip(texts, found, expected, strict=True) if ids != right]
+
+
+def spaced_texts() -> list[str]:
+    numbers = [0, 1, 2, 3, 7, 16, 17, 20, 33]
+    return [f"{' ' * a}ka{' ' * b}to\n{' ' * c}" for a in numbers for b in numbers for c in numbers]
+
+
+# --- ids
+
+
+def adversarial_texts(path: Path) -> list[str]:
+    texts = [*probe_strings(load_tokenizer(path)), *training_lines()[:200], *spaced_texts()]
+    assert len(texts) > 3500
+    return texts
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("bpe")])
+def test_bpe_ids_are_sentencepieces_own_on_adversarial_strings(tmp_path, kind):
+    path = train(tmp_path, **KINDS[kind])
+    assert differing(path, adversarial_texts(path)) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("unigram")])
+def test_unigram_ids_are_sentencepieces_own_or_equally_likely_on_adversarial_strings(tmp_path, kind):
+    path = train(tmp_path, **KINDS[kind])
+    different = differing(path, adversarial_texts(path))
+    assert all("é" * 50 in text for text in different)  # "é|éé" or "éé|é", wherever the number is odd
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    for text in different:
+        found, expected = rows(load_tokenizer(path), [text])[0], theirs.encode(text)
+        score, right = (sum(theirs.get_score(id_) for id_ in ids) for ids in (found, expected))
+        assert score == pytest.approx(right, rel=1e-7)
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_ids_with_nfkc_rules_are_sentencepieces_own_but_where_code_points_make_one_character(tmp_path, model_type):
+    path = train(tmp_path, model_type=model_type, normalization_rule_name="nmt_nfkc", byte_fallback=True)
+    texts = [*adversarial_texts(path), "ﬁnance ½ Ｔｏ　ＫＡ ㌀ é e\u0301", "한국어"]
+    one_character = re.compile("[\u0300-\u036f]{2}|\u034f|[\u1100-\u11ff]")  # two marks, a joiner, Korean letters
+    different = differing(path, texts)
+    assert different  # the exception exists
+    assert [text for text in different if not one_character.search(text)] == []
+
+
+@pytest.mark.parametrize("text", ["\u1112\u1161\u11ab", "A\u030a\u0327"])
+def test_letters_and_accents_written_apart_are_the_named_exception(tmp_path, text):
+    path = train(tmp_path, model_type="bpe", normalization_rule_name="nmt_nfkc", byte_fallback=True)
+    assert differing(path, ["한", "e\u0301", text]) == [text]
+
+
+def test_32k_model_gives_sentencepieces_own_ids_on_books_and_adversarial_strings(shared_data):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = shared_data / "tokenizers/sentencepiece-bpe-32k/tokenizer.model"
+    column = parquet.read_table(shared_data / "text/books/train-00003-of-00008.parquet", columns=["content"])["content"]
+    texts = [*column.to_pylist()[::2], *probe_strings(load_tokenizer(path)), *spaced_texts()]
+    assert len(texts) > 4500
+    assert differing(path, texts) == []
+    assert differing(path, ["[MASK] <s>a</s> <unk><pad>", "<0x0A>"]) == []
+
+
+# --- user-defined symbols
+
+
+@pytest.mark.parametrize("removes_spaces", [False, True])
+def test_user_defined_symbols_are_cut_out_as_sentencepiece_does(tmp_path, removes_spaces):
+    symbols = ["\n", "<tag>", "<tag>>", "ka ka"]
+    rules = "nmt_nfkc" if removes_spaces else "identity"
+    path = train(
+        tmp_path,
+        model_type="bpe",
+        user_defined_symbols=symbols,
+        normalization_rule_name=rules,
+        remove_extra_whitespaces=removes_spaces,
+    )
+    tokenizer = load_tokenizer(path)
+    texts = ["ka\nto", "ka \n to", "\nka\n", "ka\n\n\nto", "ka<tag>to <tag> <tag>>", " <tag>ka", "ka ka", "<tag><tag>"]
+    texts += spaced_texts()
+    assert differing(path, texts) == []
+    ids = {symbol: tokenizer.backend.token_to_id(symbol) for symbol in symbols}
+    assert ids["\n"] in rows(tokenizer, ["ka\nto"])[0]
+    assert not set(ids.values()) & set(tokenizer.special_ids)
+
+
+def test_text_of_one_user_defined_symbol_alone_is_the_named_exception(tmp_path):
+    path = train(tmp_path, model_type="bpe", user_defined_symbols=["<tag>"], **IDENTITY)
+    assert differing(path, ["<tag>", "<tag> ", " <tag>", "<tag>ka"]) == ["<tag>"]
+
+
+def test_mask_that_is_user_defined_stays_text_in_a_text(tmp_path):
+    path = train(tmp_path, model_type="bpe", user_defined_symbols=["[MASK]"], **IDENTITY)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.special_tokens["mask"] == 3
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode("ka[MASK]")
+    assert 3 in theirs  # control: SentencePiece makes it the mask
+    assert 3 not in rows(tokenizer, ["ka[MASK]"])[0]
+
+
+def test_control_symbol_that_a_unigram_model_can_spell_is_spelt(tmp_path):
+    path = train(tmp_path, model_type="unigram", control_symbols=["<ctl>"], **IDENTITY)
+    assert differing(path, ["ka<ctl>to", "<s>", "</s><unk>", "<0x41>"]) == []
+    assert load_tokenizer(path).backend.token_to_id("<ctl>") in load_tokenizer(path).special_ids
+
+
+# --- special tokens
+
+
+def test_llama_layout_gets_pad_and_mask_after_its_vocabulary(tmp_path):
+    tokenizer = load_tokenizer(train(tmp_path, model_type="bpe"))
+    size = tokenizer.vocab_size
+    assert tokenizer.special_tokens == {"cls": 1, "sep": 2, "pad": size - 2, "mask": size - 1, "unk": 0}
+    assert tokenizer.special_names == {
+        "cls": "<s>", "sep": "</s>", "pad": "<pad>", "mask": "<mask>", "unk": "<unk>",
+    }  # fmt: skip
+
+
+def test_model_without_beginning_and_end_gets_four_tokens(tmp_path):
+    tokenizer = load_tokenizer(train(tmp_path, model_type="unigram", bos_id=-1, eos_id=-1, unk_id=0))
+    size = tokenizer.vocab_size
+    assert tokenizer.special_tokens == {"cls": size - 4, "pad": size - 3, "sep": size - 2, "unk": 0, "mask": size - 1}
+
+
+def test_names_of_the_model_and_of_berts_layout_are_recognised(tmp_path):
+    bert = train(tmp_path, "albert", control_symbols=["[CLS]", "[SEP]"], pad_id=0, unk_id=1, bos_id=-1, eos_id=-1)
+    assert load_tokenizer(bert).special_names["cls"] == "[CLS]"
+    gemma = train(tmp_path, "gemma", bos_piece="<bos>", eos_piece="<eos>", unk_piece="<oov>")
+    names = load_tokenizer(gemma).special_names
+    assert (names["cls"], names["sep"], names["unk"]) == ("<bos>", "<eos>", "<oov>")
+
+
+def test_names_in_the_configuration_beside_the_model_win(tmp_path):
+    path = train(tmp_path, model_type="bpe", control_symbols=["<start>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"cls_token": {"content": "<start>"}, "mask_token": "<hole>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.cls_id, tokenizer.special_names["mask"]) == (3, "<hole>")
+    assert path.name == "tokenizer.model"
+
+
+# --- files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_folder_has_the_same_fingerprint_and_ids_and_decodes(tmp_path, kind):
+    tokenizer = load_tokenizer(train(tmp_path, **KINDS[kind]))
+    tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
+    loaded = load_tokenizer(tmp_path / "saved")
+    texts = training_lines()[:20]
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert rows(loaded, texts) == rows(tokenizer, texts)
+    assert [loaded.decode(ids) for ids in rows(loaded, texts)] == texts
+
+
+def test_saved_folder_loads_in_transformers_with_the_same_ids(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(train(tmp_path, **KINDS["bpe with bytes"]))
+    tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=64)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = training_lines()[0]
+    assert loaded(text)["input_ids"] == [tokenizer.cls_id, *rows(tokenizer, [text])[0], tokenizer.sep_id]
+    assert loaded.mask_token_id == tokenizer.mask_id
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.9999])
+def test_truncated_model_is_refused(tmp_path, share):
+    path = train(tmp_path, model_type="bpe")
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model, or cut off; fetch it again"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "char"}, r"model type 4 .* not supported; train a BPE or Unigram model"),
+        ({"model_type": "word"}, r"model type 3 .* not supported"),
+        ({"treat_whitespace_as_suffix": True}, r"spaces at the end of pieces, or not escaped, are not supported"),
+    ],
+)
+def test_model_that_cannot_be_represented_is_refused(tmp_path, settings, message):
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(train(tmp_path, **settings))
+
+
+UNUSED = b"\x18\x05"  # the field that makes a piece of another type: number 3, value 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fields: fields[1].append(fields[1][0]), "the piece '<unk>' occurs twice; every piece needs its own id"),
+        (lambda fields: fields[1].pop(0), r"0 of \d+ pieces stand for unknown text; there must be one"),
+        (lambda fields: fields[1].append(fields[1].pop() + UNUSED), r"1 pieces of a BPE model are marked unused"),
+        (lambda fields: fields.pop(2), r"the settings are missing: cut off\? Fetch it again"),
+    ],
+    ids=["twice", "no unknown", "unused", "cut off between two messages"],
+)
+def test_model_with_unusable_content_is_refused(tmp_path, change, message):
+    path = train(tmp_path, model_type="bpe", **IDENTITY)
+    assert path.stat().st_size < 1 << 14  # no length needs three bytes
+    fields = _read_message(path.read_bytes())
+    change(fields)
+    write_message(path, fields)
+    with pytest.raises(DataError, match=rf"tokenizer\.model: {message}"):
+        load_tokenizer(path)
+
+
+def write_message(path: Path, fields: dict[int, list[bytes]]) -> None:
+    def length(value: bytes) -> bytes:
+        low, high = len(value) & 127, len(value) >> 7
+        return bytes([low | 128, high]) if high else bytes([low])
+
+    parts = [bytes([number << 3 | 2]) + length(value) + value for number, values in fields.items() for value in values]
+    path.write_bytes(b"".join(parts))

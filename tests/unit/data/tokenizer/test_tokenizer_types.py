@@ -1,0 +1,169 @@
+"""--tokenizer-type: what each type takes, and that a type is not stretched to fit a file."""
+
+import json
+
+import pytest
+from tokenizers import models, pre_tokenizers
+from unit.data.small_corpus import write_vocabulary
+
+from megatron_neobert.config.schema import TOKENIZER_TYPES
+from megatron_neobert.data.tokenizer.files import build_bert_backend
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+
+UNCASED = [*"abcdehlorw", "hello", "##s"]
+CASED = [*UNCASED, "Hello", "World"]
+
+
+@pytest.fixture
+def uncased(tmp_path):
+    return write_vocabulary(tmp_path / "vocab.txt", UNCASED)
+
+
+@pytest.fixture
+def cased(tmp_path):
+    (tmp_path / "cased").mkdir()
+    return write_vocabulary(tmp_path / "cased/vocab.txt", CASED)
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    return [tokenizer.backend.id_to_token(id_) for id_ in tokenizer.encode_batch([text]).ids.tolist()]
+
+
+def test_types_are_auto_and_those_of_megatron():
+    assert set(TOKENIZER_TYPES) == {
+        "auto", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer", "SentencePieceTokenizer",
+    }  # fmt: skip
+
+
+def test_bert_type_decides_about_case_where_the_vocabulary_leaves_it_open(uncased, cased):
+    assert pieces(load_tokenizer(uncased, "BertWordPieceLowerCase"), "Hello") == ["hello"]
+    assert pieces(load_tokenizer(uncased, "BertWordPieceCase"), "Hello hello") == ["[UNK]", "hello"]
+    assert pieces(load_tokenizer(cased, "BertWordPieceCase"), "Hello") == ["Hello"]
+
+
+def test_bert_type_that_agrees_with_auto_has_its_fingerprint(uncased, cased):
+    for path, name in ((uncased, "BertWordPieceLowerCase"), (cased, "BertWordPieceCase")):
+        assert load_tokenizer(path, name).fingerprint == load_tokenizer(path).fingerprint
+    assert load_tokenizer(uncased, "BertWordPieceCase").fingerprint != load_tokenizer(uncased).fingerprint
+
+
+def test_lower_case_type_is_refused_for_a_cased_vocabulary_with_the_number_of_lost_pieces(cased):
+    with pytest.raises(
+        ConfigError, match=r"BertWordPieceLowerCase .*: 2 of 19 pieces have upper-case letters \('Hello'\)"
+    ):
+        load_tokenizer(cased, "BertWordPieceLowerCase")
+
+
+def test_a_few_upper_case_letters_do_not_make_a_vocabulary_cased_for_the_lower_case_type(tmp_path):
+    numbered = [f"w{number}" for number in range(200)]
+    path = write_vocabulary(tmp_path / "vocab.txt", [*numbered, "hello", "Ꭰ", "Ა"])
+    assert pieces(load_tokenizer(path, "BertWordPieceLowerCase"), "Hello") == ["hello"]
+
+
+def test_type_that_contradicts_the_configuration_beside_the_vocabulary_is_refused(uncased):
+    (uncased.parent / "tokenizer_config.json").write_text('{"do_lower_case": true}')
+    assert load_tokenizer(uncased, "BertWordPieceLowerCase")
+    with pytest.raises(
+        ConfigError, match=r"BertWordPieceCase contradicts .*tokenizer_config\.json.* do_lower_case true"
+    ):
+        load_tokenizer(uncased, "BertWordPieceCase")
+
+
+def test_folder_gives_vocab_txt_to_bert_types_and_tokenizer_json_to_the_others(uncased, cased):
+    load_tokenizer(cased).save_tokenizer_files(uncased.parent, model_max_length=16)  # both files, of two vocabularies
+    write_vocabulary(uncased, UNCASED)
+    (uncased.parent / "tokenizer_config.json").unlink()
+    folder = uncased.parent
+    for name in ("auto", "HuggingFaceTokenizer"):
+        assert load_tokenizer(folder, name).vocab_size == 5 + len(CASED)
+    assert load_tokenizer(folder, "BertWordPieceLowerCase").vocab_size == 5 + len(UNCASED)
+
+
+def save_json(path, backend):
+    backend.save(str(path))
+    return path
+
+
+def test_bert_types_take_a_tokenizer_json_of_berts_pipeline_and_case(tmp_path):
+    vocabulary = {piece: id_ for id_, piece in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *UNCASED])}
+    model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    path = save_json(tmp_path / "tokenizer.json", build_bert_backend(model, lowercase=True))
+    assert load_tokenizer(path, "BertWordPieceLowerCase").fingerprint == load_tokenizer(path).fingerprint
+    with pytest.raises(
+        ConfigError, match=r"BertWordPieceCase contradicts .*tokenizer\.json, which says lowercase true"
+    ):
+        load_tokenizer(path, "BertWordPieceCase")
+    other = build_bert_backend(model, lowercase=True)
+    other.normalizer = None
+    save_json(path, other)
+    with pytest.raises(ConfigError, match=r"does not fit .*model is WordPiece and whose normalizer is NoneType"):
+        load_tokenizer(path, "BertWordPieceLowerCase")
+
+
+def byte_level_json(folder):
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    state = {
+        "version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        "model": {"type": "BPE", "vocab": {piece: i for i, piece in enumerate([*special, *alphabet])}, "merges": []},
+    }  # fmt: skip
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(state))
+    return path
+
+
+def sentencepiece_model(folder, name="tokenizer.model"):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    lines = ["the cat sat on the mat", "the hat of the cat"] * 50
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "trained"), vocab_size=16, minloglevel=2
+    )
+    return (folder / "trained.model").rename(folder / name)
+
+
+def test_file_of_another_type_is_refused_with_the_types_that_fit(uncased, tmp_path):
+    json_path, model = byte_level_json(tmp_path), sentencepiece_model(tmp_path)
+    refused = [
+        (uncased, "HuggingFaceTokenizer", r"is a WordPiece vocabulary; use auto, BertWordPieceLowerCase or"),
+        (uncased, "SentencePieceTokenizer", r"is a WordPiece vocabulary"),
+        (json_path, "SentencePieceTokenizer", r"is a tokenizer\.json; use auto, HuggingFaceTokenizer or"),
+        (json_path, "BertWordPieceCase", r"model is BPE"),
+        (model, "BertWordPieceLowerCase", r"is a SentencePiece model; use auto, SentencePieceTokenizer"),
+        (model, "HuggingFaceTokenizer", r"is a SentencePiece model"),
+    ]
+    for path, name, message in refused:
+        with pytest.raises(ConfigError, match=rf"--tokenizer-type {name} does not fit .*{path.name}.*{message}"):
+            load_tokenizer(path, name)
+        assert load_tokenizer(path)  # control: auto reads it
+
+
+def test_sentencepiece_model_is_recognised_by_its_content_and_taken_from_a_folder(tmp_path):
+    model = sentencepiece_model(tmp_path, "spm.bin")
+    assert load_tokenizer(model).special_tokens["cls"] == 1
+    model.rename(tmp_path / "spiece.model")
+    assert load_tokenizer(tmp_path, "SentencePieceTokenizer").fingerprint == load_tokenizer(tmp_path).fingerprint
+
+
+def test_tokenizer_json_is_preferred_to_a_sentencepiece_model_unless_the_type_says_so(tmp_path):
+    sentencepiece_model(tmp_path)
+    byte_level_json(tmp_path)
+    assert load_tokenizer(tmp_path).vocab_size == 261
+    assert load_tokenizer(tmp_path, "SentencePieceTokenizer").vocab_size == 18  # 16, <pad> and <mask>
+
+
+def test_folder_without_the_files_of_a_type_is_a_missing_input(uncased):
+    with pytest.raises(MissingInputError, match=r"holds none of tokenizer\.model, spiece\.model"):
+        load_tokenizer(uncased.parent, "SentencePieceTokenizer")
+
+
+def test_unknown_type_is_refused_with_the_known_ones(uncased):
+    with pytest.raises(ConfigError, match=r"--tokenizer-type GPT2BPETokenizer does not exist; use one of auto, "):
+        load_tokenizer(uncased, "GPT2BPETokenizer")
+
+
+def test_text_file_named_like_a_model_is_not_a_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_text("[PAD]\n[UNK]\n")
+    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model"):
+        load_tokenizer(tmp_path)

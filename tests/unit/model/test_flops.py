@@ -1,0 +1,96 @@
+"""Arithmetic of parameters, operations and checkpoints."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_neobert.config.cli import read_settings
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.model.flops import (
+    checkpoint_bytes,
+    count_parameters,
+    training_flops_per_token,
+)
+
+CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
+VOCAB = 30_522  # google-bert/bert-base-uncased
+LLAMA_VOCAB = 32_000 + 2  # pieces of LLaMA 2, and the tokens for padding and masks that it does not have
+
+# What the released code builds: chandar-lab/NeoBERT@ed75b68, model/model.py under each job's settings.
+PUBLISHED = {
+    "ablations/m0": 132_279_354,
+    "ablations/m1": 131_866_170,
+    "ablations/m2": 131_866_170,
+    "ablations/m3": 134_236_224,
+    "ablations/m4": 131_866_170,
+    "ablations/m5": 131_866_170,
+    "ablations/m6": 131_866_170,
+    "ablations/m7": 278_633_946,
+    "ablations/m7_released": 256_680_426,
+    "ablations/m8": 245_136_954,
+    "ablations/m9_stage1": 245_136_954,
+    "ablations/m9_stage2": 245_136_954,
+    "neobert_continued": 245_136_954,
+    "neobert_stage1": 245_136_954,
+    "neobert_stage2": 245_136_954,
+}
+
+
+def test_parameter_count_of_the_default_model_is_245_136_954():
+    """28 blocks of 4·768² + 3·768·2048 + 2·768, a norm, an embedding, a decoder and its bias."""
+    count = count_parameters(ModelConfig(), vocab_size=VOCAB)
+    assert count.blocks == 28 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) == 198_223_872
+    assert count.total == 198_223_872 + 768 + 2 * VOCAB * 768 + VOCAB == 245_136_954
+
+
+def test_parameter_count_of_bert_base_without_a_pooler_is_132_279_354():
+    """LayerNorms have biases, the feed-forward two matrices, and each of 512 positions and padding a vector."""
+    model = ModelConfig(
+        num_layers=12,
+        swiglu=False,
+        normalization="LayerNorm",
+        position_embedding_type="learned_absolute",
+        max_position_embeddings=512,
+    )
+    count = count_parameters(model, vocab_size=VOCAB)
+    assert count.blocks == 12 * (4 * 768**2 + 2 * 768 * 3072 + 2 * 2 * 768)
+    assert (count.final_norm, count.positions) == (2 * 768, 513 * 768)
+    assert count.total == count.blocks + 2 * 768 + 513 * 768 + 2 * VOCAB * 768 + VOCAB == 132_279_354
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_parameter_count_of_a_recipe_is_that_of_the_released_code(recipe):
+    model = read_settings(CONFIGS / f"{recipe}.yaml").model
+    # The released code counts the rows that pad LLaMA 2's vocabulary, not those of BERT's, which it does not pad.
+    vocab_size = model.padded_vocab_size(LLAMA_VOCAB, tensor_parallel=1) if recipe.endswith("m3") else VOCAB
+    assert count_parameters(model, vocab_size=vocab_size).total == PUBLISHED[recipe]
+
+
+def test_every_recipe_has_its_published_parameter_count_checked():
+    recipes = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml")}
+    assert recipes - {"tiny"} == set(PUBLISHED)
+
+
+def test_flops_per_token_with_a_fifth_of_the_head_are_1_48_giga():
+    flops = training_flops_per_token(Settings(), vocab_size=VOCAB, document_tokens=1024)
+    blocks = 28 * (4 * 768**2 + 3 * 768 * 2048)
+    assert flops == pytest.approx(6 * (blocks + 0.2 * VOCAB * 768) + 12 * 28 * 768 * 1024)
+    assert flops / 1e9 == pytest.approx(1.482, abs=1e-3)
+
+
+def test_flops_of_concatenated_rows_are_those_of_documents_as_long_as_the_row():
+    settings = Settings().with_section("data", batch_layout="concatenated")
+    expected = training_flops_per_token(Settings(), vocab_size=VOCAB, document_tokens=1024)
+    assert training_flops_per_token(settings, vocab_size=VOCAB, document_tokens=300) == expected
+    assert training_flops_per_token(Settings(), vocab_size=VOCAB, document_tokens=300) < expected
+
+
+def test_flops_per_token_without_swiglu_count_two_matrices():
+    settings = Settings().with_section("model", swiglu=False)
+    flops = training_flops_per_token(settings, vocab_size=VOCAB, document_tokens=1024)
+    blocks = 28 * (4 * 768**2 + 2 * 768 * 3072)
+    assert flops == pytest.approx(6 * (blocks + 0.2 * VOCAB * 768) + 12 * 28 * 768 * 1024)
+
+
+def test_a_checkpoint_holds_weights_main_weights_and_two_moments():
+    assert checkpoint_bytes(Settings(), vocab_size=VOCAB) == 245_136_954 * 16

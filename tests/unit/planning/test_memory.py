@@ -1,0 +1,221 @@
+"""Memory by arithmetic against what autograd keeps, Megatron's schedules, and formulas one can read here."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+from tests_tiny import tiny_settings
+
+from megatron_neobert.config.cli import read_settings
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.shapes import usual_masked
+from megatron_neobert.model.flops import count_parameters
+from megatron_neobert.planning.activations import MicroBatch
+from megatron_neobert.planning.memory import micro_batches_in_flight, plan_memory
+from megatron_neobert.runtime import distributed
+from megatron_neobert.training.setup import build_run, join
+
+VOCAB = 30_522  # google-bert/bert-base-uncased
+CHUNKS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FIRST = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+
+
+@pytest.fixture
+def no_process_group_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        distributed.shut_down()
+
+
+def kept_by_autograd(run: Any, batch: Any) -> int:
+    """Bytes of every storage that the forward pass of a micro-batch saves, weights not counted."""
+    weights = {weight.untyped_storage().data_ptr() for model in run.models for weight in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run.models[0](batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
+
+
+def planned(settings: Settings, batch: Any, *, vocab_size: int) -> int:
+    plan = plan_memory(settings, vocab_size=vocab_size, world_size=1, masked_tokens=len(batch.labels_m), kernels="cpu")
+    return plan.activations + plan.head
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"training": {"bf16": True}},
+        {"model": {"normalization": "LayerNorm", "swiglu": False, "position_embedding_type": "learned_absolute"}},
+        {"model": {"normalization": "LayerNorm"}, "training": {"bf16": True}},
+        {"compute": CHUNKS},
+        {"compute": FIRST},
+        {"compute": {"recompute_granularity": "selective"}},
+    ],
+    ids=["fp32", "bf16", "bert", "layernorm-bf16", "recompute", "recompute-first", "recompute-attention"],
+)
+def test_planned_activations_are_what_autograd_keeps(changes, tiny_corpus, no_process_group_left):
+    settings = tiny_settings(tiny_corpus, **changes)
+    run = build_run(settings, *join(settings))
+    batch = next(run.training_stream.steps()).micro_batches[0]
+    kept = kept_by_autograd(run, batch)
+    vocab_size = run.tokenizer.vocab_size
+    # A tensor of one number per layer is not worth a term: which mask attention has when it is recomputed.
+    assert planned(settings, batch, vocab_size=vocab_size) == pytest.approx(kept, rel=1e-4)
+    # Another precision and a layer more would be told apart, so the agreement means something.
+    other = settings.with_section("training", bf16=not settings.training.bf16)
+    deeper = settings.with_section("model", num_layers=3)
+    for wrong in (other, deeper):
+        assert abs(planned(wrong, batch, vocab_size=vocab_size) / kept - 1) > 0.05
+
+
+def test_a_token_of_the_250m_model_keeps_24_632_bytes_per_layer_under_transformer_engine():
+    """Norms: input, output, statistic. Attention: q, k, v, result, logsumexp. SwiGLU: both halves and their product."""
+    settings = Settings().with_section("training", bf16=True)
+    batch = MicroBatch(settings=settings, kernels="transformer_engine", masked_tokens=0, vocab_size=VOCAB)
+    per_token = 2 * (2 * 2 * 768 + 4) + (4 * 2 * 768 + 4 * 12) + 3 * 2 * 2048
+    assert batch.layer_bytes == per_token * 64 * 1024 == 24_632 * 64 * 1024
+
+
+def test_context_and_sequence_parallel_ranks_keep_their_share():
+    settings = Settings().with_section("training", bf16=True)
+
+    def layer(**parallel: Any) -> int:
+        changed = settings.with_section("parallel", **parallel)
+        return MicroBatch(settings=changed, kernels="transformer_engine", masked_tokens=0, vocab_size=VOCAB).layer_bytes
+
+    slots = 64 * 1024
+    norms = 2 * (2 * 2 * 768 + 4) * slots
+    # An exchange between context-parallel ranks leaves one more copy of the attention's result.
+    assert layer(context_parallel_size=2) == (layer() + 2 * 768 * slots) // 2
+    assert layer(tensor_model_parallel_size=2) == norms + (layer() - norms) // 2
+    assert layer(tensor_model_parallel_size=2, sequence_parallel=True) == layer() // 2
+
+
+# ---- pipelines
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Any]:
+    """Has Megatron take this process for a rank of a pipeline."""
+
+    def become(stage: int, *, stages: int, pieces: int | None) -> None:
+        parallel_state.set_pipeline_model_parallel_world_size(stages)
+        parallel_state.set_pipeline_model_parallel_rank(stage)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(pieces)
+
+    yield become
+    become(None, stages=None, pieces=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8, 64])
+@pytest.mark.parametrize("layers_of_piece", [None, 7], ids=["plain", "interleaved"])
+def test_micro_batches_in_flight_are_those_of_megatrons_schedule(pipeline, micro_batches, layers_of_piece):
+    settings = Settings().with_section("training", micro_batch_size=1, global_batch_size=micro_batches)
+    settings = settings.with_section(
+        "parallel", pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=layers_of_piece
+    )
+    pieces = settings.virtual_stages_per_rank
+    for stage in range(2):
+        pipeline(stage, stages=2, pieces=pieces if pieces > 1 else None)
+        total, _, warm_up, _ = get_pp_rank_microbatches(micro_batches, pieces, 2)
+        assert micro_batches_in_flight(settings, stage=stage, world_size=2) == min(total, warm_up + 1)
+
+
+def test_the_first_of_four_stages_keeps_four_micro_batches():
+    settings = Settings().with_section("training", bf16=True).with_section("parallel", pipeline_model_parallel_size=4)
+    plan = plan_memory(settings, vocab_size=VOCAB, world_size=4, masked_tokens=13_107, kernels="transformer_engine")
+    hidden = 2 * 768 * 64 * 1024
+    assert plan.stage == 0
+    # Four times seven layers, what came in and what went out, and the token ids.
+    assert plan.activations == 4 * (7 * 24_632 * 64 * 1024 + 2 * hidden + 8 * 64 * 1024)
+
+
+# ---- weights, gradients, optimizer
+
+
+def state_bytes(settings: Settings, *, world_size: int) -> int:
+    return plan_memory(settings, vocab_size=VOCAB, world_size=world_size, masked_tokens=1000, kernels="cpu").state
+
+
+def test_the_distributed_optimizer_splits_moments_and_main_weights():
+    settings = Settings().with_section("training", bf16=True)
+    padded = count_parameters(settings.model, vocab_size=30_592).total
+    assert state_bytes(settings, world_size=8) == padded * 6 + padded * 12 // 8
+    whole = settings.with_section("parallel", use_distributed_optimizer=False)
+    assert state_bytes(whole, world_size=8) == padded * 18
+
+
+def test_with_one_micro_batch_the_fullest_pipeline_stage_is_that_of_the_head():
+    """It has a bias and a norm more than the embedding, and no stage has more than one micro-batch in flight."""
+    settings = Settings().with_section("parallel", pipeline_model_parallel_size=4, use_distributed_optimizer=False)
+    settings = settings.with_section("training", micro_batch_size=1, global_batch_size=1)
+    stage = 7 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768 + 30_592 * 768 + 30_592
+    assert state_bytes(settings, world_size=4) == stage * 16
+
+
+def test_the_fullest_pipeline_stage_with_learned_positions_is_the_first():
+    settings = Settings().with_section("parallel", pipeline_model_parallel_size=2, use_distributed_optimizer=False)
+    settings = settings.with_section("model", position_embedding_type="learned_absolute")
+    stage = 14 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 30_592 * 768 + 4097 * 768
+    assert state_bytes(settings, world_size=2) == stage * 16
+
+
+def test_tensor_parallel_ranks_share_the_weights_and_context_parallel_ranks_only_the_optimizer():
+    settings = Settings().with_section("training", bf16=True)
+    padded = count_parameters(settings.model, vocab_size=30_592).total
+    halved = settings.with_section("parallel", tensor_model_parallel_size=2, context_parallel_size=2)
+    share = count_parameters(settings.model, vocab_size=30_720).total // 2  # padded to a multiple of 2 x 128
+    assert state_bytes(halved, world_size=8) == share * 6 + share * 12 // 4
+    context = settings.with_section("parallel", context_parallel_size=2)
+    assert state_bytes(context, world_size=8) == padded * 6 + padded * 12 // 8
+
+
+# ---- the page
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"
+STAGE_1 = read_settings(PAGE.parents[1] / "examples" / "configs" / "neobert_stage1.yaml")
+ROWS_OF_PAGE = {
+    "as it is": {},
+    "`--micro-batch-size 16`": {"training": {"micro_batch_size": 16}},
+    "`--micro-batch-size 8`": {"training": {"micro_batch_size": 8}},
+    "`--bf16` instead of float32": {"training": {"bf16": False}},
+    "`--use-distributed-optimizer` (default)": {"parallel": {"use_distributed_optimizer": False}},
+    "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`": {"compute": CHUNKS},
+    "`--recompute-method block --recompute-num-layers 14`": {"compute": {**FIRST, "recompute_num_layers": 14}},
+    "`--tensor-model-parallel-size 2 --sequence-parallel`": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    },
+    "without `--sequence-parallel`": {"parallel": {"tensor_model_parallel_size": 2}},
+    "`--context-parallel-size 2`": {"parallel": {"context_parallel_size": 2}},
+    "`--pipeline-model-parallel-size 2`": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "80 GiB and more": {"training": {"micro_batch_size": 64}},
+    "40 GiB": {},
+    "24 GiB": {"training": {"micro_batch_size": 16}},
+}
+
+
+@pytest.mark.parametrize("words", ROWS_OF_PAGE)
+def test_page_has_the_gib_of_the_plan(words):
+    settings = STAGE_1
+    for section, changes in ROWS_OF_PAGE[words].items():
+        settings = settings.with_section(section, **changes)
+    slots = settings.slots_per_micro_batch // settings.parallel.context_parallel_size
+    plan = plan_memory(
+        settings,
+        vocab_size=VOCAB,
+        world_size=8,
+        masked_tokens=usual_masked(slots, probability=0.2),
+        kernels="transformer_engine",
+    )
+    (row,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if f"| {words} |" in line]
+    assert f" {plan.total / 2**30:.2f} |" in row

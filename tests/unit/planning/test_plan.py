@@ -1,0 +1,220 @@
+"""The plan of --dry-run against Megatron's scheduler, real batches, and formulas one can read here."""
+
+import io
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from tests_tiny import tiny_settings
+
+from megatron_neobert.checkpoint.folder import MANIFEST
+from megatron_neobert.config.schema import CheckpointConfig, Settings
+from megatron_neobert.data.batches import rows
+from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT
+from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.model.flops import training_flops_per_token
+from megatron_neobert.model.gpus import find_gpu
+from megatron_neobert.planning import data
+from megatron_neobert.planning.costs import kept_checkpoints
+from megatron_neobert.planning.data import sample_iteration
+from megatron_neobert.planning.plan import print_plan
+from megatron_neobert.planning.schedule import draw_curve, learning_rate
+from megatron_neobert.training.metrics_line import duration
+
+# ---- the learning rate
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_learning_rate_is_megatrons_at_every_iteration(style, warmup):
+    settings = Settings().with_section("optimizer", lr_decay_style=style, lr_warmup_iters=warmup)
+    settings = settings.with_section("training", train_iters=60)  # the decay ends at 54
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    cfg = settings.optimizer
+    scheduler = OptimizerParamScheduler(
+        optimizer, 0.0, cfg.lr, cfg.min_lr, warmup, settings.lr_decay_end, style, 0.0, 0.0, 60, "constant"
+    )
+    for iteration in range(60):
+        (group,) = optimizer.param_groups
+        assert learning_rate(settings, iteration) == pytest.approx(group["lr"], abs=1e-15), iteration
+        scheduler.step(increment=1)
+
+
+def test_curve_is_as_high_as_its_values():
+    assert draw_curve([0, 1, 2, 4], height=2, unicode=True) == ["   █", " ▄██"]
+    assert draw_curve([0, 1, 2, 4], height=2, unicode=False) == ["   #", " ###"]
+
+
+# ---- what an iteration reads
+
+
+EPOCHS = 2
+PACKINGS = [
+    {"long_documents": "truncate"},
+    {"long_documents": "chunk"},
+    {"batch_layout": "concatenated"},
+    {"document_block_size": 4},
+]
+
+
+@pytest.mark.parametrize("data", PACKINGS, ids=lambda data: str(*data.values()))
+def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, tiny_corpus, monkeypatch):
+    """A source of several windows, read until its cursor has left two epochs behind."""
+    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 128)
+    one_row = {"global_batch_size": 1, "micro_batch_size": 1}
+    settings = tiny_settings(tiny_corpus, data={"seq_length": 64, **data}, training=one_row)
+    inputs = open_inputs(settings.data)
+    sample = sample_iteration(settings, inputs)
+    iterations, tokens, squares = 0, 0, 0
+    for step in BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer)).steps():
+        iterations += 1
+        (batch,) = step.micro_batches
+        tokens += batch.real_tokens
+        bounds = batch.cu_seqlens_n[batch.cu_seqlens_n <= batch.real_tokens]
+        squares += int((bounds.diff() ** 2).sum())
+        if step.cursor_after.epoch == EPOCHS:
+            break
+    documents = EPOCHS * len(inputs.training[0].documents)
+    # The second epoch shares its documents out to windows anew, which takes a row more or less in each of them.
+    assert sample.epochs == (pytest.approx(EPOCHS / iterations, rel=0.02),)
+    assert sample.documents == pytest.approx(documents / iterations, rel=0.02)
+    assert sample.tokens == pytest.approx(tokens / iterations, rel=0.02)
+    assert sample.packing_efficiency == pytest.approx(tokens / (iterations * 64), rel=0.02)
+    assert sample.tokens_of_a_tokens_document == pytest.approx(squares / tokens, rel=0.02)
+
+
+def test_epochs_of_a_corpus_too_long_to_pack_are_those_of_its_first_windows(tiny_corpus, monkeypatch):
+    """Of eight windows out of nineteen; they are no special ones."""
+    settings = tiny_settings(tiny_corpus)
+    inputs = open_inputs(settings.data)
+    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 32)
+    some = sample_iteration(settings, inputs)
+    monkeypatch.setattr(data, "_MOST_WINDOWS", 19)
+    every = sample_iteration(settings, inputs)
+    assert some.epochs != every.epochs
+    assert some.epochs[0] == pytest.approx(every.epochs[0], rel=0.1)
+
+
+def test_plan_of_a_blend_states_the_shares_and_the_epochs_that_its_batches_have(tiny_corpus, monkeypatch, capsys):
+    """Of eight windows, read one row at a time until the cursor has left them behind."""
+    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 64)
+    blend = ("0.75", tiny_corpus.prefix, "0.25", f"{tiny_corpus.prefix}:min=20")
+    settings = tiny_settings(
+        tiny_corpus, data={"data_path": blend}, training={"global_batch_size": 1, "micro_batch_size": 1}
+    )
+    inputs = open_inputs(settings.data)
+    sample = sample_iteration(settings, inputs)
+    read, tokens_c, documents_c = 0, np.zeros(2), np.zeros(2)
+    for packed, cursor in BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer)).global_batches():
+        components_n = packed.segments.documents_n >> COMPONENT_SHIFT
+        read += 1
+        documents_c += np.bincount(components_n, minlength=2)
+        tokens_c += np.bincount(components_n, weights=packed.segments.slots_n, minlength=2)
+        if cursor.window == 8:
+            break
+    assert sample.document_shares == (0.75, 0.25)
+    assert sample.token_shares == tuple(tokens_c / tokens_c.sum())
+    assert sample.packing_efficiency == pytest.approx(tokens_c.sum() / (read * settings.data.seq_length))
+    sizes = [len(source.documents) for source in inputs.training]
+    assert sample.epochs == pytest.approx(documents_c / sizes / read)
+    line = f"75.00 % of the documents, {100 * sample.token_shares[0]:.2f} % of the tokens: about"
+    assert line in " ".join(plan_of(settings, capsys).split())
+
+
+# ---- checkpoints
+
+
+BOTH = {"keep_last": 3, "keep_every": 100}
+
+
+@pytest.mark.parametrize(
+    ("keep", "first", "there", "expected"),
+    [
+        pytest.param({}, 0, [], 100, id="all"),
+        pytest.param({"keep_last": 3}, 0, [], 4, id="last"),
+        pytest.param(BOTH, 0, [], 4 + 10, id="last and every"),
+        pytest.param({"keep_last": 500}, 0, [], 100, id="more than there are"),
+        pytest.param(BOTH, 800, [], 4 + 2, id="from another run's checkpoint"),
+        pytest.param(BOTH, 920, [900, 910, 920], 4 + 2, id="resumed after that"),
+        pytest.param({}, 920, [900, 910, 920], 3 + 8, id="resumed, all"),
+        pytest.param(BOTH, 1000, [800, 900, 980, 990, 1000], 5, id="nothing left to do"),
+    ],
+)
+def test_checkpoints_on_disk_are_those_kept_and_the_one_being_written(keep, first, there, expected):
+    settings = Settings(checkpoint=CheckpointConfig(save="runs", save_interval=10, **keep))
+    settings = settings.with_section("training", train_iters=1000)
+    assert kept_checkpoints(settings, first=first, there=there) == expected
+
+
+# ---- the page
+
+
+def plan_of(settings: Settings, capsys: Any, *, world_size: int = 1) -> str:
+    assert print_plan(settings, world_size=world_size) == 0
+    return str(capsys.readouterr().out)
+
+
+def test_plan_says_what_differs_from_the_defaults_and_nothing_else(tiny_corpus, capsys):
+    plan = " ".join(plan_of(tiny_settings(tiny_corpus, training={"bf16": True}), capsys).split())
+    settings = plan[: plan.index(" model parameters")]
+    assert "--bf16" in settings
+    assert "--hidden-size 64" in settings
+    assert "--mask-prob" not in settings
+    assert "--no-bf16" not in settings
+
+
+def test_time_on_a_gpu_is_the_models_operations_over_the_stated_rate(tiny_corpus, capsys):
+    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 10**9})
+    sample = sample_iteration(settings, open_inputs(settings.data))
+    flops = training_flops_per_token(
+        settings, vocab_size=tiny_corpus.vocab_size, document_tokens=sample.tokens_of_a_tokens_document
+    )
+    gpu = find_gpu("NVIDIA H200")
+    assert gpu is not None
+    seconds = flops * sample.tokens * 10**9 / (2 * gpu.bf16_tflops * 1e12 * 0.4)  # two ranks, 40 % MFU
+    (line,) = [line for line in plan_of(settings, capsys, world_size=2).splitlines() if " H200 " in line]
+    assert duration(seconds) in line
+    assert "fits" in line
+
+
+def test_plan_says_what_does_not_fit(tiny_corpus, tmp_path, capsys):
+    settings = tiny_settings(tiny_corpus, save=tmp_path / "run", training={"train_iters": 10**9})
+    plan = " ".join(plan_of(settings, capsys).split())
+    assert "warning: no room for more than" in plan
+    assert "Add --keep-last 2" in plan
+    assert "does not fit" not in plan
+    kept = settings.with_section("checkpoint", keep_last=2)
+    assert "warning" not in plan_of(kept, capsys)
+    huge = kept.with_section("training", micro_batch_size=2**20, global_batch_size=2**20)
+    assert "does not fit" in plan_of(huge.with_section("data", seq_length=8), capsys)
+
+
+def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
+    checkpoint = tmp_path / "iter_0000004"
+    checkpoint.mkdir()
+    (checkpoint / MANIFEST).touch()
+    keep = {"save_interval": 1, "keep_last": 2, "keep_every": 1}
+    settings = tiny_settings(tiny_corpus, save=tmp_path / "run", checkpoint={"continue_from": str(tmp_path), **keep})
+    plan = plan_of(settings, capsys)
+    assert "6 iterations, 4 of them done" in plan
+    assert "at most 2 at a time" in plan
+    assert "done" not in plan_of(tiny_settings(tiny_corpus), capsys)
+
+
+def test_plan_says_a_warmup_only_where_there_is_one(tiny_corpus, capsys):
+    with_it = tiny_settings(tiny_corpus, optimizer={"lr_warmup_iters": 2, "lr_decay_style": "constant"})
+    assert "   0 to 0.002 by iteration 2, then constant\n" in plan_of(with_it, capsys)
+    assert "   0.002, then constant\n" in plan_of(with_it.with_section("optimizer", lr_warmup_iters=0), capsys)
+
+
+def test_plan_is_plain_where_the_terminal_is(tiny_corpus, monkeypatch):
+    for encoding in ("ascii", "utf-8"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        print_plan(tiny_settings(tiny_corpus), world_size=1)
+        stream.seek(0)
+        assert ("█" in stream.read()) == (encoding == "utf-8")
