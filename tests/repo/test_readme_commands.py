@@ -22,7 +22,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorte
 COMMANDS = sorted(
     [
         *REPOSITORY.glob("tools/*.py"),
-        *REPOSITORY.glob("benchmarks/*.py"),
+        *REPOSITORY.glob("benchmarks/benchmark_*.py"),
         *(REPOSITORY / "checkpoint_conversion" / name for name in ("convert.py", "verify.py")),
     ]
 )
