@@ -1,243 +1,234 @@
-"""tools/check_environment.py looks at real machines: this one, this one with a broken torch, and files of others."""
+"""tools/check_environment.py on this machine, on this machine with a broken torch, and each trap that it knows."""
 
 import ast
-import importlib.metadata
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from unit.tools.commands import ENVIRONMENT, REPOSITORY, command_line
+from processes import run_on_ranks
+from unit.tools.commands import ENVIRONMENT, REPOSITORY, run
 
-sys.path.append(str(REPOSITORY / "tools"))  # as the command has it
-from environment_checks.collect import find_shadowed, import_error, links_of, read_driver, start_import, to_requirement
-from environment_checks.facts import OK, PROBLEM, WARNING, Requirement
-from environment_checks.kernel_test import compute_on, results_of, sum_over
-from environment_checks.limits import cgroup_cores, cgroup_memory_gib, kind_of_file_system, read_disk
-from environment_checks.report import terminal
-
-OWN = [REPOSITORY / "megatron_neobert" / name for name in ("__init__.py", "errors.py", "text.py")]
-SOURCES = sorted(
-    [REPOSITORY / "tools" / "check_environment.py", *REPOSITORY.glob("tools/environment_checks/*.py"), *OWN]
+from tools import check_environment
+from tools.check_environment import (
+    KNOWN_BAD,
+    OK,
+    PROBLEM,
+    WARNING,
+    find_all,
+    known_bad_findings,
+    machine_facts,
+    requirement_findings,
+    shadow_findings,
 )
-PROBES = ("torch_probe.py", "kernel_child.py")  # whose imports happen in child processes
+from tools.environment_checks import probe
 
-NVIDIA_SMI = """#!/usr/bin/env bash
-if [[ $1 == topo ]]; then
-    printf '\\tGPU0\\tGPU1\\tNIC0\\tCPU Affinity\\nGPU0\\t X \\tNV18\\tPIX\\t0-7\\nGPU1\\tNV18\\t X \\tPIX\\t0-7\\n'
-else
-    printf '580.82.07, NVIDIA H100 80GB HBM3\\n580.82.07, NVIDIA H100 80GB HBM3\\n'
-fi
-"""
-BROKEN_SMI = "#!/usr/bin/env bash\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
-
-
-def write_command(folder: Path, source: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "nvidia-smi").write_text(source)
-    (folder / "nvidia-smi").chmod(0o755)
-    return folder
-
-
-def check(*flags: object, cwd: Path, **variables: str):
-    """What it ended with, and its JSON; a secret in the environment is there for it to keep."""
-    environment = {**ENVIRONMENT, "MY_TOKEN": "do-not-tell", **variables}
-    command = command_line("check_environment", "--json", *flags)
-    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert ended.stderr == ""
-    assert "do-not-tell" not in ended.stdout
-    return ended.returncode, json.loads(ended.stdout)
+SETUP = (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+WELL = {"GiB of memory": "64", "MiB of /dev/shm": "4096", "open files (ulimit -n)": "65536", "/dev/infiniband": "no"}
+NUMBERS = {  # subject of a range -> a harmful value, a harmless one, and what must hold beside it
+    ("apex", ">=0.9"): ("0.9.10.dev0", "0.1", {}),
+    ("transformer-engine", ">=2.16"): ("2.20.2", "2.11.0", {"megatron-core": "0.16.1"}),
+    ("transformer-engine-cu12", ">=0"): ("2.11.0", "", {"CUDA": "13.0"}),
+    ("transformer-engine-cu13", ">=0"): ("2.11.0", "", {"CUDA": "12.8"}),
+    ("nvidia-dali-cuda120", ">=0"): ("2.4.0", "", {"CUDA": "13.0"}),
+    ("nvidia-dali-cuda130", ">=0"): ("2.4.0", "", {"CUDA": "12.8"}),
+    ("GiB of memory", "<8"): ("7", "8", {}),
+    ("MiB of /dev/shm", "<1024"): ("64", "1024", {}),
+    ("open files (ulimit -n)", "<4096"): ("1024", "4096", {}),
+    ("KiB of locked memory (ulimit -l)", ">=0"): ("64", "", {"/dev/infiniband": "yes"}),
+    ("GiB free at --save", "<16"): ("15", "16", {}),
+    ("PYTHONOPTIMIZE", ">0"): ("2", "0", {}),
+    ("RANK", ">=0"): ("0", "", {}),
+}
+NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n"
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory):
-    """A torch that dies on import, two GPUs by nvidia-smi, a variable that training refuses, --gpu-test."""
-    place = tmp_path_factory.mktemp("broken")
-    (place / "modules" / "torch").mkdir(parents=True)
-    (place / "modules" / "torch" / "__init__.py").write_text("import os\nos.abort()\n")
-    path = f"{write_command(place / 'bin', NVIDIA_SMI)}{os.pathsep}{os.environ['PATH']}"
-    modules = f"{place / 'modules'}{os.pathsep}{REPOSITORY}"
-    return check("--gpu-test", cwd=place, PATH=path, PYTHONPATH=modules, CUDA_LAUNCH_BLOCKING="1")
+def complaints(facts):
+    return [
+        (finding.level, finding.subject) for finding in known_bad_findings({**WELL, **facts}) if finding.level != OK
+    ]
 
 
-def findings_of(answer, subject):
-    return [(one["status"], one["words"]) for one in answer["findings"] if one["subject"].startswith(subject)]
+# --- the table
 
 
-def test_this_environment_is_described_as_its_metadata_say(tmp_path):
-    code, answer = check("--save", tmp_path / "run", cwd=tmp_path)
-    assert code == (69 if answer["status"] == PROBLEM else 0)
-    torch = importlib.metadata.version("torch")
-    assert answer["facts"]["torch"]["version"].split("+")[0] == torch.split("+")[0]
-    assert answer["facts"]["packages"]["megatron-core"] == importlib.metadata.version("megatron-core")
-    assert answer["facts"]["import_errors"] == {}
-    assert answer["facts"]["project"] == str(REPOSITORY / "megatron_neobert" / "__init__.py")
-    possible = {line["name"]: line["possible"] for line in answer["facts"]["precisions"]}
-    assert possible["float32"] is True and "FP8 delayed" in possible
-    assert [disk["flag"] for disk in answer["facts"]["disks"]] == ["the current folder", "--save"]
-    assert answer["facts"]["disks"][1]["path"] == str(tmp_path / "run")
+@pytest.mark.parametrize("trap", KNOWN_BAD, ids=lambda trap: f"{trap.subject}{trap.values}")
+def test_known_trap_is_named_and_neither_its_neighbour_nor_half_of_a_pair_is(trap):
+    other, others = trap.beside
+    bad, good, beside = NUMBERS.get((trap.subject, trap.values), (trap.values.split()[0], "else", {other: others}))
+    assert (trap.level, f"{trap.subject} {bad}") in complaints({**beside, trap.subject: bad})
+    assert trap.level in (PROBLEM, WARNING) and trap.remedy
+    for facts in [{**beside, trap.subject: good}] + ([{trap.subject: bad}] if other else []):
+        found = [finding.words for finding in known_bad_findings({**WELL, **facts})]
+        assert trap.why not in found
 
 
-def test_torch_that_kills_its_process_is_a_problem_and_ends_with_69(broken):
-    code, answer = broken
-    assert code == 69 and answer["status"] == PROBLEM
-    assert findings_of(answer, "torch ") == [(PROBLEM, "cannot be imported: the process was ended by SIGABRT")]
-    ((status, words),) = findings_of(answer, "torch")[1:]
-    assert status == WARNING and "comes before the installed one" in words
+def test_machine_that_is_well_gets_no_complaint():
+    assert complaints({"CUDA": "13.0", "megatron-core": "0.16.1", "transformer-engine": "2.11.0"}) == []
 
 
-def test_gpus_are_named_by_their_driver_where_torch_is_broken(broken):
-    assert findings_of(broken[1], "driver 580.82.07") == [(OK, "2 GPU(s), NVIDIA H100 80GB HBM3")]
+# --- what setup.py asks for
 
 
-def test_variable_that_slows_training_is_told_and_no_other_variable(broken):
-    assert findings_of(broken[1], "CUDA_LAUNCH_BLOCKING=1")[0][0] == WARNING
-    assert list(broken[1]["facts"]["variables"]) == ["CUDA_LAUNCH_BLOCKING"]
-
-
-def test_gpu_test_without_a_gpu_is_a_problem(broken):
-    assert findings_of(broken[1], "--gpu-test") == [(PROBLEM, "there is no GPU to test")]
-
-
-def test_driver_is_read_from_nvidia_smi_with_the_links_between_gpus(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{write_command(tmp_path, NVIDIA_SMI)}{os.pathsep}{os.environ['PATH']}")
-    driver = read_driver()
-    assert (driver.version, len(driver.gpus), driver.error) == ("580.82.07", 2, "")
-    assert driver.links == links_of("GPU0  X  NV18  PIX  0-7") == "NV18 PIX"
-
-
-def test_driver_that_does_not_answer_is_quoted(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{write_command(tmp_path, BROKEN_SMI)}{os.pathsep}{os.environ['PATH']}")
-    assert read_driver().error == "Failed to initialize NVML: Driver/library version mismatch"
-    assert read_driver().gpus == ()
-
-
-def test_packages_that_training_computes_with_are_tried_on_every_device():
-    found = compute_on("cpu")
-    assert [one.subject for one in found] == ["cpu: bfloat16 product", "cpu: packed attention", "cpu: fused Adam"]
-    assert {one.status for one in found} == {OK}
-
-
-def test_sum_over_ranks_meets_and_is_right():
-    (found,) = sum_over(2, backend="gloo")
-    assert (found.status, found.words) == (OK, "over gloo: 3, expected 3")
-
-
-def test_device_that_computes_wrongly_or_dies_is_a_problem():
-    wrong, dead = results_of('@["packed attention", false, "relative error 1.0"]', "ended by SIGSEGV", "cuda:1")
-    assert (wrong.status, wrong.subject) == (PROBLEM, "cuda:1: packed attention")
-    assert (dead.status, dead.words) == (PROBLEM, "its process failed: ended by SIGSEGV")
-
-
-def test_import_error_is_the_last_line_of_the_traceback():
-    assert import_error(start_import("no_such_module")) == "ModuleNotFoundError: No module named 'no_such_module'"
-    assert import_error(start_import("json")) == ""
-
-
-def test_copies_on_pythonpath_are_found_and_the_project_itself_is_not(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old" / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "old" / "megatron" / "core" / "__init__.py").touch()
-    assert find_shadowed(f"{tmp_path / 'old'}{os.pathsep}{REPOSITORY}") == {
-        "megatron": str(tmp_path / "old" / "megatron")
-    }
-    assert find_shadowed("") == {}
-    (tmp_path / "torch.py").touch()
-    assert find_shadowed("") == {"torch": str(tmp_path / "torch.py")}
+@pytest.fixture
+def installed():
+    return machine_facts(None)
 
 
 @pytest.mark.parametrize(
-    ("files", "cores", "gib"),
+    ("package", "version", "level", "words"),
     [
-        ({"cpu.max": "max 100000", "memory.max": "max"}, None, None),
-        ({"cpu.max": "150000 100000", "memory.max": str(3 * 2**30)}, 1.5, 3.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0, None),
-        ({"memory/memory.limit_in_bytes": str(2**63 - 4096)}, None, None),
-        ({"memory/memory.limit_in_bytes": str(2**31)}, None, 2.0),
-        ({}, None, None),
+        ("torch", "2.10.0", PROBLEM, "is not >=2.11, which setup.py asks for"),
+        ("torch", "2.11.0a0+nv", PROBLEM, "is not >=2.11, which setup.py asks for"),
+        ("megatron-core", "0.1.0", PROBLEM, "which setup.py asks for"),
+        ("transformers", "4.57.3", WARNING, "is not >=5.3, which setup.py asks for"),
+        ("psutil", None, PROBLEM, "is not installed; setup.py asks for psutil>=5.9"),
+        ("mteb", "1.39.7", WARNING, "which the extra eval of setup.py asks for"),
+        ("transformer-engine", "2.12.0", WARNING, "which the extra gpu of setup.py asks for"),
     ],
 )
-def test_limits_of_a_container_are_read_from_both_versions_of_cgroups(tmp_path, files, cores, gib):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    nowhere = tmp_path / "no_listing"
-    assert (cgroup_cores(tmp_path, nowhere), cgroup_memory_gib(tmp_path, nowhere)) == (cores, gib)
+def test_package_outside_its_range_in_setup_py_is_named(installed, package, version, level, words):
+    installed.pop(package, None)
+    found = requirement_findings(SETUP, installed if version is None else {**installed, package: version})
+    ((found_level, subject, found_words, remedy),) = found
+    assert (found_level, subject) == (level, package if version is None else f"{package} {version}")
+    assert words in found_words and remedy
 
 
-def test_limits_of_a_job_lie_in_its_own_cgroup_or_one_above_it_and_the_least_counts(tmp_path):
-    """As Slurm writes them, where the root of cgroups has no limit."""
-    (tmp_path / "v2" / "job_7" / "step_0").mkdir(parents=True)
-    (tmp_path / "v2" / "job_7" / "memory.max").write_text(f"{16 * 2**30}\n")
-    (tmp_path / "v2" / "job_7" / "step_0" / "memory.max").write_text(f"{20 * 2**30}\n")
-    (tmp_path / "v2" / "job_7" / "step_0" / "cpu.max").write_text("400000 100000\n")
-    (tmp_path / "v2" / "job_8").mkdir()
-    (tmp_path / "v2" / "job_8" / "memory.max").write_text("1\n")
-    own = tmp_path / "own"
-    own.write_text("0::/job_7/step_0\n")
-    assert (cgroup_cores(tmp_path / "v2", own), cgroup_memory_gib(tmp_path / "v2", own)) == (4.0, 16.0)
-
-    for name, text in {"memory/uid/job_7/memory.limit_in_bytes": 2**34, "memory/memory.limit_in_bytes": 2**40}.items():
-        (tmp_path / "v1" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "v1" / name).write_text(f"{text}\n")
-    (tmp_path / "v1" / "cpu").mkdir()
-    own.write_text("4:memory:/uid/job_7\n2:cpu,cpuacct:/\n0::/\n")
-    assert (cgroup_cores(tmp_path / "v1", own), cgroup_memory_gib(tmp_path / "v1", own)) == (None, 16.0)
+def test_environment_of_the_tests_meets_setup_py_and_absent_extras_are_no_complaint(installed):
+    assert list(requirement_findings(SETUP, installed)) == []
+    assert "transformer-engine" not in installed
 
 
-def test_file_system_is_that_of_the_longest_mount_point(tmp_path):
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        "overlay / overlay rw 0 0\nserver:/x /data nfs4 rw 0 0\nscratch /data/my\\040runs lustre rw 0 0\n"
-    )
-    kinds = {"/data2": "overlay", "/data/corpus": "nfs4", "/data": "nfs4", "/data/my runs/first": "lustre"}
-    assert {place: kind_of_file_system(Path(place), mounts) for place in kinds} == kinds
+# --- the machine
 
 
 def test_folder_that_is_not_there_yet_is_judged_by_the_one_it_will_lie_in(tmp_path):
-    disk = read_disk("--save", tmp_path / "runs" / "first")
-    assert (disk.path, disk.writable) == (str(tmp_path / "runs" / "first"), True)
-    assert disk.free_gib > 0 and disk.obstacle == ""
+    facts = machine_facts(tmp_path / "runs" / "first")
+    assert facts["--save can be written to"] == "yes" and int(facts["GiB free at --save"]) >= 0
+    assert facts["file system of --save"] != ""
 
 
 def test_place_that_is_a_file_or_lies_in_one_or_is_a_link_to_nothing_is_no_place_for_a_run(tmp_path):
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
     link.symlink_to(tmp_path / "nothing")
-    places = {file: file, file / "runs" / "first": file, link: link, link / "first": link}
-    assert {place: read_disk("--save", place).obstacle for place in places} == {
-        place: str(obstacle) for place, obstacle in places.items()
-    }
+    for place in (file, file / "runs" / "first", link, link / "first"):
+        assert (PROBLEM, "--save can be written to no") in complaints(machine_facts(place))
 
 
-def test_requirements_with_extras_and_markers_are_read():
-    assert to_requirement("mteb>=2.26,<3; python_version >= '3.11'", "eval") == Requirement(
-        "mteb", ">=2.26,<3", "3.11", "eval"
-    )
-    assert to_requirement("transformer-engine[pytorch]>=2.9,<2.12", "gpu").versions == ">=2.9,<2.12"
+def test_copies_on_pythonpath_are_found_and_the_project_itself_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old" / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "old" / "megatron" / "core" / "__init__.py").touch()
+    (found,) = shadow_findings(f"{tmp_path / 'old'}{os.pathsep}{REPOSITORY}")
+    assert (found.level, found.subject) == (WARNING, "megatron")
+    assert str(tmp_path / "old" / "megatron") in found.words
+    assert list(shadow_findings("")) == []
+    (tmp_path / "torch.py").touch()
+    assert [found.subject for found in shadow_findings("")] == ["torch"]
 
 
-@pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_colour_is_for_terminals_that_want_it(monkeypatch, variables, coloured):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert terminal(variables)[0] is coloured
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert terminal(variables)[0] is False
+# --- what torch finds
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_what_training_would_compute_with_is_what_training_checks():
+    found = {subject: (level, words) for level, subject, words, _ in probe.precision_findings()}
+    assert found["float32"][0] == found["bfloat16"][0] == OK
+    assert found["FP8 tensorwise"][1].startswith("not here: --fp8-format hybrid needs Transformer Engine")
+    assert list(probe.import_findings()) == []
+
+
+def test_gpu_that_the_driver_lists_and_torch_cannot_reach_is_a_problem():
+    ((level, _, words, remedy),) = probe.gpu_findings("GPU 0: NVIDIA H100 80GB HBM3\n")
+    assert level == PROBLEM and "nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but torch reaches none" in words
+    assert remedy == "install a CUDA build of torch; this one was built for the CPU"
+    assert [finding[0] for finding in probe.gpu_findings("")] == [OK]
+
+
+def test_package_that_cannot_be_imported_is_named_with_its_error(monkeypatch):
+    monkeypatch.setattr(probe, "COMPILED", {"pyarrow": "no_such_module", "not-installed": "x"})
+    ((level, _, words, _),) = probe.import_findings()
+    assert level == PROBLEM and "ModuleNotFoundError: No module named 'no_such_module'" in words
+
+
+def test_what_the_gpu_test_computes_is_right_on_two_cpu_ranks(tmp_path):
+    def compute(store):
+        told = []
+        probe.tell = told.append
+        probe.compute_on(int(os.environ["RANK"]), "cpu", 2, store)
+        names = ["cpu bfloat16 product", "cpu packed attention", "sum over 2 rank(s)"]
+        assert [subject for _, subject, *_ in told] == names[: 3 - int(os.environ["RANK"])], told
+        assert {level for level, *_ in told} == {OK}, told
+
+    run_on_ranks(compute, str(tmp_path / "store"), world_size=2)
+
+
+def test_gpu_test_without_a_gpu_is_a_problem(capfd):
+    probe.compute_on_all()
+    assert '@["problem", "--gpu-test", "there is no GPU to test"' in capfd.readouterr().out
+
+
+# --- the command
+
+
+@pytest.mark.slow
+def test_this_machine_can_train_and_no_variable_but_a_trap_is_printed(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    variables = {**ENVIRONMENT, "MY_TOKEN": "do-not-tell", "CUDA_LAUNCH_BLOCKING": "1"}
+    code, output, errors = run("check_environment", "--save", tmp_path / "run", env=variables)
+    assert (code, errors) == (0, "") and "Training can start; " in output
+    assert "warning CUDA_LAUNCH_BLOCKING 1: waits for every kernel" in output and "do-not-tell" not in output
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    code, output, _ = run("check_environment", env={**variables, "PATH": path})
+    assert code == 69 and "problem GPU: nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but" in output
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import os\nos.abort()\n", "problem torch: the process was ended by SIGABRT"),
+        ("raise OSError('libcudart.so')\n", "problem torch: cannot be used: OSError: libcudart.so"),
+    ],
+)
+def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, source, words):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    modules = f"{tmp_path}{os.pathsep}{REPOSITORY}"
+    code, output, errors = run("check_environment", cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": modules})
+    assert (code, errors) == (69, "")
+    assert words in output and "comes before the installed one" in " ".join(output.split())
+    assert "problem(s) keep training from starting as it should" in output
+
+
+def test_environment_without_any_package_is_told_to_prepare_one():
+    command = [sys.executable, "-E", "-S", str(REPOSITORY / "tools" / "check_environment.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (69, "")
+    assert "problem packages: none of those that training needs is installed" in ended.stdout
+    assert "run bash tools/prepare_environment.sh" in ended.stdout
+
+
+def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
+    monkeypatch.setattr(check_environment.sys, "version_info", (3, 9, 18))
+    (found,) = find_all(None, gpu_test=False)
+    assert found.level == PROBLEM and "this project needs 3.10, 3.11 or 3.12" in found.words
+
+
+@pytest.mark.parametrize(
+    "path", ["tools/check_environment.py", *(f"megatron_neobert/{name}.py" for name in ("__init__", "errors", "text"))]
+)
 def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
+    tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"), feature_version=(3, 8))
     imported = {
         name.split(".")[0]
-        for node in ast.walk(tree)
+        for node in tree.body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
-    if path.name not in PROBES:
-        assert imported - {"environment_checks", "megatron_neobert"} <= set(sys.stdlib_module_names)
-    if imported - {"environment_checks"} and path.name not in ("__init__.py", "text.py"):
+    assert imported - {"megatron_neobert"} <= set(sys.stdlib_module_names)
+    if Path(path).name not in ("__init__.py", "text.py"):
         assert "__future__" in imported, "annotations such as `int | None` are evaluated on Python 3.9 without it"
