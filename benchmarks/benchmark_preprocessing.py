@@ -155,7 +155,12 @@ def available_tools(names: Sequence[str]) -> list[str]:
 
 
 def step_command(step: str, **arguments: Any) -> list[str]:
-    return [sys.executable, str(REPOSITORY / "tools" / "benchmark_preprocessing_steps.py"), step, json.dumps(arguments)]
+    return [
+        sys.executable,
+        str(REPOSITORY / "benchmarks" / "benchmark_preprocessing_steps.py"),
+        step,
+        json.dumps(arguments),
+    ]
 
 
 def run_step(step: str, **arguments: Any) -> Any:

@@ -174,7 +174,7 @@ FIELDS = {item.name for section in fields(Settings) for item in fields(section.t
 
 def test_every_setting_is_read_somewhere():
     """A field that only its own declaration and checks mention would be a setting that does nothing."""
-    sources = [*REPOSITORY.glob("megatron_neobert/*/*.py"), *REPOSITORY.glob("megatron_neobert/*.py")]
+    sources = REPOSITORY.glob("megatron_neobert/**/*.py")
     read = set().union(*(settings_read(path) for path in sources if path.name not in UNREAD))
     # Read by properties of the settings, for everybody else.
     by_properties = {

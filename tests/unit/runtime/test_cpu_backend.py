@@ -14,7 +14,7 @@ INSTALL = """
 import torch
 originals = torch.cuda.current_device, torch.cuda.synchronize, torch.Tensor.cuda, torch.Tensor.type
 {before}
-from megatron_neobert import cpu_backend
+from megatron_neobert.runtime import cpu_backend
 cpu_backend.install()
 cpu_backend.install()
 now = torch.cuda.current_device, torch.cuda.synchronize, torch.Tensor.cuda, torch.Tensor.type

@@ -18,11 +18,11 @@ RANKS = """
 import os, signal, sys, time
 import torch
 from megatron_neobert.config.schema import ParallelConfig
-from megatron_neobert.training import watchdog
+from megatron_neobert.training import hang_detector
 
-watchdog._TICK_SECONDS, watchdog._SILENCE_SECONDS, watchdog._FAREWELL_SECONDS = 0.2, 2.0, 1.0
+hang_detector._TICK_SECONDS, hang_detector._SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
 torch.distributed.init_process_group("gloo")
-with watchdog.Watchdog(ParallelConfig(distributed_timeout_minutes={minutes})) as dog:
+with hang_detector.Watchdog(ParallelConfig(distributed_timeout_minutes={minutes})) as dog:
     for iteration in range(1, {iterations} + 1):
         dog.mark("waiting for data", iteration)
         {work}
@@ -132,7 +132,7 @@ def test_work_that_takes_longer_than_the_limit_is_no_hang_while_it_sets_marks(ra
 
 def test_rank_whose_output_nobody_reads_ends_all_the_same(ranks):
     reader, writer = os.pipe()
-    endless = "watchdog._ANSWER_SECONDS = 0.5\n        while True: print('x' * 1000)"
+    endless = "hang_detector._ANSWER_SECONDS = 0.5\n        while True: print('x' * 1000)"
     ranks.start(work=endless, world_size=1, pipe=writer, minutes=1 / 60)
     assert ranks.processes[0].wait(60) == 69
     os.set_blocking(reader, False)

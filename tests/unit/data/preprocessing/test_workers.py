@@ -125,7 +125,7 @@ def test_worker_ends_when_its_parent_is_killed(tmp_path):
         f"task = {str(tmp_path / 'pid')!r}\n"
         "list(test_workers.run_in_workers(test_workers.report_for_ever, [task], workers=1, on_report=id))"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[4])])
+    path = os.pathsep.join(str(Path(__file__).parents[level]) for level in (0, 3, 4))
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
     try:
         wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
