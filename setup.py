@@ -28,6 +28,7 @@ REQUIREMENTS = [
     "tokenizers>=0.22",
     "transformers>=5.3",  # the first release line whose EuroBERT classes load an export without remote code
     "huggingface_hub>=1",
+    "jinja2>=3.1",  # the template of a model card, which huggingface_hub fills in
     "safetensors>=0.4.3",
     "PyYAML>=6",
     "tensorboard>=2.16",
@@ -83,6 +84,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["megatron_neobert", "megatron_neobert.*", "checkpoint_conversion"]),
+    package_data={"checkpoint_conversion": ["model_card_template.md"]},
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
 )

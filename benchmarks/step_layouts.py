@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.mapping import NEOBERT, to_internal
-from checkpoint_conversion.megatron_reader import model_shape, reference_config
+from checkpoint_conversion.megatron_io import model_shape, reference_config
 from checkpoint_conversion.parity import load_into_megatron
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches

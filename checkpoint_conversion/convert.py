@@ -19,8 +19,8 @@ from megatron_neobert.errors import CommandParser, ConversionError, OutputError,
 from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
-    from checkpoint_conversion.export import ExportOptions
-    from checkpoint_conversion.megatron_reader import MegatronCheckpoint
+    from checkpoint_conversion.conversion import ExportOptions
+    from checkpoint_conversion.megatron_io import MegatronCheckpoint
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -129,8 +129,8 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
     import torch
 
-    from checkpoint_conversion.export import ExportOptions
-    from checkpoint_conversion.megatron_reader import read_checkpoint
+    from checkpoint_conversion.conversion import ExportOptions
+    from checkpoint_conversion.megatron_io import read_checkpoint
     from checkpoint_conversion.model_card import check_declared
 
     check_declared(license=arguments.license, base_model=arguments.base_model)
@@ -154,7 +154,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
 
 def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") -> Iterator[tuple[int, Path]]:
     """Each checkpoint of the save folder and its place, but for those that were converted before."""
-    from checkpoint_conversion.export import is_export_of
+    from checkpoint_conversion.conversion import is_export_of
     from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 
     for checkpoint in reversed(list_checkpoints(arguments.load)):
@@ -187,7 +187,7 @@ def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "T
 
 def _export(checkpoint: "MegatronCheckpoint", folder: Path, tokenizer: "Tokenizer", options: "ExportOptions") -> None:
     from checkpoint_conversion.comparison import to_table
-    from checkpoint_conversion.export import export
+    from checkpoint_conversion.conversion import export
 
     print(f"converting {checkpoint.folder}")
     checks = export(checkpoint, folder, tokenizer=tokenizer, options=options)
@@ -203,7 +203,7 @@ def _convert_to_megatron(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output)
     require_folder("--load", arguments.load, holding="config.json")
     from checkpoint_conversion.comparison import to_table
-    from checkpoint_conversion.imports import import_folder
+    from checkpoint_conversion.conversion import import_folder
     from checkpoint_conversion.model_card import check_declared
     from megatron_neobert.config.cli import model_flags
 

@@ -13,7 +13,7 @@ plain values and nothing else, and mapped from the file, of which nothing may be
 
 import json
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,13 @@ MODELING_FILE = "modeling_neobert.py"  # in a folder of the neobert layout that 
 DEEPSPEED_WEIGHTS = "mp_rank_00_model_states.pt"
 _STATE_DICTS = ("state_dict.pt", DEEPSPEED_WEIGHTS)
 HEAD_FOLDER = "mlm_head"  # below a folder whose layout has no place for a masked-language-model head
+HEAD_NAMES = ("decoder.weight", "decoder.bias")  # of the tensors in it
 
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _OWN_ATTENTION = (None, "eager", "sdpa")
 _LARGEST_JSON_BYTES = 64 << 20  # an index of 100,000 tensors takes 10 MB
 _MOST_LABELS = 10_000  # transformers makes a name for each before it looks at the weights; no key of ours needs any
+_LISTED_NAMES = 4  # names that a message spells out before it counts the rest
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -152,6 +154,13 @@ def quote(value: object) -> str:
     return f"{value!r:.80}" if not isinstance(value, (dict, list)) else f"of {len(value)} entries"
 
 
+def quote_names(names: Iterable[str]) -> str:
+    """The first names, and the number of the others."""
+    listed = list(names)
+    more = f" and {len(listed) - _LISTED_NAMES} more" * (len(listed) > _LISTED_NAMES)
+    return ", ".join(quote(name) for name in listed[:_LISTED_NAMES]) + more
+
+
 def _no_weights(folder: Path) -> ConversionError | MissingInputError:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
@@ -224,7 +233,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         MissingInputError: There is no such file.
-        ConversionError: It holds none, is suspiciously large, or says something twice.
+        ConversionError: It holds none, is suspiciously large, or has a key twice.
     """
     if not path.is_file():
         raise MissingInputError(f"{path}: no such file; name a Hugging Face folder.")

@@ -3,9 +3,8 @@
 A folder of the neobert layout is loaded with our own class, which is the file that our exports carry.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,73 +16,63 @@ from transformers.utils import logging as transformers_logging
 
 from checkpoint_conversion.comparison import LogitModel
 from checkpoint_conversion.hf_config import LAYOUTS, read_model_config
-from checkpoint_conversion.hf_folder import HEAD_FOLDER, check_folder
-from checkpoint_conversion.hf_weights import read_weights
+from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES, WEIGHTS, check_folder
+from checkpoint_conversion.hf_reader import read_weights
 from checkpoint_conversion.mapping import TABLES, to_internal
-from checkpoint_conversion.megatron_reader import model_shape
-from megatron_neobert.config.schema import Settings
+from checkpoint_conversion.tensor_rules import shape_of
 from megatron_neobert.errors import LONGEST_REASON, ConversionError, short_reason
 from megatron_neobert.huggingface.auto_classes import register_neobert
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTLMHead
 
-# Of a forward, whatever config.json says.
+# Of a forward, also where config.json asks for something else.
 _OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-_OWN_TYPE = "neobert"
 _CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTLMHead, "llama": LlamaModel}
-_TAKES_BLOCKS = ("eurobert", "llama")  # models that accept a mask per pair of tokens, and positions that restart
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The masked language model of a folder, in evaluation mode.
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, with_head: bool = True) -> Any:
+    """A folder's masked language model, or its encoder without any head, in evaluation mode.
 
     Raises:
         ConversionError: The folder names something outside it, or transformers cannot load it, or leaves out or
-            invents a weight.
+            invents a weight; without a head, those of a head may be left out.
     """
     check_folder(folder)
-    return _load(AutoModelForMaskedLM, folder, dtype)
-
-
-def load_backbone(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The encoder of a folder without any head, in evaluation mode.
-
-    Raises:
-        ConversionError: As `load_model`; weights of a head may be left out.
-    """
-    check_folder(folder)
+    if with_head:
+        return _load(AutoModelForMaskedLM, folder, dtype)
     return _load(AutoModel, folder, dtype, ignored=("unexpected_keys",))
 
 
-def load_logit_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> LogitModel:
+def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitModel:
     """The logits that a folder's model computes, of padded rows and, where its layout can, of a packed one.
 
     Raises:
         ConversionError: As `load_model`.
     """
-    kind = str(check_folder(folder).get("model_type"))
-    head_file = folder / HEAD_FOLDER / "model.safetensors"
-    if not head_file.is_file():
-        return _to_logit_model(folder, kind, load_model(folder, dtype=dtype))
-    model = BackboneWithHead(load_backbone(folder, dtype=dtype))
-    model.decoder.load_state_dict({name.removeprefix("decoder."): one for name, one in load_file(head_file).items()})
-    return _to_logit_model(folder, kind, model)
+    head_file = folder / HEAD_FOLDER / WEIGHTS
+    model = load_model(folder, dtype, with_head=not head_file.is_file())
+    if head_file.is_file():
+        model = BackboneWithHead(model, load_file(head_file))
+    return _to_logit_model(folder, model)
 
 
 def load_as_read(folder: Path) -> LogitModel:
-    """The same in fp32 for a folder that conversion can read: its weights as they are read, what is absent filled in.
+    """The same in fp32, of a layout that conversion reads with the weights as it reads them, what is absent filled in.
 
     Raises:
-        MissingInputError, ConversionError: As `hf_weights.read_weights` and `load_model`.
+        MissingInputError, ConversionError: As `hf_reader.read_weights` and `load_model`.
     """
-    parsed = read_model_config(check_folder(folder), folder / "config.json")
+    config = check_folder(folder)
+    if config.get("model_type") not in LAYOUTS:
+        return load_logit_model(folder)
+    parsed = read_model_config(config, folder / "config.json")
     return build_logit_model(folder, parsed.layout, read_weights(folder, parsed).tensors)
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
     """The model that transformers makes of a folder's config.json and of weights that were read from it, in fp32.
 
-    Of the folder's files transformers would draw a bias that is left out, and it knows neither halves of a feed-forward
-    apart nor the names and pickles of training code.
+    From the folder's files transformers would draw a bias that is left out, and it knows neither halves of a
+    feed-forward apart nor the names and pickles of training code.
 
     Args:
         layout: Of mapping.TABLES.
@@ -96,27 +85,20 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
     changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if kind == "eurobert" else {})
     tensors = _join_halves(weights)
     changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # of the embedding, without padding
-    head = {} if kind != "llama" else {name: tensors.pop(name) for name in list(tensors) if name.startswith("decoder.")}
+    head = {name: tensors.pop(name) for name in HEAD_NAMES} if kind == "llama" else {}
     model = _load(_CLASSES[kind], folder, torch.float32, tensors=tensors, changes=changes)
-    if head:
-        model = BackboneWithHead(model)
-        model.decoder.load_state_dict({name.removeprefix("decoder."): one for name, one in head.items()})
-    return _to_logit_model(folder, kind, model)
-
-
-def is_readable(folder: Path) -> bool:
-    """Whether a folder has one of the layouts that conversion reads."""
-    return check_folder(folder).get("model_type") in LAYOUTS
+    return _to_logit_model(folder, BackboneWithHead(model, head) if head else model)
 
 
 class BackboneWithHead(nn.Module):
     """An encoder and the masked-language-model head that lies beside it."""
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, backbone: Any, head: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.config = backbone.config
         self.backbone = backbone
         self.decoder = nn.Linear(backbone.config.hidden_size, backbone.config.vocab_size, dtype=backbone.dtype)
+        self.decoder.load_state_dict({name.removeprefix("decoder."): tensor for name, tensor in head.items()})
 
     def forward(self, **inputs: Tensor) -> Any:
         """The backbone's output, with `logits`."""
@@ -125,15 +107,16 @@ class BackboneWithHead(nn.Module):
         return output
 
 
-def _to_logit_model(folder: Path, kind: str, model: Any) -> LogitModel:
-    config = model.config
+def _to_logit_model(folder: Path, model: Any) -> LogitModel:
+    config, content = model.config, check_folder(folder)
+    kind = content.get("model_type")
     is_known = kind in LAYOUTS
-    settings = read_model_config(check_folder(folder), folder / "config.json").model if is_known else None
+    settings = read_model_config(content, folder / "config.json").model if is_known else None
 
     def padded(tokens_bs: Tensor, attention_mask_bs: Tensor) -> Tensor:
         return model(input_ids=tokens_bs, attention_mask=attention_mask_bs).logits
 
-    def packed_by_blocks(tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
+    def packed_by_blocks(tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:  # eurobert, llama
         lengths = cu_seqlens_n.diff()
         document_t = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         positions_t = torch.arange(len(tokens_t)) - cu_seqlens_n[document_t]
@@ -149,20 +132,14 @@ def _to_logit_model(folder: Path, kind: str, model: Any) -> LogitModel:
     def weights() -> dict[str, Tensor]:
         state = {name.removeprefix("backbone."): tensor for name, tensor in model.state_dict().items()}
         assert settings is not None
-        shape = model_shape(Settings(model=settings), vocab_size=config.vocab_size)
-        return to_internal(state, replace(shape, padded_vocab_size=config.vocab_size), TABLES[kind])
+        return to_internal(state, shape_of(settings, vocab_size=config.vocab_size), TABLES[str(kind)])
 
-    packed: Callable[[Tensor, Tensor], Tensor] | None = None
-    if kind in _TAKES_BLOCKS:
-        packed = packed_by_blocks
-    elif kind == _OWN_TYPE:
-        packed = packed_by_lengths
     return LogitModel(
         description=f"{folder} ({type(model).__name__})",
         vocab_size=config.vocab_size,
         max_tokens=config.max_position_embeddings,
         padded=padded,
-        packed=packed,
+        packed={"neobert": packed_by_lengths}.get(str(kind), packed_by_blocks) if is_known else None,
         settings=settings,
         weights=weights if is_known else None,
     )
@@ -224,7 +201,7 @@ def _load(
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Without progress bars and tables of what did not fit: what matters of these is said in one sentence."""
+    """Without progress bars and tables of what did not fit: what matters of these is in one sentence."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

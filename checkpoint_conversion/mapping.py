@@ -2,7 +2,7 @@
 
 The internal side is the Megatron model, one tensor per layer under the names that its checkpoints use (those of
 Transformer Engine, whatever classes trained it). The published sides are NeoBERT's own names, and those of Hugging
-Face's EuroBERT and of a Llama that looks both ways, which compute the same function; tensor_rules.py says what
+Face's EuroBERT and of a Llama that looks both ways, which compute the same function; tensor_rules.py has what
 differs beyond names. Nothing here touches a disk.
 
 Source: tests/parity/test_huggingface_parity.py shows that the functions are equal, and not equal under the other
@@ -32,7 +32,7 @@ _LISTED_NAMES = 4  # names that a message spells out before it counts the rest
 
 
 @dataclass(frozen=True)
-class Row:
+class Entry:
     """One internal tensor and the published ones that it fills. `{i}` stands for every layer number."""
 
     internal: str
@@ -42,35 +42,35 @@ class Row:
     published_shape: str  # of each of them
     zero_biases: tuple[str, ...] = ()  # published biases, one value per row, that NeoBERT does not have
 
-    def for_layer(self, layer: int) -> "Row":
+    def for_layer(self, layer: int) -> "Entry":
         def numbered(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name.replace("{i}", str(layer)) for name in names)
 
         (internal,) = numbered((self.internal,))
         published, zero_biases = numbered(self.published), numbered(self.zero_biases)
-        return Row(internal, self.internal_shape, self.rule, published, self.published_shape, zero_biases)
+        return Entry(internal, self.internal_shape, self.rule, published, self.published_shape, zero_biases)
 
 
-Table = tuple[Row, ...]
+Table = tuple[Entry, ...]
 
 _ATTENTION = "decoder.layers.{i}.self_attention."
 _MLP = "decoder.layers.{i}.mlp."
 
 
 # fmt: off
-def _neobert(*feed_forward_rows: Row) -> Table:
+def _neobert(*feed_forward: Entry) -> Table:
     layer = "model.transformer_encoder.{i}."
     return (
-        Row("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.encoder.weight",), "v h"),
-        Row(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{layer}attention_norm.weight",), "h"),
-        Row(f"{_ATTENTION}linear_qkv.weight", "3h h", PAIR_ADJACENT, (f"{layer}qkv.weight",), "3h h"),
-        Row(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}wo.weight",), "h h"),
-        Row(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}ffn_norm.weight",), "h"),
-        *feed_forward_rows,
-        Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}ffn.w3.weight",), "h f"),
-        Row("decoder.final_layernorm.weight", "h", COPY, ("model.layer_norm.weight",), "h"),
-        Row("output_layer.weight", "V h", STRIP_PADDING, ("decoder.weight",), "v h"),
-        Row("output_layer.bias", "V", STRIP_PADDING, ("decoder.bias",), "v"),
+        Entry("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.encoder.weight",), "v h"),
+        Entry(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{layer}attention_norm.weight",), "h"),
+        Entry(f"{_ATTENTION}linear_qkv.weight", "3h h", PAIR_ADJACENT, (f"{layer}qkv.weight",), "3h h"),
+        Entry(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}wo.weight",), "h h"),
+        Entry(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}ffn_norm.weight",), "h"),
+        *feed_forward,
+        Entry(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}ffn.w3.weight",), "h f"),
+        Entry("decoder.final_layernorm.weight", "h", COPY, ("model.layer_norm.weight",), "h"),
+        Entry("output_layer.weight", "V h", STRIP_PADDING, ("decoder.weight",), "v h"),
+        Entry("output_layer.bias", "V", STRIP_PADDING, ("decoder.bias",), "v"),
     )
 
 
@@ -85,25 +85,25 @@ def _llama_like(prefix: str, head: str, *, has_biases: bool) -> Table:
     inner_biases = tuple(f"{layer}mlp.{name}_proj.bias" for name in ("gate", "up")) if has_biases else ()
     outer_biases = (f"{layer}mlp.down_proj.bias",) if has_biases else ()
     return (
-        Row("embedding.word_embeddings.weight", "V h", STRIP_PADDING, (f"{prefix}embed_tokens.weight",), "v h"),
-        Row(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{layer}input_layernorm.weight",), "h"),
-        Row(f"{_ATTENTION}linear_qkv.weight", "3h h", SPLIT_HEADS, heads, "h h"),
-        Row(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}self_attn.o_proj.weight",), "h h"),
-        Row(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}post_attention_layernorm.weight",), "h"),
-        Row(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, inner, "f h", inner_biases),
-        Row(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}mlp.down_proj.weight",), "h f", outer_biases),
-        Row("decoder.final_layernorm.weight", "h", COPY, (f"{prefix}norm.weight",), "h"),
-        Row("output_layer.weight", "V h", STRIP_PADDING, (f"{head}.weight",), "v h"),
-        Row("output_layer.bias", "V", STRIP_PADDING, (f"{head}.bias",), "v"),
+        Entry("embedding.word_embeddings.weight", "V h", STRIP_PADDING, (f"{prefix}embed_tokens.weight",), "v h"),
+        Entry(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{layer}input_layernorm.weight",), "h"),
+        Entry(f"{_ATTENTION}linear_qkv.weight", "3h h", SPLIT_HEADS, heads, "h h"),
+        Entry(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}self_attn.o_proj.weight",), "h h"),
+        Entry(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}post_attention_layernorm.weight",), "h"),
+        Entry(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, inner, "f h", inner_biases),
+        Entry(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}mlp.down_proj.weight",), "h f", outer_biases),
+        Entry("decoder.final_layernorm.weight", "h", COPY, (f"{prefix}norm.weight",), "h"),
+        Entry("output_layer.weight", "V h", STRIP_PADDING, (f"{head}.weight",), "v h"),
+        Entry("output_layer.bias", "V", STRIP_PADDING, (f"{head}.bias",), "v"),
     )
 
 
 _FC1 = f"{_MLP}linear_fc1.weight"
 _W12, _W1, _W2 = (f"model.transformer_encoder.{{i}}.ffn.{name}.weight" for name in ("w12", "w1", "w2"))
 
-NEOBERT = _neobert(Row(_FC1, "2f h", COPY, (_W12,), "2f h"))
+NEOBERT = _neobert(Entry(_FC1, "2f h", COPY, (_W12,), "2f h"))
 # Of the fork pszemraj/NeoBERT, whose feed-forward keeps both halves apart; read, never written.
-NEOBERT_UNPACKED = _neobert(Row(_FC1, "2f h", SPLIT_HALVES, (_W1, _W2), "f h"))
+NEOBERT_UNPACKED = _neobert(Entry(_FC1, "2f h", SPLIT_HALVES, (_W1, _W2), "f h"))
 EUROBERT = _llama_like("model.", "lm_head", has_biases=True)
 LLAMA = _llama_like("", "decoder", has_biases=False)  # the class has no head; ours lies beside it
 # fmt: on
@@ -118,20 +118,20 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
         ConversionError: A tensor is missing, unknown, of another shape or not finite, or the rows that pad the
             vocabulary are not zero.
     """
-    rows = expand_table(table, shape.num_layers)
-    _check_tensors(internal, {row.internal: shape.resolve(row.internal_shape) for row in rows})
+    entries = expand_table(table, shape.num_layers)
+    _check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
     published: dict[str, Tensor] = {}
-    for row in rows:
-        source = internal[row.internal]
-        if row.rule is STRIP_PADDING:
-            _check_padding(row.internal, source, shape)
-        parts = row.rule.publish(source, shape)
-        for name, part in zip(row.published, parts, strict=True):
+    for entry in entries:
+        source = internal[entry.internal]
+        if entry.rule is STRIP_PADDING:
+            _check_padding(entry.internal, source, shape)
+        parts = entry.rule.publish(source, shape)
+        for name, part in zip(entry.published, parts, strict=True):
             # Writers of safetensors refuse tensors that share memory, as views of one tensor do.
             is_view = part.untyped_storage().nbytes() != part.nbytes
             published[name] = part.clone(memory_format=torch.contiguous_format) if is_view else part.contiguous()
-        published |= {name: source.new_zeros(len(parts[0])) for name in row.zero_biases}
-    _check_tensors(published, _shapes_of(rows, shape))
+        published |= {name: source.new_zeros(len(parts[0])) for name in entry.zero_biases}
+    _check_tensors(published, _shapes_of(entries, shape))
     return published
 
 
@@ -141,14 +141,14 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
     Raises:
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
     """
-    rows = expand_table(table, shape.num_layers)
-    _check_tensors(published, _shapes_of(rows, shape), remedy="fetch the weights again, or use others")
+    entries = expand_table(table, shape.num_layers)
+    _check_tensors(published, _shapes_of(entries, shape), remedy="fetch the weights again, or use others")
     internal: dict[str, Tensor] = {}
-    for row in rows:
-        for name in row.zero_biases:
+    for entry in entries:
+        for name in entry.zero_biases:
             _check_no_bias(name, published[name])
-        internal[row.internal] = row.rule.restore([published[name] for name in row.published], shape)
-    _check_tensors(internal, {row.internal: shape.resolve(row.internal_shape) for row in rows})
+        internal[entry.internal] = entry.rule.restore([published[name] for name in entry.published], shape)
+    _check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
     return internal
 
 
@@ -157,17 +157,17 @@ def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ..
     return _shapes_of(expand_table(table, shape.num_layers), shape)
 
 
-def expand_table(table: Table, num_layers: int) -> list[Row]:
+def expand_table(table: Table, num_layers: int) -> list[Entry]:
     """The rows of every layer, and those that belong to none."""
-    expanded: list[Row] = []
-    for row in table:
-        expanded += [row.for_layer(layer) for layer in range(num_layers)] if "{i}" in row.internal else [row]
+    expanded: list[Entry] = []
+    for entry in table:
+        expanded += [entry.for_layer(layer) for layer in range(num_layers)] if "{i}" in entry.internal else [entry]
     return expanded
 
 
 def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Internal weights as views without the rows that pad the vocabulary."""
-    padded = {row.internal for row in NEOBERT if row.rule is STRIP_PADDING}
+    padded = {entry.internal for entry in NEOBERT if entry.rule is STRIP_PADDING}
     return {name: tensor[: shape.vocab_size] if name in padded else tensor for name, tensor in internal.items()}
 
 
@@ -192,11 +192,11 @@ def split_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def _shapes_of(rows: list[Row], shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def _shapes_of(entries: list[Entry], shape: ModelShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for row in rows:
-        resolved = shape.resolve(row.published_shape)
-        shapes |= dict.fromkeys(row.published, resolved) | dict.fromkeys(row.zero_biases, resolved[:1])
+    for entry in entries:
+        resolved = shape.resolve(entry.published_shape)
+        shapes |= dict.fromkeys(entry.published, resolved) | dict.fromkeys(entry.zero_biases, resolved[:1])
     return shapes
 
 

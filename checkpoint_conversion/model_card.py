@@ -1,31 +1,42 @@
 """README.md of an exported folder: the model card that the Hub shows.
 
-Front matter and text follow from the files of the folder (config.json, conversion_report.json, the headers of the
-weights) and from what only the user knows: licence, data, language, evaluations. Written anew, the card keeps what the
-user declared or added to its front matter before, and the text below its last line.
+Front matter and text (model_card_template.md) follow from the files of the folder (config.json, conversion_report.json,
+the headers of the weights) and from what only the user knows: licence, data, language, evaluations. Written anew, the
+card keeps what the user declared or added to its front matter before, and the text below its last line.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 
 from checkpoint_conversion.hf_config import LAYOUTS
 from checkpoint_conversion.hf_folder import MODELING_FILE, read_object
-from checkpoint_conversion.model_card_text import NO_MODEL_ID, CardFacts, title_of, write_body
-from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
+from megatron_neobert.errors import (
+    ConfigError,
+    ConversionError,
+    DataError,
+    MissingInputError,
+    OutputError,
+    short_reason,
+)
 from megatron_neobert.runtime.atomic_files import replace_file
 
 CARD = "README.md"
+REPORT = "conversion_report.json"
 MARKER = "<!-- Text below this line stays when the card is written anew. -->"
+NO_MODEL_ID = "path/to/this/folder"  # stands in the examples until the model's name on the Hub is known
 
+_TEMPLATE = Path(__file__).with_name("model_card_template.md")
 _LARGEST_CARD_BYTES = 1 << 20
 
 # The forms of the Hub's identifiers. Which of them exist changes over time, and the Hub checks it on upload.
@@ -48,7 +59,7 @@ def write_model_card(
 
     Args:
         model_id: Name of the model on the Hub, for the examples.
-        license: The Hub's identifier of it; "unknown" until somebody says so.
+        license: The Hub's identifier of it; "unknown" until it is given.
         base_model: On the Hub, if training started from its weights.
         datasets: On the Hub.
         language: ISO 639 codes.
@@ -64,24 +75,45 @@ def write_model_card(
     if model_id is None:
         found = _MODEL_ID.search(present.text)
         model_id = found.group(1) if found else NO_MODEL_ID
+    title = "NeoBERT" if model_id == NO_MODEL_ID else model_id.rsplit("/", maxsplit=1)[-1]
     data = cast(ModelCardData, present.data)
     data.license = license or data.license or "unknown"
     data.base_model = base_model or data.base_model
     data.datasets = list(datasets) or data.datasets
     data.language = list(language) or data.language
     data.eval_results = list(evaluations) or data.eval_results
-    data.model_name = title_of(model_id) if data.eval_results else None  # part of the results, or a field of its own
-    data.pipeline_tag = _pipeline_tag(facts)
+    data.model_name = title if data.eval_results else None  # part of the results, or a field of its own
+    data.pipeline_tag = "fill-mask" if facts["has_head"] else "feature-extraction"
+    tags = ["neobert", "encoder"]
+    if facts["sentence_transformers"]:
+        tags += ["sentence-transformers", "feature-extraction"]
+        # Not so where an export has just got its pooling: such vectors are where fine-tuning starts.
+        if not facts["has_head"] and not facts["has_report"]:
+            data.pipeline_tag = "sentence-similarity"
     is_embedder = data.pipeline_tag == "sentence-similarity"
     data.library_name = "sentence-transformers" if is_embedder else "transformers"
-    data.tags = list(dict.fromkeys([*_tags(facts), *(data.tags or [])]))
-    body = write_body(facts, model_id=model_id, evaluations=data.eval_results or ())
-    kept = present.text.partition(MARKER)[2] or "\n"
-    replace_file(folder / CARD, f"---\n{data.to_yaml()}\n---\n\n{body}\n{MARKER}{kept}")
+    data.tags = list(dict.fromkeys([*tags, *(data.tags or [])]))
+    try:
+        card = ModelCard.from_template(
+            data,
+            template_path=str(_TEMPLATE),
+            title=title,
+            model_id=model_id,
+            evaluations=data.eval_results,
+            marker=MARKER,
+            kept=present.text.partition(MARKER)[2] or "\n",
+            **facts,
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConversionError(
+            f"{folder}: config.json, {REPORT} or the front matter of {CARD} holds what convert.py does not write there "
+            f"({short_reason(error)}); convert the model again."
+        ) from error
+    replace_file(folder / CARD, str(card))
 
 
 def read_declared(folder: Path) -> dict[str, str]:
-    """Licence and base_model of a folder from the Hub, as far as its files or its place in the Hub's cache say.
+    """Licence and base_model of a folder from the Hub, as far as its files or its place in the Hub's cache name them.
 
     What cannot be read or cannot be right is left out: it belongs to a stranger.
     """
@@ -136,20 +168,8 @@ def check_declared(
         raise ConfigError(problems)
 
 
-def _pipeline_tag(facts: CardFacts) -> str:
-    if facts.has_head:
-        return "fill-mask"  # also with the files of sentence-transformers: its vectors are where fine-tuning starts
-    return "sentence-similarity" if facts.sentence_transformers and not facts.report else "feature-extraction"
-
-
-def _tags(facts: CardFacts) -> list[str]:
-    tags = ["neobert", "encoder"]
-    if facts.sentence_transformers:
-        tags += ["sentence-transformers", "feature-extraction"]
-    return tags
-
-
-def _read_facts(folder: Path) -> CardFacts:
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """What the files of a folder hold of its model, by the names that the template has for it."""
     config = read_object(folder / "config.json")
     layout = config.get("model_type")
     if layout not in LAYOUTS or (layout == "llama" and config.get("is_causal") is not False):
@@ -159,20 +179,35 @@ def _read_facts(folder: Path) -> CardFacts:
         )
     if layout == "neobert" and not (folder / MODELING_FILE).is_file():
         raise ConversionError(f"{folder} has no {MODELING_FILE}, of which its card would speak; convert it first.")
-    tokenizer, report = read_object(folder / "tokenizer_config.json"), folder / "conversion_report.json"
+    tokenizer, report_path = read_object(folder / "tokenizer_config.json"), folder / REPORT
     mask_token = tokenizer.get("mask_token")
     if not isinstance(mask_token, str):
         raise ConversionError(f"{folder / 'tokenizer_config.json'}: names no mask_token; convert the model again.")
-    return CardFacts(
-        layout=layout,
-        config=config,
-        parameters=_count_parameters(folder),
-        mask_token=mask_token,
-        lowercase=tokenizer.get("do_lower_case") is True,
-        has_head=any(str(name).endswith(("ForMaskedLM", "LMHead")) for name in config.get("architectures") or ()),
-        sentence_transformers=(folder / "modules.json").is_file(),
-        report=read_object(report) if report.exists() else {},
-    )
+    report = read_object(report_path) if report_path.exists() else {}
+    run = _section(report, "training")
+    versions = _section(report, "versions")
+    return {
+        "layout": layout,
+        "config": config,
+        "parameters": _count_parameters(folder),
+        "masked_text": json.dumps(f"Paris is the {mask_token} of France.", ensure_ascii=False),
+        "lowercase": tokenizer.get("do_lower_case") is True,
+        # In the class that config.json names; of the llama layout it lies beside.
+        "has_head": any(str(name).endswith(("ForMaskedLM", "LMHead")) for name in config.get("architectures") or ()),
+        "sentence_transformers": (folder / "modules.json").is_file(),
+        "has_report": bool(report),
+        "source": _section(report, "source"),
+        "compared": _section(report, "compared"),
+        "verification": {name: one for name, one in _section(report, "verification").items() if isinstance(one, dict)},
+        "versions": {name: versions[name] for name in ("torch", "transformers") if name in versions},
+        **{name: _section(run, name) for name in ("data", "training", "optimizer")},
+    }
+
+
+def _section(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """One object of the report, or an empty one."""
+    found = report.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _count_parameters(folder: Path) -> int:
@@ -203,7 +238,7 @@ def _read_card(path: Path) -> ModelCard:
         card = ModelCard(content) if MARKER in content else None
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{path}: its front matter cannot be read ({reason:.200}); mend or remove the file.") from error
+        raise DataError(f"{path}: its front matter cannot be read ({reason:.200}); fix or remove the file.") from error
     if card is None:
         raise OutputError(
             f"{path} exists already and was written by somebody else; add the line {MARKER} above the text that "

@@ -21,21 +21,20 @@ from torch.overrides import TorchFunctionMode
 from checkpoint_conversion.comparison import (
     TOLERANCES,
     Comparison,
-    LogitModel,
     Prompts,
     build_prompts,
     compare_logits,
     compare_models,
     dtype_name,
     make_loud,
+    reference_model,
 )
-from checkpoint_conversion.export import ExportOptions, write_model
+from checkpoint_conversion.hf_config import LAYOUTS
 from checkpoint_conversion.hf_model import load_logit_model
-from checkpoint_conversion.layouts import LAYOUTS
+from checkpoint_conversion.hf_writer import FolderSpec, write_folder
 from checkpoint_conversion.mapping import NEOBERT, to_internal
-from checkpoint_conversion.megatron_reader import MegatronCheckpoint, model_shape, reference_config
+from checkpoint_conversion.megatron_io import model_shape, reference_config
 from checkpoint_conversion.tensor_rules import COPY, PAIR_ADJACENT
-from checkpoint_conversion.verification import reference_model
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.neobert import NeoBERTModel
@@ -67,7 +66,7 @@ class Measurement(NamedTuple):
 
 
 class InFloat64(TorchFunctionMode):
-    """While it is open, whatever would be cast to fp32 is cast to fp64."""
+    """While it is open, what would be cast to fp32 is cast to fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -88,7 +87,7 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> list[Measurement]:
     shape = model_shape(settings, vocab_size=vocab_size)
     reference = make_loud(ReferenceNeoBERT(reference_config(settings, vocab_size=vocab_size)))
     tensors = to_internal(reference.state_dict(), shape, NEOBERT)
-    unpermuted_table = tuple(replace(row, rule=COPY) if row.rule is PAIR_ADJACENT else row for row in NEOBERT)
+    unpermuted_table = tuple(replace(entry, rule=COPY) if entry.rule is PAIR_ADJACENT else entry for entry in NEOBERT)
     unpermuted = to_internal(reference.state_dict(), shape, unpermuted_table)
 
     max_tokens = settings.model.max_position_embeddings
@@ -100,36 +99,26 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> list[Measurement]:
         for dtype in (torch.float32, torch.bfloat16, torch.float64)
     }
 
-    def padded(logits_bsv: Tensor) -> Comparison:
-        return compare_logits(expected_bsv, logits_bsv, prompts.attention_mask_bs)
+    def measure(what: str, logits_bsv: Tensor, *, is_control: bool = False) -> Measurement:
+        comparison = compare_logits(expected_bsv, logits_bsv, prompts.attention_mask_bs)
+        return Measurement(what, comparison, is_control=is_control)
 
     measurements = [
-        Measurement("reference, packed", padded(prompts.unpack(reference.forward_packed(*prompts.packed)))),
-        Measurement(
-            "Megatron model, packed", padded(prompts.unpack(run_megatron(settings, tensors, prompts, vocab_size)))
-        ),
+        measure("reference, packed", prompts.unpack(reference.forward_packed(*prompts.packed))),
+        measure("Megatron model, packed", prompts.unpack(run_megatron(settings, tensors, prompts, vocab_size))),
     ]
     for layout in LAYOUTS:
         with exported(settings, tensors, vocab_size, layout) as folder:
-            measurements += _measure_folder(folder, layout, sources, prompts)
-    unpadded = padded(reference(prompts.tokens_bs))
-    measurements.append(Measurement("control: padding attended to", unpadded, is_control=True))
+            for dtype, source in sources.items():
+                with InFloat64() if dtype is torch.float64 else nullcontext():
+                    checks = compare_models(source, load_logit_model(folder, dtype), prompts)
+                measurements += [
+                    Measurement(f"{layout}, {how}, {dtype_name(dtype)}", check, dtype) for how, check in checks.items()
+                ]
+    measurements.append(measure("control: padding attended to", reference(prompts.tokens_bs), is_control=True))
     with exported(settings, unpermuted, vocab_size, "eurobert") as folder:
-        logits = load_logit_model(folder).padded(*prompts)
-        measurements.append(Measurement("control: rotary pairs not permuted", padded(logits), is_control=True))
-    return measurements
-
-
-def _measure_folder(
-    folder: Path, layout: str, sources: dict[torch.dtype, LogitModel], prompts: Prompts
-) -> list[Measurement]:
-    """A folder as transformers loads it, in each precision of the sources."""
-    measurements = []
-    for dtype, source in sources.items():
-        with InFloat64() if dtype is torch.float64 else nullcontext():
-            checks = compare_models(source, load_logit_model(folder, dtype=dtype), prompts)
-        name = dtype_name(dtype)
-        measurements += [Measurement(f"{layout}, {how}, {name}", check, dtype) for how, check in checks.items()]
+        logits_bsv = load_logit_model(folder).padded(*prompts)
+        measurements.append(measure("control: rotary pairs not permuted", logits_bsv, is_control=True))
     return measurements
 
 
@@ -158,13 +147,11 @@ def load_into_megatron(model: NeoBERTModel, tensors: dict[str, Tensor]) -> None:
 @contextmanager
 def exported(settings: Settings, tensors: dict[str, Tensor], vocab_size: int, layout: str) -> Iterator[Path]:
     """The folder that a conversion of `tensors` writes, for as long as the block lasts; nothing is compared."""
-    with tempfile.TemporaryDirectory() as folder:
-        vocabulary = Path(folder) / "vocab.txt"
+    with tempfile.TemporaryDirectory() as place:
+        vocabulary, target = Path(place) / "vocab.txt", Path(place) / "model"
         words = [f"w{number}" for number in range(vocab_size - len(_SPECIAL))]
         vocabulary.write_text("".join(f"{word}\n" for word in (*_SPECIAL, *words)), encoding="utf-8")
-        tokenizer = load_tokenizer(vocabulary)
-        checkpoint = MegatronCheckpoint(Path(folder), settings, tokenizer, tensors, progress={})
-        target = Path(folder) / "model"
+        spec = FolderSpec(settings.model, model_shape(settings, vocab_size=vocab_size), load_tokenizer(vocabulary))
         target.mkdir()
-        write_model(checkpoint, target, tokenizer=tokenizer, options=ExportOptions(layout=layout))
+        write_folder(target, layout, spec, tensors)
         yield target

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_neobert.config.schema import ModelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -30,6 +32,18 @@ class ModelShape:
         sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
         sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
         return tuple(sizes[letter] for letter in letters.split())
+
+
+def shape_of(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int | None = None) -> ModelShape:
+    """The sizes that settings give a model of `vocab_size` tokens; without `padded_vocab_size` nothing pads these."""
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        ffn_hidden_size=model.ffn_width,
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size if padded_vocab_size is None else padded_vocab_size,
+    )
 
 
 class Rule(NamedTuple):

@@ -90,11 +90,11 @@ def load_side(folder: Path) -> "LogitModel":
         CheckpointError, ConversionError: The model cannot be used.
     """
     if (folder / "config.json").is_file():
-        from checkpoint_conversion.hf_model import is_readable, load_as_read, load_logit_model
+        from checkpoint_conversion.hf_model import load_as_read
 
-        return load_as_read(folder) if is_readable(folder) else load_logit_model(folder)
-    from checkpoint_conversion.megatron_reader import read_checkpoint
-    from checkpoint_conversion.verification import checkpoint_model
+        return load_as_read(folder)
+    from checkpoint_conversion.comparison import checkpoint_model
+    from checkpoint_conversion.megatron_io import read_checkpoint
 
     checkpoint = read_checkpoint(folder)
     return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")

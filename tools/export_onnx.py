@@ -1,35 +1,99 @@
 """Command: a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum.
 
 Writes onnx/model.onnx, in fp32 with batch and sequence of any size, and on request onnx/model_quantized.onnx with 8-bit
-weights, beside config.json and the tokenizer: the places where those libraries look. onnxruntime runs every file on
-padded batches that the tracer has not seen; the folder gets its name only if the fp32 file computes what PyTorch does.
+weights, beside config.json and the tokenizer: the places where those libraries look. A graph has the inputs input_ids
+and attention_mask (int64, batch x sequence), one output, and is one file. onnxruntime runs every file on padded batches
+that the tracer has not seen; the folder gets its name only if the fp32 file computes what PyTorch does. Full size takes
+a minute and 4 GB of memory.
 """
 
 import argparse
+import json
+import logging
+import shutil
 import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, run_command
-from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, run_command, short_reason
+from megatron_neobert.runtime.atomic_files import require_folder, sha256_of
+
+if TYPE_CHECKING:  # --help answers without importing torch
+    from torch import Tensor
+
+    from checkpoint_conversion.comparison import Comparison, Prompts
 
 TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
 OPSETS = range(18, 23)  # below, PyTorch cannot go; of 23, onnxruntime 1.31 cannot run the rotation that PyTorch writes
+INPUTS = ("input_ids", "attention_mask")
+LARGEST_BYTES = 2_000_000_000  # of weights, of which NeoBERT has 0.98e9; protobuf ends at 2^31 with the graph included
+
+# Largest difference over largest value. 28 x 768 with random weights on CPU shows 5e-6 in fp32 and 0.15 in 8 bits, a
+# graph that attends to padding 1. The second keeps out only what is broken: how much 8 bits may cost is for those who
+# read the figures to decide.
+TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
+
+# Tokens of each row, cut to what the model can read: rows and tokens differ, down to a row of one token and up to long
+# ones, because a size that tracing has frozen shows at any other.
+_BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
+_TRACED_LENGTHS = (11, 5, 8)  # of another batch than these; padded, so that the mask is part of the graph
+
+# The tokenizer, how sentence-transformers pools, and what the owner declares of the weights.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "modules.json",
+    "1_Pooling/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "README.md",
+    "LICENSE",
+)
 
 
 def main() -> None:
     """Reads the arguments, exports, checks and prints the figures."""
     arguments = _parse()
-    from checkpoint_conversion.output_folder import refuse_existing
+    from checkpoint_conversion.output_folder import build_folder, refuse_existing
 
     require_folder("--model", arguments.model, holding="config.json")
     refuse_existing(arguments.output)  # before a minute of work
     import onnx  # noqa: F401 (what is missing is reported before the work)
-    import onnxruntime  # noqa: F401
     import onnxscript  # noqa: F401
+    from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    _export(arguments)
+    output = TASKS[arguments.task]
+    model = load_for_task(arguments.model, arguments.task)
+    with build_folder(arguments.output) as folder:
+        copy_companions(arguments.model, folder)
+        plain, quantized = folder / "onnx" / "model.onnx", folder / "onnx" / "model_quantized.onnx"
+        plain.parent.mkdir()
+        write_graph(model, plain, output=output, opset=arguments.opset)
+        checks = {plain: check_graph(model, plain, output=output)}
+        refuse_difference(checks[plain], tolerance=TOLERANCE)
+        if arguments.int8:
+            # Signed weights run twice as fast as unsigned ones where the processor has VNNI; where it has not, sums may
+            # saturate and the error be larger than the one measured here. Activations are rounded while running.
+            with _quiet():
+                quantize_dynamic(plain, quantized, weight_type=QuantType.QInt8, per_channel=True)
+            checks[quantized] = check_graph(model, quantized, output=output)
+            refuse_difference(checks[quantized], tolerance=TOLERANCE_INT8)
+        write_report(folder, checks, arguments)
+        for path, batches in checks.items():
+            names = [name.replace("_", " ") for name in figures_of(next(iter(batches.values())), output)]
+            print(f"{path.name}, {path.stat().st_size / 1e6:.1f} MB, against PyTorch:")
+            print("".join([f"{'rows x tokens':<14}", *(f"{name:>20}" for name in names)]))
+            for batch, found in batches.items():
+                print("".join([f"{batch:<14}", *(f"{figure:>20.6g}" for figure in figures_of(found, output).values())]))
+            print()
+    print(f"wrote {arguments.output}")
 
 
 def _parse() -> argparse.Namespace:
@@ -46,7 +110,7 @@ def _parse() -> argparse.Namespace:
         "embeddings (default: %(default)s)",
     )
     parser.add_argument(
-        "--int8", action="store_true", help="write model_quantized.onnx as well; its error is measured and reported"
+        "--int8", action="store_true", help="8-bit weights in model_quantized.onnx; its error is measured and reported"
     )
     parser.add_argument(
         "--opset",
@@ -58,29 +122,206 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _export(arguments: argparse.Namespace) -> None:
-    from onnx_export.comparison import TOLERANCE, TOLERANCE_INT8, check_graph, refuse_difference
-    from onnx_export.folder import copy_companions, write_report
-    from onnx_export.graph import load_for_task, quantize, write_graph
+def load_for_task(folder: Path, task: str) -> Any:
+    """The folder's model in fp32, with its masked-language-model head for fill-mask, else without.
 
-    from checkpoint_conversion.output_folder import build_folder
+    Raises:
+        ConversionError: It is no NeoBERT, or lacks the head.
+    """
+    from checkpoint_conversion.hf_config import read_model_config
+    from checkpoint_conversion.hf_folder import check_folder
+    from checkpoint_conversion.hf_model import load_model
 
-    model = load_for_task(arguments.model, output_name=TASKS[arguments.task])
-    with build_folder(arguments.output) as folder:
-        copy_companions(arguments.model, folder)
-        plain, quantized = folder / "onnx" / "model.onnx", folder / "onnx" / "model_quantized.onnx"
-        plain.parent.mkdir()
-        write_graph(model, plain, opset=arguments.opset)
-        checks = {plain: check_graph(model, plain)}
-        refuse_difference(checks[plain], tolerance=TOLERANCE)
-        if arguments.int8:
-            quantize(plain, quantized)
-            checks[quantized] = check_graph(model, quantized)
-            refuse_difference(checks[quantized], tolerance=TOLERANCE_INT8)
-        write_report(folder, checks, model=arguments.model, task=arguments.task, opset=arguments.opset)
-        for path, check in checks.items():
-            print(f"{path.name}, {path.stat().st_size / 1e6:.1f} MB, against PyTorch:\n{check.to_table()}\n")
-    print(f"wrote {arguments.output}")
+    layout = read_model_config(check_folder(folder), folder / "config.json").layout
+    if task == "fill-mask" and layout == "llama":
+        raise ConversionError(
+            f"{folder}: a folder of the {layout} layout is the encoder alone, which predicts no tokens; use "
+            "--task feature-extraction."
+        )
+    return load_model(folder, with_head=task == "fill-mask")
+
+
+def write_graph(model: Any, path: Path, *, output: str, opset: int) -> None:
+    """Traces the model and writes its graph.
+
+    Attention is traced in its plain form: PyTorch's fused one becomes the same matrix products, with a guard against
+    rows of NaN around each softmax that this model's masks cannot cause.
+
+    Raises:
+        ConversionError: The weights do not fit into one file, or the exporter cannot write these operators.
+    """
+    import torch
+
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    if size > LARGEST_BYTES:
+        raise ConversionError(
+            f"{size:,} bytes of weights in fp32 are more than the {LARGEST_BYTES:,} that one ONNX file holds."
+        )
+    (tokens_bs, mask_bs), axes = _pad(_TRACED_LENGTHS), {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with _quiet():
+        program = torch.onnx.export(
+            model,
+            kwargs=dict(zip(INPUTS, (tokens_bs, mask_bs), strict=True)),
+            input_names=INPUTS,
+            output_names=[output],
+            dynamic_shapes=dict.fromkeys(INPUTS, axes),
+            opset_version=opset,
+            dynamo=True,
+            verbose=False,
+        )
+    model.set_attn_implementation(usual)
+    assert program is not None, "torch.onnx.export gives None only with dynamo=False"
+    if program.model.opset_imports[""] != opset:  # what the exporter falls back to where a conversion fails
+        raise ConversionError(
+            f"torch {torch.__version__} cannot write this graph with --opset {opset}, only with "
+            f"{program.model.opset_imports['']}."
+        )
+    program.save(path, external_data=False)
+
+
+def check_graph(model: Any, path: Path, *, output: str) -> "dict[str, Comparison]":
+    """How far what onnxruntime computes with a graph is from what PyTorch does, by batch: "rows x tokens".
+
+    Raises:
+        ConversionError: onnxruntime cannot run the graph.
+    """
+    import torch
+
+    from checkpoint_conversion.comparison import Prompts, compare_logits
+
+    run, generator, batches = _load_graph(path), torch.Generator().manual_seed(0), {}
+    for lengths in _BATCHES:
+        padded_bs, mask_bs = _pad(lengths, longest=model.config.max_position_embeddings)
+        tokens_bs = torch.randint(model.config.vocab_size, mask_bs.shape, generator=generator)
+        prompts = Prompts(tokens_bs * mask_bs, mask_bs)
+        with torch.no_grad():
+            expected = model(**dict(zip(INPUTS, prompts, strict=True)))[output]
+        name = " x ".join(str(size) for size in padded_bs.shape)
+        batches[name] = compare_logits(expected, run(prompts), mask_bs)
+    return batches
+
+
+def _pad(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "tuple[Tensor, Tensor]":
+    """Ids of 1, and the mask, of rows that have so many tokens."""
+    import torch
+
+    lengths_b = torch.tensor(lengths).clamp(max=longest)
+    mask_bs = (torch.arange(int(lengths_b.max())) < lengths_b[:, None]).long()
+    return mask_bs.clone(), mask_bs
+
+
+def _load_graph(path: Path) -> "Callable[[Prompts], Tensor]":
+    import onnxruntime
+    import torch
+
+    def cannot_run(error: Exception) -> ConversionError:
+        version, reason = onnxruntime.__version__, short_reason(error)
+        return ConversionError(f"{path.name}: onnxruntime {version} cannot run it ({reason}).")
+
+    try:
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions have no common base
+        raise cannot_run(error) from error
+
+    def run(prompts: "Prompts") -> "Tensor":
+        inputs = {name: tensor.numpy() for name, tensor in zip(INPUTS, prompts, strict=True)}
+        try:
+            (found,) = session.run(None, inputs)
+        except Exception as error:
+            raise cannot_run(error) from error
+        return torch.tensor(found)
+
+    return run
+
+
+def refuse_difference(batches: "dict[str, Comparison]", *, tolerance: float) -> None:
+    """Raises:
+    ConversionError: A batch differs by more, or is not finite; `tolerance` is relative to the largest value.
+    """
+    for batch, comparison in batches.items():
+        if not comparison.within(tolerance):
+            raise ConversionError(
+                f"with {batch} tokens the graph's output differs from PyTorch's by {comparison.relative:.3g} of the "
+                f"largest value, more than {tolerance:g}; nothing was written. Try the versions of torch and "
+                "onnxruntime in constraints.txt."
+            )
+
+
+def figures_of(found: "Comparison", output: str) -> dict[str, float]:
+    """What is reported of a batch; the largest of some logits is a prediction."""
+    figures = {"relative_difference": found.relative, "lowest_cosine": found.cosine}
+    return figures | ({"same_prediction": found.argmax_agreement} if output == "logits" else {})
+
+
+def copy_companions(model: Path, folder: Path) -> None:
+    """Copies what readers of ONNX folders look for in the folder above the graphs.
+
+    A config.json that names our modelling file gets that file of this package, for libraries that ask it for the
+    configuration; one that names somebody else's code loses the names, and the code stays behind.
+
+    Raises:
+        MissingInputError: The model has no tokenizer.json.
+    """
+    from checkpoint_conversion.hf_folder import MODELING_FILE, check_folder
+    from checkpoint_conversion.hf_writer import modeling_source
+
+    if not (model / "tokenizer.json").is_file():
+        raise MissingInputError(f"{model}: has no tokenizer.json, without which nobody could use the graph; add it.")
+    for name in _COMPANIONS:
+        if (model / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(model / name, folder / name)
+    config = check_folder(model)
+    ours, named = MODELING_FILE.removesuffix("py"), config.get("auto_map")
+    if isinstance(named, dict) and all(str(name).startswith(ours) for name in named.values()):
+        (folder / MODELING_FILE).write_bytes(modeling_source())
+    else:
+        config.pop("auto_map", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_report(folder: Path, checks: "dict[Path, dict[str, Comparison]]", arguments: argparse.Namespace) -> None:
+    """Writes onnx_report.json: the figures of every graph, and what they were made of and with."""
+    import onnxruntime
+    import torch
+    import transformers
+
+    import megatron_neobert
+
+    packages = {"megatron_neobert": megatron_neobert, "torch": torch, "transformers": transformers}
+    packages["onnxruntime"] = onnxruntime
+    report = {
+        "source": {path.name: sha256_of(path) for path in sorted(arguments.model.glob("*.safetensors"))},
+        "task": arguments.task,
+        "opset": arguments.opset,
+        "graphs": {
+            path.name: {
+                "bytes": path.stat().st_size,
+                "sha256": sha256_of(path),
+                "against_pytorch": {
+                    batch: figures_of(found, TASKS[arguments.task]) for batch, found in batches.items()
+                },
+            }
+            for path, batches in checks.items()
+        },
+        "versions": {name: package.__version__ for name, package in packages.items()},
+    }
+    (folder / "onnx_report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what the libraries report of themselves: packages that are not needed, axes that share a name."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from unit.data.small_corpus import write_vocabulary
 
 from checkpoint_conversion.hf_reader import ImportedModel, read_folder
-from checkpoint_conversion.layouts import LAYOUTS, Source
+from checkpoint_conversion.hf_writer import FolderSpec, build_config
 from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal, to_published
-from checkpoint_conversion.megatron_reader import model_shape, reference_config
+from checkpoint_conversion.megatron_io import model_shape, reference_config
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
@@ -51,9 +51,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     for layout, target in sound.items():
         target.mkdir()
         shutil.copy(folder / "vocab.txt", target)
-        source = Source(model=MODEL, shape=shape, tokenizer=tokenizer, dtype=torch.float32)
-        (target / "config.json").write_text(json.dumps(LAYOUTS[layout].build_config(source)))
-        weights = to_published(internal, shape, LAYOUTS[layout].table)
+        (target / "config.json").write_text(json.dumps(build_config(layout, FolderSpec(MODEL, shape, tokenizer))))
+        weights = to_published(internal, shape, TABLES[layout])
         weight_map = {name: SHARDS[number % 2] for number, name in enumerate(weights)}
         for shard in SHARDS:
             save_file({name: weights[name].clone() for name in weights if weight_map[name] == shard}, target / shard)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tolerances import ALGEBRA, BFLOAT16_LOGITS, EUROBERT_LOGITS, MEGATRON_LOGITS, MODELING_LOGITS
 
-from checkpoint_conversion.layouts import LAYOUTS
+from checkpoint_conversion.hf_config import LAYOUTS
 
 Figures = dict[str, dict[str, float]]
 REPOSITORY = Path(__file__).resolve().parents[2]

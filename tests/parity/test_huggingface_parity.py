@@ -63,7 +63,7 @@ def test_eurobert_computes_the_logits_of_the_reference(reference: ReferenceNeoBE
 
 
 def test_eurobert_without_the_rotary_permutation_computes_something_else(reference: ReferenceNeoBERT):
-    unpermuted = tuple(replace(row, rule=COPY) if row.rule is PAIR_ADJACENT else row for row in NEOBERT)
+    unpermuted = tuple(replace(entry, rule=COPY) if entry.rule is PAIR_ADJACENT else entry for entry in NEOBERT)
     eurobert = build_eurobert(to_eurobert(reference, unpermuted))
     assert compare(reference, eurobert).relative > 1000 * EUROBERT_LOGITS.gate
 

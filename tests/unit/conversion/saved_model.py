@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.comparison import make_loud
-from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.comparison import Checks, make_loud
+from checkpoint_conversion.conversion import ExportOptions, export
 from checkpoint_conversion.mapping import split_halves
-from checkpoint_conversion.megatron_reader import read_checkpoint
-from checkpoint_conversion.tensor_rules import ModelShape
-from checkpoint_conversion.verification import Checks
+from checkpoint_conversion.megatron_io import read_checkpoint
+from checkpoint_conversion.tensor_rules import shape_of
 from megatron_neobert.checkpoint.tensors import write_tensors
 from megatron_neobert.checkpoint.train_state import write_train_state
 from megatron_neobert.config.cli import write_record
@@ -33,15 +32,7 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
     rotary_base=5000,
 )
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    ffn_hidden_size=48,
-    vocab_size=len(WORDS),
-    padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1),
-)
-
+SHAPE = shape_of(MODEL, vocab_size=len(WORDS), padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
 PROGRESS = Progress(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
 
 
@@ -71,7 +62,7 @@ class SavedModel:
         self.seal()
 
     def seal(self) -> None:
-        """Writes the manifest of whatever files are there."""
+        """Writes the manifest of the files that are there."""
         manifest = self.iteration_folder / "MANIFEST.json"
         manifest.unlink(missing_ok=True)
         files = [path for path in self.iteration_folder.rglob("*") if path.is_file()]

@@ -16,9 +16,9 @@ import torch
 from saved_model import MODEL, WORDS, SavedModel, assert_nothing_written, convert
 from torch import Tensor
 
-from checkpoint_conversion import export
+from checkpoint_conversion import hf_writer
 from checkpoint_conversion.convert import main
-from checkpoint_conversion.megatron_reader import read_checkpoint
+from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import (
@@ -42,14 +42,14 @@ def run_convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_wrong_mapping_is_refused_and_leaves_nothing(
     saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    right = export.to_published
+    right = hf_writer.to_published
 
     def exchange_queries_and_keys(*arguments: Any) -> dict[str, Tensor]:
         tensors = right(*arguments)
         query, key = (f"model.layers.0.self_attn.{letter}_proj.weight" for letter in "qk")
         return tensors | {query: tensors[key], key: tensors[query] * 2}
 
-    monkeypatch.setattr(export, "to_published", exchange_queries_and_keys)
+    monkeypatch.setattr(hf_writer, "to_published", exchange_queries_and_keys)
     with pytest.raises(
         ConversionError, match=r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"
     ):
@@ -61,16 +61,17 @@ def test_wrong_mapping_is_refused_and_leaves_nothing(
 def test_difference_that_logits_do_not_show_is_refused_and_leaves_nothing(
     saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: str
 ):
-    right = export.write_folder
+    config, weights = hf_writer.build_config, hf_writer.to_published
 
-    def write_another(folder: Path, layout: Any, config: dict[str, Any], weights: dict[str, Tensor], *others: Any, **k):
-        if difference == "a setting":
-            config = {**config, "rms_norm_eps": 1.0001e-5}
-        else:
-            weights["lm_head.bias"][3] += 1e-6
-        right(folder, layout, config, weights, *others, **k)
+    def write_another_bias(*arguments: Any) -> dict[str, Tensor]:
+        tensors = weights(*arguments)
+        tensors["lm_head.bias"][3] += 1e-6
+        return tensors
 
-    monkeypatch.setattr(export, "write_folder", write_another)
+    if difference == "a setting":
+        monkeypatch.setattr(hf_writer, "build_config", lambda *a: {**config(*a), "rms_norm_eps": 1.0001e-5})
+    else:
+        monkeypatch.setattr(hf_writer, "to_published", write_another_bias)
     found = {"a setting": r"norm_epsilon is 1e-05 and 1\.0001e-05", "a weight": r"1 weights .* output_layer\.bias;"}
     with pytest.raises(ConversionError, match=f"the exported model: {found[difference]}.* nothing was written"):
         convert(saved, tmp_path / "model")
@@ -81,8 +82,8 @@ def test_difference_that_logits_do_not_show_is_refused_and_leaves_nothing(
 def test_weight_that_transformers_would_invent_is_refused(
     saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    right = export.to_published
-    monkeypatch.setattr(export, "to_published", lambda *a: {k: v for k, v in right(*a).items() if k != name})
+    right = hf_writer.to_published
+    monkeypatch.setattr(hf_writer, "to_published", lambda *a: {k: v for k, v in right(*a).items() if k != name})
     with pytest.raises(ConversionError, match=rf"missing_keys.*{name}"):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
@@ -131,7 +132,7 @@ def test_a_record_of_another_or_no_model_is_refused(
 def test_settings_of_another_depth_are_refused_with_both_numbers(saved: SavedModel, num_layers: int):
     write_record(Settings(model=replace(MODEL, num_layers=num_layers)), saved.iteration_folder / "settings.yaml")
     saved.seal()
-    with pytest.raises(ConversionError, match=rf"of 2 layers; settings.yaml says --num-layers {num_layers}\."):
+    with pytest.raises(ConversionError, match=rf"of 2 layers; settings.yaml has --num-layers {num_layers}\."):
         read_checkpoint(saved.save)
 
 

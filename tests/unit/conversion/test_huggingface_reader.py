@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
 
 from checkpoint_conversion.hf_reader import read_folder
-from checkpoint_conversion.layouts import LAYOUTS, Source
+from checkpoint_conversion.hf_writer import FolderSpec, build_config
 from checkpoint_conversion.mapping import TABLES, to_internal, to_published
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
@@ -32,8 +32,7 @@ def write(tmp_path: Path, internal: dict[str, Tensor]) -> WriteFolder:
         folder = tmp_path / "model"
         add_tokenizer(folder)
         tokenizer = load_tokenizer(folder)
-        source = Source(model=MODEL, shape=SHAPE, tokenizer=tokenizer, dtype=torch.float32)
-        config = LAYOUTS[layout.removesuffix("-unpacked")].build_config(source) | fields
+        config = build_config(layout.removesuffix("-unpacked"), FolderSpec(MODEL, SHAPE, tokenizer)) | fields
         (folder / "config.json").write_text(json.dumps(config))
         weights = to_published(internal, SHAPE, TABLES[layout])
         change(weights)

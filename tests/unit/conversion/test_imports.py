@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from saved_model import MODEL, WORDS, SavedModel, build_reference
 from torch import Tensor
 
-from checkpoint_conversion import convert, imports
-from checkpoint_conversion.export import ExportOptions, export
-from checkpoint_conversion.imports import import_folder
-from checkpoint_conversion.megatron_reader import read_checkpoint
+from checkpoint_conversion import conversion, convert
+from checkpoint_conversion.conversion import ExportOptions, export, import_folder
+from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.errors import ConversionError, OutputError
@@ -288,14 +287,14 @@ def test_the_forks_tied_model_without_a_bias_computes_the_same_as_a_checkpoint(f
 def test_a_wrong_mapping_is_refused_and_leaves_nothing(
     exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    right = imports.to_internal
+    right = conversion.to_internal
 
     def exchange_gate_and_up(*arguments: object) -> dict[str, Tensor]:
         tensors = right(*arguments)  # type: ignore[arg-type]
         name = "decoder.layers.1.mlp.linear_fc1.weight"
         return tensors | {name: tensors[name].roll(len(tensors[name]) // 2, 0)}
 
-    monkeypatch.setattr(imports, "to_internal", exchange_gate_and_up)
+    monkeypatch.setattr(conversion, "to_internal", exchange_gate_and_up)
     with pytest.raises(ConversionError, match=r"the written checkpoint, padded: its logits differ"):
         import_folder(exported("eurobert"), tmp_path / "imported")
     assert not list(tmp_path.glob("imported*"))

@@ -14,12 +14,10 @@ from huggingface_hub import EvalResult, ModelCard
 from saved_model import MODEL, SHAPE, WORDS, build_reference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from checkpoint_conversion.hf_writer import write_folder
-from checkpoint_conversion.layouts import LAYOUTS, Source
-from checkpoint_conversion.mapping import NEOBERT, to_internal, to_published
-from checkpoint_conversion.model_card import MARKER, write_model_card
-from checkpoint_conversion.model_card_text import NO_MODEL_ID
-from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
+from checkpoint_conversion.hf_config import LAYOUTS
+from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
+from checkpoint_conversion.mapping import NEOBERT, to_internal
+from checkpoint_conversion.model_card import MARKER, NO_MODEL_ID, write_model_card
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
 from megatron_neobert.huggingface.auto_classes import register_neobert
@@ -64,9 +62,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: place / name for name in LAYOUTS}
     for name, folder in folders.items():
         folder.mkdir()
-        config = LAYOUTS[name].build_config(Source(MODEL, SHAPE, tokenizer, torch.float32))
-        weights = to_published(internal, SHAPE, LAYOUTS[name].table)
-        write_folder(folder, LAYOUTS[name], config, weights, tokenizer, max_shard_size="5GB")
+        write_folder(folder, name, FolderSpec(MODEL, SHAPE, tokenizer), internal)
     return folders
 
 
@@ -78,9 +74,7 @@ def copy(originals: dict[str, Path], tmp_path: Path) -> Any:
         if report is not None:
             (folder / "conversion_report.json").write_text(json.dumps(report))
         if sentences:
-            write_sentence_transformers_files(
-                folder, hidden_size=32, max_seq_length=64, needs_remote_code=layout == "neobert"
-            )
+            write_sentence_transformers_files(folder, layout, MODEL)
         return folder
 
     return make

@@ -14,12 +14,13 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from transformers import AutoModel, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM
 
-from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
+from checkpoint_conversion.hf_writer import write_sentence_transformers_files
+from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.errors import OutputError
 
 TEXTS = ["the cat sat on a mat .", "a mat"]
 MAX_TOKENS = 16  # of the 64 that the model has
+MODEL = ModelConfig(hidden_size=32, max_position_embeddings=MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     EuroBertForMaskedLM(config).save_pretrained(place / "model")
     (place / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
     load_tokenizer(place / "vocab.txt").save_tokenizer_files(place / "model", model_max_length=64)
-    write_sentence_transformers_files(
-        place / "model", hidden_size=32, max_seq_length=MAX_TOKENS, needs_remote_code=False
-    )
+    write_sentence_transformers_files(place / "model", "eurobert", MODEL)
     return place / "model"
 
 
@@ -119,11 +118,9 @@ def test_saved_again_it_encodes_the_same(model: SentenceTransformer, tmp_path: P
     assert again.max_seq_length == MAX_TOKENS
 
 
-@pytest.mark.parametrize(("needs_remote_code", "oldest"), [(False, "5.3.0"), (True, "4.48.0")])
-def test_versions_of_transformers_that_cannot_compute_it_are_refused(
-    tmp_path: Path, needs_remote_code: bool, oldest: str
-):
-    write_sentence_transformers_files(tmp_path, hidden_size=32, max_seq_length=16, needs_remote_code=needs_remote_code)
+@pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.48.0")])
+def test_versions_of_transformers_that_cannot_compute_it_are_refused(tmp_path: Path, layout: str, oldest: str):
+    write_sentence_transformers_files(tmp_path, layout, MODEL)
     settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
     supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])
     versions = ("4.47.1", "4.48.0", "4.57.3", "5.2.0", "5.3.0", "5.23.0")
@@ -140,9 +137,3 @@ def test_requirement_is_one_that_the_library_holds(folder: Path, tmp_path: Path)
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
     with pytest.raises(ImportError, match=r"transformers>=1000.*do not know this architecture as an encoder"):
         SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
-
-
-def test_folder_that_cannot_be_written_is_an_output_error(tmp_path: Path):
-    (tmp_path / "1_Pooling").write_text("")
-    with pytest.raises(OutputError, match="1_Pooling: cannot be written"):
-        write_sentence_transformers_files(tmp_path, hidden_size=32, max_seq_length=16, needs_remote_code=False)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from checkpoint_conversion import comparison, verify
 from checkpoint_conversion.comparison import LogitModel, build_prompts
-from checkpoint_conversion.export import ExportOptions, export
-from checkpoint_conversion.megatron_reader import read_checkpoint
+from checkpoint_conversion.conversion import ExportOptions, export
+from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.errors import ConversionError, MissingInputError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -14,19 +14,13 @@ from commands import import_tool, run
 from transformers import AutoModelForMaskedLM, AutoTokenizer, LlamaConfig
 from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 
-from checkpoint_conversion.hf_writer import write_folder
-from checkpoint_conversion.layouts import LAYOUTS, Source
-from checkpoint_conversion.mapping import NEOBERT, to_internal, to_published
+from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
+from checkpoint_conversion.mapping import NEOBERT, to_internal
 from checkpoint_conversion.model_card import write_model_card
-from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))  # as for the command itself
-from onnx_export.comparison import TOLERANCE, TOLERANCE_INT8, check_graph, refuse_difference
-from onnx_export.folder import copy_companions
-from onnx_export.graph import LARGEST_BYTES, OneOutput, load_for_task, refuse_too_large, write_graph
-
+tool = import_tool("export_onnx")
 TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
 
@@ -39,10 +33,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     internal = to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
 
     def write(name: str) -> Path:
-        folder, layout = tmp_path_factory.mktemp(name), LAYOUTS[name]
-        config = layout.build_config(Source(MODEL, SHAPE, tokenizer, torch.float32))
-        weights = to_published(internal, SHAPE, layout.table)
-        write_folder(folder, layout, config, weights, tokenizer, max_shard_size="5GB")
+        folder = tmp_path_factory.mktemp(name)
+        write_folder(folder, name, FolderSpec(MODEL, SHAPE, tokenizer), internal)
         return folder
 
     return write
@@ -52,7 +44,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """A folder of the eurobert layout, what the command made of it, and what the command said."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
-    write_sentence_transformers_files(model, hidden_size=32, max_seq_length=64, needs_remote_code=False)
+    write_sentence_transformers_files(model, "eurobert", MODEL)
     write_model_card(model, license="mit")
     code, said, complaints = run("export_onnx", "--model", model, "--output", output, "--int8", "--opset", "20")
     assert code == 0, complaints
@@ -99,63 +91,63 @@ def test_report_and_output_show_the_figures_of_both_graphs(exported):
     assert plain["bytes"] == (output / "onnx" / "model.onnx").stat().st_size
     assert list(plain["against_pytorch"]) == ["1 x 1", "1 x 7", "2 x 64", "5 x 40", "1 x 64"]  # the model ends at 64
     for batch, figures in plain["against_pytorch"].items():
-        assert figures["relative_difference"] < TOLERANCE
-        assert TOLERANCE < quantized["against_pytorch"][batch]["relative_difference"] < TOLERANCE_INT8
+        assert figures["relative_difference"] < tool.TOLERANCE
+        assert tool.TOLERANCE < quantized["against_pytorch"][batch]["relative_difference"] < tool.TOLERANCE_INT8
     assert "model_quantized.onnx, 0.3 MB, against PyTorch" in said
     assert "same prediction" in said
 
 
 @pytest.mark.parametrize(
-    ("layout", "output_name", "width"), [("neobert", "logits", len(WORDS)), ("llama", "last_hidden_state", 32)]
+    ("layout", "task", "width"),
+    [
+        pytest.param("neobert", "fill-mask", len(WORDS), marks=pytest.mark.slow),
+        ("llama", "feature-extraction", 32),
+    ],
 )
-def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(
-    folder_of, tmp_path, layout, output_name, width
-):
-    model = load_for_task(folder_of(layout), output_name=output_name)
-    write_graph(model, tmp_path / "model.onnx", opset=18)
-    refuse_difference(check_graph(model, tmp_path / "model.onnx"), tolerance=TOLERANCE)
+def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(folder_of, tmp_path, layout, task, width):
+    model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
+    tool.write_graph(model, tmp_path / "model.onnx", output=output, opset=18)
+    tool.refuse_difference(tool.check_graph(model, tmp_path / "model.onnx", output=output), tolerance=tool.TOLERANCE)
     graph = onnx.load(tmp_path / "model.onnx").graph
     shapes = {
         value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in (*graph.input, *graph.output)
     }
     sizes = ["batch", "sequence"]
-    assert shapes == {"input_ids": sizes, "attention_mask": sizes, output_name: [*sizes, width]}
+    assert shapes == {"input_ids": sizes, "attention_mask": sizes, output: [*sizes, width]}
     assert not [node for node in graph.node if node.op_type == "IsNaN"], "attention is traced in its plain form"
 
 
 def test_operators_that_the_exporter_cannot_write_are_refused(folder_of, tmp_path):
-    model = load_for_task(folder_of("llama"), output_name="last_hidden_state")
-    model.model.layers = model.model.layers[:0]  # the final norm is enough
+    model = tool.load_for_task(folder_of("llama"), "feature-extraction")
+    model.layers = model.layers[:0]  # the final norm is enough
     with pytest.raises(ConversionError, match=r"cannot write this graph with --opset 17, only with 18"):
-        write_graph(model, tmp_path / "model.onnx", opset=17)
+        tool.write_graph(model, tmp_path / "model.onnx", output="last_hidden_state", opset=17)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_graph_of_other_weights_is_refused_even_as_8_bit(exported):
     model, output, _ = exported
-    changed = load_for_task(model, output_name="logits")
+    changed = tool.load_for_task(model, "fill-mask")
     generator = torch.Generator().manual_seed(1)
     for parameter in changed.parameters():
         parameter.data.normal_(std=0.2, generator=generator)
-    check = check_graph(changed, output / "onnx" / "model.onnx")
+    check = tool.check_graph(changed, output / "onnx" / "model.onnx", output="logits")
     with pytest.raises(ConversionError, match=r"with 1 x 1 tokens .* more than 0\.5; nothing was written"):
-        refuse_difference(check, tolerance=TOLERANCE_INT8)
-
-
-class WithoutMask(OneOutput):
-    """A model that attends to padding."""
-
-    def forward(self, input_ids, attention_mask):
-        return super().forward(input_ids, torch.ones_like(attention_mask))
+        tool.refuse_difference(check, tolerance=tool.TOLERANCE_INT8)
 
 
 def test_graph_that_treats_padding_differently_is_refused(exported):
     model, output, _ = exported
-    unmasked = WithoutMask(load_for_task(model, output_name="logits").model, "logits").eval()
-    check = check_graph(unmasked, output / "onnx" / "model.onnx")
+    masked = tool.load_for_task(model, "fill-mask")
+
+    def unmasked(input_ids, attention_mask):
+        return masked(input_ids, torch.ones_like(attention_mask))
+
+    unmasked.config = masked.config
+    check = tool.check_graph(unmasked, output / "onnx" / "model.onnx", output="logits")
     with pytest.raises(ConversionError, match="with 2 x 64 tokens"):  # those before it have no padding
-        refuse_difference(check, tolerance=TOLERANCE)
+        tool.refuse_difference(check, tolerance=tool.TOLERANCE)
 
 
 def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
@@ -165,39 +157,39 @@ def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
         value.type.tensor_type.shape.dim[1].dim_value = 7
     onnx.save(graph, tmp_path / "frozen.onnx")
     with pytest.raises(ConversionError, match=r"frozen\.onnx: onnxruntime .* cannot run it .*Expected: 7"):
-        check_graph(load_for_task(model, output_name="logits"), tmp_path / "frozen.onnx")
+        tool.check_graph(tool.load_for_task(model, "fill-mask"), tmp_path / "frozen.onnx", output="logits")
 
 
 def test_file_that_is_no_graph_is_refused(exported, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"\x00broken")
     with pytest.raises(ConversionError, match=r"broken\.onnx: onnxruntime .* cannot run it"):
-        check_graph(load_for_task(exported[0], output_name="logits"), tmp_path / "broken.onnx")
+        tool.check_graph(tool.load_for_task(exported[0], "fill-mask"), tmp_path / "broken.onnx", output="logits")
 
 
 def test_llama_folder_has_no_graph_of_logits(folder_of):
     with pytest.raises(ConversionError, match=r"llama layout .* use --task feature-extraction"):
-        load_for_task(folder_of("llama"), output_name="logits")
+        tool.load_for_task(folder_of("llama"), "fill-mask")
 
 
 def test_llama_that_sees_only_what_came_before_is_refused(tmp_path):
     LlamaConfig(hidden_size=32, num_attention_heads=4).save_pretrained(tmp_path)
     with pytest.raises(ConversionError, match="is_causal is missing"):
-        load_for_task(tmp_path, output_name="last_hidden_state")
+        tool.load_for_task(tmp_path, "feature-extraction")
 
 
 def test_weights_above_2_gb_are_refused():
-    rows = LARGEST_BYTES // 4 // 1000 + 1
+    rows = tool.LARGEST_BYTES // 4 // 1000 + 1
     with torch.device("meta"):
         model = torch.nn.Embedding(rows, 1000)
-    with pytest.raises(ConversionError, match=r"big: 2,000,004,000 bytes of weights .* 2,000,000,000"):
-        refuse_too_large(model, Path("big"))
+    with pytest.raises(ConversionError, match=r"2,000,004,000 bytes of weights .* 2,000,000,000"):
+        tool.write_graph(model, Path("big"), output="logits", opset=18)
 
 
 def test_neobert_folder_brings_our_modelling_file_never_its_own(folder_of, tmp_path):
     model = folder_of("neobert")
     ours = (model / "modeling_neobert.py").read_text()
     (model / "modeling_neobert.py").write_text("raise SystemExit('ran')")
-    copy_companions(model, tmp_path)
+    tool.copy_companions(model, tmp_path)
     assert (tmp_path / "modeling_neobert.py").read_text() == ours
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"]["AutoConfig"].startswith("modeling_neobert.")
 
@@ -208,7 +200,7 @@ def test_code_of_others_is_neither_copied_nor_named(folder_of, tmp_path):
     config["auto_map"] = {"AutoConfig": "model.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
     (model / "config.json").write_text(json.dumps(config))
     (model / "model.py").write_text("raise SystemExit('ran')")
-    copy_companions(model, tmp_path)
+    tool.copy_companions(model, tmp_path)
     assert [path.name for path in tmp_path.glob("*.py")] == []
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
 

@@ -1,11 +1,13 @@
-"""From a Megatron checkpoint to a Hugging Face folder that has been compared with the reference.
+"""The two conversions, each compared with its source before the output gets its name.
 
-What is written is loaded again with transformers and compared with `model/reference.py` holding the same weights,
-before the folder gets its name.
+A folder for Hugging Face is loaded again with transformers and compared with `model/reference.py` holding the same
+weights. A folder from Hugging Face is read by our own rules, and nothing in it is executed; the checkpoint made of it
+is read back from disk and run against the folder's model.
 """
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,18 @@ import safetensors
 import torch
 
 import megatron_neobert
-from checkpoint_conversion.comparison import COMPARED_SETTINGS, dtype_name
-from checkpoint_conversion.hf_writer import write_folder
-from checkpoint_conversion.layouts import LAYOUTS, Source
-from checkpoint_conversion.mapping import to_published
-from checkpoint_conversion.megatron_reader import MegatronCheckpoint
-from checkpoint_conversion.model_card import write_model_card
+from checkpoint_conversion.comparison import COMPARED_SETTINGS, Checks, checkpoint_model, dtype_name, verify
+from checkpoint_conversion.hf_reader import ImportedModel, read_folder
+from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
+from checkpoint_conversion.mapping import TABLES, to_internal
+from checkpoint_conversion.megatron_io import MegatronCheckpoint, model_shape, read_checkpoint, write_checkpoint
+from checkpoint_conversion.model_card import REPORT, read_declared, write_model_card
 from checkpoint_conversion.output_folder import build_folder
-from checkpoint_conversion.sentence_transformers_files import write_sentence_transformers_files
-from checkpoint_conversion.verification import Checks, checkpoint_model, to_report, verify
 from megatron_neobert.checkpoint.folder import MANIFEST
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.runtime.atomic_files import sha256_of
 
-REPORT = "conversion_report.json"
 _SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
 _PATHS = ("data_path", "tokenizer_model", "valid_data_path")  # of machines that no reader of the report knows
 
@@ -59,15 +59,17 @@ def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer
         ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
     """
     with build_folder(output) as temporary:
-        write_model(checkpoint, temporary, tokenizer=tokenizer, options=options)
-        checks = verify_export(checkpoint, temporary, options.dtype) if options.verified else {}
+        model, size = checkpoint.settings.model, options.max_shard_size
+        spec = FolderSpec(model, checkpoint.shape, tokenizer, options.dtype)
+        write_folder(temporary, options.layout, spec, checkpoint.tensors, max_shard_size=size)
+        checks = {}
+        if options.verified:
+            from checkpoint_conversion.hf_model import load_logit_model  # transformers: seconds
+
+            source, load = checkpoint_model(checkpoint, options.dtype), partial(load_logit_model, temporary)
+            checks = verify(source, load, stored=options.dtype, what="the exported model")
         if options.sentence_transformers:
-            write_sentence_transformers_files(
-                temporary,
-                hidden_size=checkpoint.shape.hidden_size,
-                max_seq_length=checkpoint.settings.model.max_position_embeddings,
-                needs_remote_code=LAYOUTS[options.layout].carries_code,
-            )
+            write_sentence_transformers_files(temporary, options.layout, model)
         _write_report(checkpoint, temporary, checks, options)
         declared = checkpoint.declared
         write_model_card(
@@ -90,33 +92,50 @@ def is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool
     return found == wanted and is_verified >= options.verified
 
 
-def write_model(checkpoint: MegatronCheckpoint, folder: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> None:
-    """Fills an empty folder with everything that transformers needs; nothing is compared yet."""
-    layout, shape = LAYOUTS[options.layout], checkpoint.shape
-    rounded = {name: tensor.to(options.dtype) for name, tensor in checkpoint.tensors.items()}
-    config = layout.build_config(Source(checkpoint.settings.model, shape, tokenizer, options.dtype))
-    weights = to_published(rounded, shape, layout.table)
-    write_folder(folder, layout, config, weights, tokenizer, max_shard_size=options.max_shard_size)
+def import_folder(
+    folder: Path,
+    output: Path,
+    *,
+    verified: bool = True,
+    drop_padding: bool = False,
+    license: str | None = None,
+    base_model: str | None = None,
+) -> tuple[ImportedModel, Checks]:
+    """Writes and verifies the checkpoint.
 
+    Args:
+        drop_padding: As `read_folder`.
+        license: Of the weights; by default as the folder's README.md has it.
+        base_model: The weights' name on the Hub; by default as a cache of the Hub or the folder's README.md has it.
 
-def verify_export(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dtype) -> Checks:
-    """Compares the model that transformers loads from `folder` with the reference holding the checkpoint's weights.
+    Returns:
+        What was read, and how far the checkpoint's model is from the folder's (empty if that was not wanted).
 
     Raises:
-        ConversionError: They compute different logits.
+        OutputError: The output exists, or cannot be created.
+        MissingInputError, ConversionError: The folder cannot be used. Nothing is left behind.
     """
-    from checkpoint_conversion.hf_model import load_logit_model  # transformers: seconds
+    imported = read_folder(folder, drop_padding=drop_padding)
+    declared = read_declared(folder) | {
+        name: value for name, value in (("license", license), ("base_model", base_model)) if value
+    }
+    settings = Settings(model=imported.model)
+    shape = model_shape(settings, vocab_size=imported.tokenizer.vocab_size)
+    tensors = to_internal(imported.weights, shape, TABLES[imported.layout])
+    with build_folder(output) as temporary:
+        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer, declared=declared)
+        checks = {}
+        if verified:
+            from checkpoint_conversion.hf_model import build_logit_model  # transformers: seconds
 
-    return verify(
-        checkpoint_model(checkpoint, dtype),
-        lambda precision: load_logit_model(folder, dtype=precision),
-        stored=dtype,
-        what="the exported model",
-    )
+            written = checkpoint_model(read_checkpoint(temporary))
+            source = build_logit_model(folder, imported.layout, imported.weights)
+            checks = verify(source, lambda _: written, stored=torch.float32, what="the written checkpoint")
+    return imported, checks
 
 
 def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, options: ExportOptions) -> None:
-    """What the folder was made of and how it was checked, for whoever meets it later."""
+    """What the folder was made of and how it was checked, for those who meet it later."""
     progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
     counts = {"consumed_rows": "consumed_samples", "consumed_tokens": "consumed_tokens"}
     report = {
@@ -131,7 +150,7 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, 
         "dtype": dtype_name(options.dtype),
         "options": _choices(options),
         "training": _training_settings(checkpoint) if checkpoint.iteration else {},  # 0: converted, not trained
-        "verification": to_report(checks),
+        "verification": {name: check.to_report() for name, check in checks.items()},
         # Read back from the written folder; one that differed would not be here.
         "compared": {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)} if checks else {},
         "files": {

@@ -1,8 +1,9 @@
-"""Weights out of a checkpoint that training saved: one process, no Megatron model, whatever layout wrote it.
+"""Checkpoints of training as conversion reads and writes them: one process, no Megatron model, any layout of ranks.
 
 The weights are read in fp32, as the optimizer updates them, even where training computes with their rounding; the rest
-of the optimizer's state is left where it is.
-Costs the memory of the weights and the time to check every file of the checkpoint against its manifest.
+of the optimizer's state is left where it is. Reading costs the memory of the weights and the time to check every file
+of the checkpoint against its manifest. What is written holds what a conversion knows, weights, settings of the model
+and tokenizer, for --continue-from: training starts with fresh moments at iteration 0.
 """
 
 import json
@@ -13,16 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, join_halves, to_published
-from checkpoint_conversion.tensor_rules import ModelShape
-from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
-from megatron_neobert.checkpoint.tensors import OPTIMIZER_PREFIX, StoredTensors
-from megatron_neobert.checkpoint.train_state import read_train_state
-from megatron_neobert.config.cli import read_record
+from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, join_halves, split_halves, to_published
+from checkpoint_conversion.tensor_rules import ModelShape, shape_of
+from megatron_neobert.checkpoint.folder import (
+    iteration_folder,
+    latest_checkpoint,
+    publish,
+    verify_files,
+    write_manifest,
+)
+from megatron_neobert.checkpoint.tensors import OPTIMIZER_PREFIX, StoredTensors, write_tensors
+from megatron_neobert.checkpoint.train_state import read_train_state, write_train_state
+from megatron_neobert.config.cli import read_record, write_record
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
+from megatron_neobert.state import Progress
 
 PROVENANCE = "provenance.json"
 _LARGEST_PROVENANCE_BYTES = 1 << 16
@@ -66,15 +74,9 @@ class MegatronCheckpoint:
 
 def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
     """The sizes that the settings give every tensor of a run with a tokenizer of `vocab_size` tokens."""
-    model, parallel = settings.model, settings.parallel
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.ffn_width,
-        vocab_size=vocab_size,
-        padded_vocab_size=model.padded_vocab_size(vocab_size, tensor_parallel=parallel.tensor_model_parallel_size),
-    )
+    model, ranks = settings.model, settings.parallel.tensor_model_parallel_size
+    padded = model.padded_vocab_size(vocab_size, tensor_parallel=ranks)
+    return shape_of(model, vocab_size=vocab_size, padded_vocab_size=padded)
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
@@ -116,6 +118,38 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     )
 
 
+def write_checkpoint(
+    save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer, *, declared: dict[str, str]
+) -> Path:
+    """Writes iteration 0 of a save folder.
+
+    Args:
+        save: An existing folder.
+        tensors: Under the internal names of mapping.py; stored in fp32.
+        declared: The weights' licence and name on the Hub, for the model cards of what is made of them.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    final = iteration_folder(save, 0)
+    temporary = save / f".tmp-{final.name}"
+    temporary.mkdir()
+    parts = split_halves({name: tensor.float() for name, tensor in tensors.items()})
+    write_tensors(
+        temporary / "rank_00000.safetensors", parts, {name: (0,) * tensor.dim() for name, tensor in parts.items()}
+    )
+    write_train_state(temporary, Progress(corpus_sha256=""))
+    (temporary / PROVENANCE).write_text(json.dumps(declared), encoding="utf-8")
+    write_record(Settings(model=model), temporary / "settings.yaml")
+    tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)
+    write_manifest(temporary, {})
+    publish(temporary, final, iteration=0)
+    return final
+
+
 def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
     """What a conversion noted of weights from Hugging Face: here, or where this run began, if that is still there."""
     started = settings.checkpoint.continue_from
@@ -150,7 +184,7 @@ def _check_depth(folder: Path, tensors: dict[str, Tensor], num_layers: int) -> N
     layers = {name.split(".")[2] for name in tensors if name.startswith(LAYERS_PREFIX)}
     if len(layers) != num_layers:
         raise ConversionError(
-            f"{folder} holds the tensors of {len(layers)} layers; settings.yaml says --num-layers {num_layers}. One of "
+            f"{folder} holds the tensors of {len(layers)} layers; settings.yaml has --num-layers {num_layers}. One of "
             "the files belongs to another checkpoint."
         )
 
