@@ -1,4 +1,4 @@
-"""A tiny SentencePiece model, written field by field, and ways to spoil it. Needs no sentencepiece package."""
+"""A tiny SentencePiece model, written field by field, and ways to spoil it."""
 
 import struct
 from pathlib import Path

@@ -3,22 +3,20 @@
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from megatron_neobert.data.shards.columns import read_column
-from megatron_neobert.data.shards.json_records import read_json_lines, read_json_values
-from megatron_neobert.data.shards.plain_text import read_text
+from megatron_neobert.data.shards.json_objects import read_json
 from megatron_neobert.data.shards.recognise import recognise
 from megatron_neobert.data.shards.records import PART_BYTES, Format, ReadSettings, RecordBatch, ShardPart
-from megatron_neobert.data.shards.separated import find_cuts
+from megatron_neobert.data.shards.separated import find_cuts, read_text
 from megatron_neobert.data.shards.streams import DamagedStream
-from megatron_neobert.data.shards.tables import RowGroup, row_groups
+from megatron_neobert.data.shards.tables import RowGroup, read_column, row_groups
 from megatron_neobert.data.shards.web_archives import read_archive
 from megatron_neobert.errors import DataError
 
 _READERS: dict[Format, Callable[[ShardPart, ReadSettings], Iterator[RecordBatch]]] = {
     "parquet": read_column,
     "arrow": read_column,
-    "jsonl": read_json_lines,
-    "json": read_json_values,
+    "jsonl": read_json,
+    "json": read_json,
     "text": read_text,
     "warc": read_archive,
 }

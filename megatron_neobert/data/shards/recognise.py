@@ -8,9 +8,8 @@ import json
 import re
 from pathlib import PurePosixPath
 
-from megatron_neobert.data.shards.records import Format, ReadSettings, ShardPart
+from megatron_neobert.data.shards.records import BYTE_ORDER_MARK, Format, ReadSettings, ShardPart
 from megatron_neobert.data.shards.streams import DamagedStream, PartStream, compression_of, named_errors, open_shard
-from megatron_neobert.data.shards.texts import BYTE_ORDER_MARK
 from megatron_neobert.errors import DataError
 
 _HEAD_BYTES = 64 << 10
@@ -21,31 +20,21 @@ _FORMAT_MAGIC: dict[bytes, Format] = {
     b"WARC/": "warc",
 }
 _UTF_16 = ("UTF-16 text", "convert it (iconv -f UTF-16 -t UTF-8)")
-_UNPACK = "unpack it"
-_UNREADABLE_MAGIC = {
+_UNREADABLE_MAGIC = {  # with a remedy of its own; other binary files have NUL bytes or other junk, see _refuse_junk
     b"\xff\xfe": _UTF_16,
     b"\xfe\xff": _UTF_16,
-    b"PK\x03\x04": ("a zip archive", _UNPACK),
-    b"7z\xbc\xaf\x27\x1c": ("a 7-zip archive", _UNPACK),
-    b"Rar!": ("a rar archive", _UNPACK),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7-zip archive", "unpack it"),
+    b"Rar!": ("a rar archive", "unpack it"),
     b"\x04\x22\x4d\x18": ("lz4-compressed", "decompress it (unlz4)"),
     b"\xff\x06\x00\x00sNaPpY": ("snappy-compressed", "decompress it (snzip -d)"),
-    b"\x1f\x9d": ("compressed by compress", "decompress it (uncompress)"),
-    b"LZIP": ("lzip-compressed", "decompress it (lunzip)"),
     b"FEA1": ("a Feather file of version 1", "write it again as parquet"),
     b"ORC": ("an ORC table", "write it again as parquet"),
     b"Obj\x01": ("an Avro file", "write it again as parquet"),
     b"filedesc://": ("an ARC archive", "convert it to WARC"),
-    b"\x89HDF": ("an HDF5 file", "write its texts as parquet"),
-    b"SQLite format 3": ("an SQLite database", "write its texts as parquet"),
     b"\x80\x04\x95": ("a pickle", "write its texts as parquet"),
     b"%PDF-": ("a PDF document", "extract its text"),
     b"{\\rtf": ("an RTF document", "extract its text"),
-    b"\xd0\xcf\x11\xe0": ("an Office document", "extract its text"),
-    b"\x89PNG": ("an image", "leave it out"),
-    b"\xff\xd8\xff": ("an image", "leave it out"),
-    b"GIF8": ("an image", "leave it out"),
-    b"\x7fELF": ("a program", "leave it out"),
 }
 _TAR_MAGIC = (b"ustar\0", b"ustar  \0")  # after the first 257 bytes
 _MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
@@ -83,14 +72,25 @@ def recognise(path: str, settings: ReadSettings) -> ShardPart:
         head = _decompressed_head(ShardPart(path, "text", compression))
         if compression_of(head) is not None:
             raise DataError(f"{path} is compressed twice; {_READ_HERE}: decompress it once")
+    # Tables and archives show by their first bytes what they are; asking for another format is a mistake.
+    table = next((name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), None)
+    shard_format: Format
     if settings.input_format == "auto":
-        shard_format = _format_of(path, head)
+        shard_format = table or _format_of_text(path, head)
     else:
         shard_format = settings.input_format
-        _check_asked_format(path, head, shard_format)
+        if head and shard_format in _FORMAT_MAGIC.values() and shard_format != table:
+            raise DataError(
+                f"{path} does not begin like {shard_format}, which --input-format asks for; leave --input-format out"
+            )
     if compression is not None and shard_format in ("parquet", "arrow"):
         raise DataError(f"{path} is a {compression}-compressed {shard_format} file, which has to be decompressed")
     return ShardPart(path, shard_format, compression)
+
+
+def says_json(path: str) -> bool:
+    name = PurePosixPath(path).name.lower()
+    return any(ending in name for ending in (".jsonl", ".ndjson", ".json"))
 
 
 def _decompressed_head(part: ShardPart) -> bytes:
@@ -104,109 +104,60 @@ def _decompressed_head(part: ShardPart) -> bytes:
             ) from damage
 
 
-def _check_asked_format(path: str, head: bytes, asked: Format) -> None:
-    """Tables and archives show by their first bytes what they are; asking for another format is a mistake."""
-    if head and asked in _FORMAT_MAGIC.values() and _tables_and_archives(head) != asked:
-        raise DataError(f"{path} does not begin like {asked}, which --input-format asks for; leave --input-format out")
-
-
-def _tables_and_archives(head: bytes) -> Format | None:
-    return next((name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), None)
-
-
-def _format_of(path: str, head: bytes) -> Format:
-    found = _tables_and_archives(head)
-    if found is not None:
-        return found
+def _format_of_text(path: str, head: bytes) -> Format:
     for magic, (kind, remedy) in _UNREADABLE_MAGIC.items():
         if head.startswith(magic):
             raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
     if head.startswith(_TAR_MAGIC, 257):
         raise DataError(f"{path} is a tar archive; {_READ_HERE}: unpack it (tar -xf)")
-    found = _by_content(path, head)
+    found = _json_or_text(path, head)
     if found == "text":
-        _refuse_markup_and_tables(path, head)
+        suffix = PurePosixPath(_COMPRESSED_NAME.sub("", path.lower())).suffix
+        kind, remedy = _UNREADABLE_NAMES.get(suffix, ("", ""))
+        if not kind and (markup := _MARKUP.match(head.removeprefix(BYTE_ORDER_MARK).lstrip())):
+            kind, remedy = "an XML document" if b"?" in markup[0] else "an HTML page", _KEEP_MARKUP
+        if kind:
+            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
     return found
 
 
-def _by_content(path: str, head: bytes) -> Format:
+def _json_or_text(path: str, head: bytes) -> Format:
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without a record
     if re.match(rb"\[\s*[{\]]", content):
         return "json"
     lines = content.splitlines()
-    is_cut = len(head) == _HEAD_BYTES
-    if _is_object(lines[0]) or (is_cut and len(lines) == 1 and _is_object_up_to_the_cut(content)):
-        return "jsonl"
-    if content.startswith(b"{") and _is_object_in_lines(content, cut=is_cut):
+    first = _first_object(content, cut=len(head) == _HEAD_BYTES)
+    if first is not None and "\n" in first:
         return "json"
-    has_objects = any(_is_object(line) for line in lines)
+    if first is not None and first == lines[0].decode(errors="replace").rstrip():
+        return "jsonl"
+    has_objects = any(_first_object(line) == line.decode(errors="replace").strip() for line in lines)
     if b"\0" in head or not has_objects:
         _refuse_junk(path, head)
-    if _says_text(path):
+    if _COMPRESSED_NAME.sub("", path.lower()).endswith(_TEXT_NAMES):
         return "text"
     if has_objects and not says_json(path) and _MARKUP.match(content):
         return "text"  # a page with some data in it
     return "jsonl" if has_objects or content.startswith(b"{") or says_json(path) else "text"
 
 
-def _refuse_markup_and_tables(path: str, head: bytes) -> None:
-    suffix = PurePosixPath(_COMPRESSED_NAME.sub("", path.lower())).suffix
-    kind, remedy = _UNREADABLE_NAMES.get(suffix, ("", ""))
-    if not kind and (markup := _MARKUP.match(head.removeprefix(BYTE_ORDER_MARK).lstrip())):
-        kind, remedy = "an XML document" if b"?" in markup[0] else "an HTML page", _KEEP_MARKUP
-    if kind:
-        raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
+def _first_object(content: bytes, *, cut: bool = False) -> str | None:
+    """The JSON object that some bytes begin with, some invalid UTF-8 in it notwithstanding; None: there is none.
 
-
-def says_json(path: str) -> bool:
-    name = PurePosixPath(path).name.lower()
-    return any(ending in name for ending in (".jsonl", ".ndjson", ".json"))
-
-
-def _says_text(path: str) -> bool:
-    return _COMPRESSED_NAME.sub("", path.lower()).endswith(_TEXT_NAMES)
-
-
-def _is_object(line: bytes) -> bool:
-    """Whether a line is a whole JSON object, some invalid UTF-8 in it notwithstanding."""
-    if not line.lstrip().startswith(b"{"):
-        return False
+    With `cut`, all of them where the object may end behind them.
+    """
+    text = content.decode(errors="replace").strip()
+    if not text.startswith("{"):
+        return None
     try:
-        json.loads(line.decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _is_object_in_lines(content: bytes, *, cut: bool) -> bool:
-    """Whether a file, or its head, begins with one JSON object that goes on beyond its first line."""
-    text = content.decode(errors="replace").rstrip()
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
     except json.JSONDecodeError as error:
-        return cut and "\n" in text and _is_due_to_cut(error, text)
-    except (ValueError, RecursionError):
-        return False
-    return "\n" in text[:end]
-
-
-def _is_object_up_to_the_cut(line: bytes) -> bool:
-    """Whether a line of which only the head is known begins a JSON object."""
-    text = line.decode(errors="replace").rstrip()
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        return text.startswith("{") and _is_due_to_cut(error, text)
-    except (ValueError, RecursionError):
-        return False
-    return False
-
-
-def _is_due_to_cut(error: json.JSONDecodeError, text: str) -> bool:
-    """Where only the cut is wrong with it, the parser comes to the end, or to a string that has none."""
-    return error.msg.startswith("Unterminated") or error.pos >= len(text) - 6
+        # Where only the cut is wrong with it, the parser comes to the end, or to a string that has none.
+        return text if cut and (error.msg.startswith("Unterminated") or error.pos >= len(text) - 6) else None
+    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of nested brackets
+        return None
 
 
 def _refuse_junk(path: str, head: bytes) -> None:

@@ -1,9 +1,11 @@
 """What reading a shard gives: batches of texts, and an account of every record that is not among them.
 
 A record read is kept (its text is in `RecordBatch.texts`), rejected (an error, described), or dropped (by a harmless
-rule that has a name). Nothing is lost silently; damage that hides an unknown number of records is a DataError instead.
+rule that has a name), by the same rules for every format. Nothing is lost silently; damage that hides an unknown number
+of records is a DataError instead.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -24,13 +26,16 @@ BATCH_BYTES = 1 << 20  # of text, in one RecordBatch
 PART_BYTES = 256 << 20  # of text, in one part: about a minute for the reference tokenizer
 RAW_BYTES = 64 << 10  # of a rejected record that are kept
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 Format = Literal["parquet", "arrow", "jsonl", "json", "text", "warc"]
 Compression = Literal["gzip", "zstd", "bzip2", "xz"]
 
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """What the user says about the shards."""
+    """How the shards are to be read."""
 
     text_key: str = "content"
     input_format: Literal["auto"] | Format = "auto"
@@ -83,3 +88,44 @@ class RecordBatch:
     dropped: Counter[str] = field(default_factory=Counter)  # records by reason
     numbers: int = 0  # record numbers used up, blank lines included: the next part's first number follows from it
     progress: float = 0.0  # of the part, after this batch: 0 to 1
+
+
+def decode(raw: bytes) -> tuple[str, bool]:
+    """The text, and whether invalid UTF-8 in it became U+FFFD."""
+    try:
+        return raw.decode(), False
+    except UnicodeDecodeError:
+        return raw.decode(errors="replace"), True
+
+
+def add_value(batch: RecordBatch, value: object, number: int, *, raw: bytes, repaired: bool = False) -> None:
+    """Adds what a record has under the text key; `raw` is the record, for the case that it is rejected."""
+    if value is None:
+        reject(batch, NULL_TEXT, number, "null", raw)
+    elif not isinstance(value, str):
+        reject(batch, NOT_A_STRING, number, f"found {type(value).__name__}", raw)
+    else:
+        add_text(batch, value, repaired=repaired)
+
+
+def add_text(batch: RecordBatch, text: str, *, repaired: bool = False) -> None:
+    """Adds a text; one of white space only is dropped, and lone surrogates become U+FFFD."""
+    if not text or text.isspace():
+        batch.dropped[EMPTY_TEXT] += 1
+        return
+    try:
+        size = utf8_size(text)
+    except UnicodeEncodeError:
+        text, repaired = _SURROGATE.sub("\ufffd", text), True
+        size = utf8_size(text)
+    batch.texts.append(text)
+    batch.utf8_bytes += size
+    batch.repaired += repaired
+
+
+def utf8_size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def reject(batch: RecordBatch, reason: str, number: int, detail: str, raw: bytes) -> None:
+    batch.rejected.append(Rejected(reason, number, detail, raw[:RAW_BYTES]))

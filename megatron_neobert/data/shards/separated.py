@@ -1,9 +1,24 @@
-"""Records between separators (line ends, or what the user says): reading them, and cutting a file between them."""
+"""Records between separators: reading them, cutting a file between them, and plain text made of them.
+
+A plain text file is one UTF-8 document, or many with a separator between them. A text stays as it is, white space at
+its ends included.
+"""
 
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from megatron_neobert.data.shards.records import BATCH_BYTES, RAW_BYTES
+from megatron_neobert.data.shards.records import (
+    BATCH_BYTES,
+    BYTE_ORDER_MARK,
+    RAW_BYTES,
+    TOO_LONG,
+    ReadSettings,
+    RecordBatch,
+    ShardPart,
+    add_text,
+    decode,
+    reject,
+)
 from megatron_neobert.data.shards.streams import PartStream, file_size, named_errors, open_shard
 
 _READ_BYTES = 64 << 10
@@ -16,6 +31,43 @@ class Records(NamedTuple):
     too_long: bytes | None = None  # its first RAW_BYTES
 
 
+def read_text(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+    """What is blank between two separators is no record, just as a blank line among JSON lines is none."""
+    limit, number, first = settings.max_document_bytes, 1, part.start == 0
+    with PartStream(part) as stream:
+        if settings.text_separator is None:
+            yield _read_document(stream, limit)
+            return
+        for documents in read_records(stream, separator=settings.text_separator.encode(), limit=limit):
+            batch = RecordBatch(numbers=len(documents.whole), progress=stream.progress)
+            for document in documents.whole:
+                text, repaired = decode(document.removeprefix(BYTE_ORDER_MARK) if first else document)
+                first = False
+                if text and not text.isspace():
+                    add_text(batch, text, repaired=repaired)
+            if documents.too_long is not None:
+                detail = f"more than {limit:,} bytes"
+                reject(batch, TOO_LONG, number + batch.numbers, detail, documents.too_long)
+                batch.numbers += 1
+            number += batch.numbers
+            yield batch
+
+
+def _read_document(stream: PartStream, limit: int) -> RecordBatch:
+    batch = RecordBatch(numbers=1, progress=1.0)
+    blocks: list[bytes] = []
+    held = 0
+    while held <= limit and (block := stream.read()):
+        blocks.append(block)
+        held += len(block)
+    if held > limit:
+        reject(batch, TOO_LONG, 1, f"more than {limit:,} bytes", blocks[0])
+    else:
+        text, repaired = decode(b"".join(blocks).removeprefix(BYTE_ORDER_MARK))
+        add_text(batch, text, repaired=repaired)
+    return batch
+
+
 def read_records(stream: PartStream, *, separator: bytes, limit: int) -> Iterator[Records]:
     """What lies between the separators, in groups of about BATCH_BYTES; a long record comes alone.
 
@@ -26,15 +78,15 @@ def read_records(stream: PartStream, *, separator: bytes, limit: int) -> Iterato
     while block := stream.read(max(BATCH_BYTES, len(rest))):  # growing, or a long record would be copied too often
         *whole, rest = (rest + block).split(separator)
         if whole:
-            yield from _group(whole, limit)
+            yield from group_records(whole, limit)
         while len(rest) - begun > limit:
             head = rest[: len(rest) - begun][:RAW_BYTES]
             *whole, rest = _skip_record(stream, rest, separator).split(separator)
             yield Records([], head)
             if whole:
-                yield from _group(whole, limit)
+                yield from group_records(whole, limit)
     if rest:
-        yield from _group([rest], limit)
+        yield from group_records([rest], limit)
 
 
 def _skip_record(stream: PartStream, rest: bytes, separator: bytes) -> bytes:
@@ -47,7 +99,8 @@ def _skip_record(stream: PartStream, rest: bytes, separator: bytes) -> bytes:
     return b""
 
 
-def _group(records: list[bytes], limit: int) -> Iterator[Records]:
+def group_records(records: list[bytes], limit: int) -> Iterator[Records]:
+    """The same in groups of about BATCH_BYTES; of those above `limit` bytes, their beginnings."""
     if sum(map(len, records)) <= min(2 * BATCH_BYTES, limit):
         yield Records(records)
         return

@@ -1,8 +1,10 @@
-"""Rows of parquet and Arrow shards: the text column, a little at a time.
+"""Texts out of the text column of parquet and Arrow shards, a little at a time.
 
 Neither a row group nor a mapped file stays in memory, and a part may begin within either. What is damaged is a
 DataError. Memory: parquet takes some three times the largest page of the column, decompressed, and _BATCH_ROWS values;
-Arrow with compressed buffers one record batch of the column, and all dictionaries of the file.
+Arrow with compressed buffers one record batch of the column, and all dictionaries of the file. Values are taken over
+some rows at a time; only rows with a null, a blank, an over-long or an undecodable value among them are looked at one
+by one.
 """
 
 import mmap
@@ -10,7 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_neobert.data.shards.records import ShardPart
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.shards.records import (
+    BATCH_BYTES,
+    TOO_LONG,
+    ReadSettings,
+    RecordBatch,
+    ShardPart,
+    add_value,
+    decode,
+    reject,
+)
 from megatron_neobert.data.shards.streams import is_url, named_errors, open_shard
 from megatron_neobert.errors import DataError
 
@@ -24,6 +38,7 @@ _STEP_BYTES = 1 << 20  # of text in them, unless one row alone has more; web pag
 # Decoded by pyarrow at once. A few bytes of a page may stand for a long value once more (by a dictionary, by a shared
 # prefix), so no size in the file bounds what a row takes: 256 rows of 20 MB would come to 5 GB before anyone sees one.
 _BATCH_ROWS = 8
+_RECORD_BATCH_ROWS = 4096  # at most in one RecordBatch
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off between two batches would look whole
 
 
@@ -47,14 +62,116 @@ def row_groups(part: ShardPart, text_key: str) -> list[RowGroup]:
         with _open_parquet(part.path) as shard:
             _find_column(part.path, shard.schema_arrow, text_key)
             groups = (shard.metadata.row_group(number) for number in range(shard.num_row_groups))
-            return [RowGroup(group.num_rows, _text_bytes(group, text_key)) for group in groups]
+            return [
+                RowGroup(
+                    group.num_rows,
+                    sum(
+                        chunk.total_uncompressed_size
+                        for chunk in map(group.column, range(group.num_columns))
+                        if chunk.path_in_schema == text_key
+                    ),
+                )
+                for group in groups
+            ]
     with _open_arrow(part.path, text_key) as arrow:
         return [] if is_url(part.path) else [RowGroup(len(column), column.nbytes) for column in arrow.columns]
 
 
-def _text_bytes(row_group: Any, text_key: str) -> int:
-    chunks = (row_group.column(number) for number in range(row_group.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == text_key)
+def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+    """The texts of the rows [start, end) of a parquet or Arrow shard.
+
+    Raises:
+        DataError: The shard is damaged, or has no such text column.
+    """
+    batch, row = RecordBatch(), part.start
+    for rows in (parquet_rows if part.format == "parquet" else arrow_rows)(part, settings.text_key):
+        for column, text_bytes in _cut_by_bytes(rows.column):
+            full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
+            if batch.numbers and full:
+                yield batch
+                batch = RecordBatch()
+            _add_rows(batch, column, row, settings.max_document_bytes)
+            row += len(column)
+            batch.numbers += len(column)
+            batch.progress = rows.progress
+    if batch.numbers:
+        yield batch
+
+
+def _cut_by_bytes(column: "pa.Array") -> "Iterator[tuple[pa.Array, int]]":
+    """Pieces of at most BATCH_BYTES of text, longer values alone, in a type that has offsets."""
+    import pyarrow as pa
+
+    first = held = 0
+    sizes = _value_bytes(column).tolist()
+    for row, size in enumerate([*sizes, BATCH_BYTES + 1]):
+        if row > first and held + size > BATCH_BYTES:
+            piece = column[first:row]
+            if pa.types.is_dictionary(piece.type):
+                piece = piece.dictionary_decode()
+            if any(test(piece.type) for test in (pa.types.is_null, pa.types.is_string_view, pa.types.is_binary_view)):
+                piece = piece.cast(pa.large_binary())  # not to a string: what is no UTF-8 is repaired later
+            yield piece, held
+            first, held = row, 0
+        held += size
+
+
+def _value_bytes(column: "pa.Array") -> NDArray[np.int64]:
+    """The size of each value, 0 of a null. Decodes none: rows of a dictionary, and views, may share a long one."""
+    import pyarrow as pa
+
+    sizes = np.zeros(len(column), dtype=np.int64)
+    rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+    values, places = column, rows
+    if pa.types.is_dictionary(column.type):
+        values, places = column.dictionary, column.indices.drop_null().to_numpy()
+    if not rows.size or pa.types.is_null(values.type):
+        return sizes
+    places = places.astype(np.int64) + values.offset
+    layout = values.buffers()[1]
+    if pa.types.is_string_view(values.type) or pa.types.is_binary_view(values.type):
+        sizes[rows] = np.frombuffer(layout, "<i4")[4 * places]  # a view is its size and 12 more bytes
+    else:
+        is_large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+        offsets = np.frombuffer(layout, "<i8" if is_large else "<i4")
+        sizes[rows] = offsets[places + 1] - offsets[places]
+    return sizes
+
+
+def _add_rows(batch: RecordBatch, column: "pa.Array", first_row: int, limit: int) -> None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = _faultless_texts(column, limit)
+    if texts is not None:
+        batch.texts += texts
+        batch.utf8_bytes += pc.sum(pc.binary_length(column)).as_py()
+        return
+    for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first_row):
+        if value is None:
+            add_value(batch, None, row, raw=b"")
+        elif len(value) > limit:
+            reject(batch, TOO_LONG, row, f"{len(value):,} bytes", value)
+        else:
+            text, repaired = decode(value)
+            add_value(batch, text, row, raw=value, repaired=repaired)
+
+
+def _faultless_texts(column: "pa.Array", limit: int) -> list[str] | None:
+    """All values of a column, or None where one of them is no text to keep as it is."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if column.null_count:
+        return None
+    shortest, longest = pc.min_max(pc.binary_length(column)).values()
+    if not shortest.as_py() or longest.as_py() > limit:
+        return None
+    try:
+        texts: list[str] = column.cast(pa.large_string()).to_pylist()  # the cast of bytes checks their UTF-8
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return None
+    return None if any(map(str.isspace, texts)) else texts
 
 
 @contextmanager
@@ -145,8 +262,13 @@ def _open_arrow(path: str, text_key: str) -> Iterator[_Arrow]:
         source.seek(0)
         reader = open_reader(source, options=options)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        columns = (_take_column(_validated(batch), names) for batch in batches)
-        yield _Arrow(columns, lambda: source.tell() / size, forget)
+
+        def columns() -> "Iterator[pa.Array]":
+            for batch in batches:
+                batch.validate()  # damage might end the process otherwise
+                yield _take_column(batch, names)
+
+        yield _Arrow(columns(), lambda: source.tell() / size, forget)
 
 
 def arrow_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
@@ -167,11 +289,6 @@ def arrow_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
                 break
 
 
-def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
-    batch.validate()  # damage might end the process otherwise
-    return batch
-
-
 def _check_offsets(column: "pa.Array") -> None:
     """Raises ArrowInvalid where damage would let values be taken from outside of the column.
 
@@ -184,7 +301,9 @@ def _check_offsets(column: "pa.Array") -> None:
         pa.DictionaryArray.from_arrays(column.indices, column.dictionary)  # looks whether the indices are within
         return
     bytes_of = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-    column.view(bytes_of.get(column.type, column.type)).validate(full=True)  # bytes, since UTF-8 is mended, not refused
+    column.view(bytes_of.get(column.type, column.type)).validate(
+        full=True
+    )  # bytes, since UTF-8 is repaired, not refused
 
 
 @contextmanager
@@ -210,46 +329,33 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
 def _find_column(path: str, schema: "pa.Schema", text_key: str) -> "tuple[list[str], pa.DataType]":
     """The names that lead to the text column (its own, or those of the structs around it before it), and its type.
 
+    Of a column that is called `a.b` and one `b` within the struct `a`, the first is meant.
+
     Raises:
         DataError: There is no such column, or it holds something else than strings.
     """
     import pyarrow as pa
 
-    texts = [name for name, arrow_type in _leaves(schema) if _holds_text(arrow_type)]
+    columns = list(_columns(schema))
+    texts = [".".join(names) for names, arrow_type in columns if _holds_text(arrow_type)]
     remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
-    found = _descend(schema, text_key)
-    if found is None:
+    found = [column for column in columns if ".".join(column[0]) == text_key]
+    if not found:
         raise DataError(f"{path} has no column '{text_key}'; {remedy}")
-    names, arrow_type = found
+    names, arrow_type = min(found, key=lambda column: len(column[0]))
     if not _holds_text(arrow_type) and not pa.types.is_null(arrow_type):
         raise DataError(f"{path}: column '{text_key}' holds {arrow_type}, not strings; {remedy}")
     return names, arrow_type
 
 
-def _descend(fields: Any, key: str) -> tuple[list[str], Any] | None:
-    """Names and type of a column `a.b`: the one of that name, else `b` within the struct `a`."""
-    by_name = {field.name: field.type for field in fields}
-    if key in by_name:
-        return [key], by_name[key]
-    first, _, rest = key.partition(".")
-    if not rest or not _is_struct(by_name.get(first)):
-        return None
-    inner = _descend(by_name[first], rest)
-    return inner and ([first, *inner[0]], inner[1])
-
-
-def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in fields:
-        if _is_struct(field.type):
-            yield from _leaves(field.type, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, field.type
-
-
-def _is_struct(arrow_type: Any) -> bool:
+def _columns(fields: Any, outer: Sequence[str] = ()) -> Iterator[tuple[list[str], Any]]:
+    """Names and type of each column of a schema, and of those within structs."""
     import pyarrow as pa
 
-    return arrow_type is not None and pa.types.is_struct(arrow_type)
+    for field in fields:
+        yield [*outer, field.name], field.type
+        if pa.types.is_struct(field.type):
+            yield from _columns(field.type, [*outer, field.name])
 
 
 def _holds_text(arrow_type: Any) -> bool:

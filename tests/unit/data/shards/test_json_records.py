@@ -5,7 +5,7 @@ import json
 import pytest
 from unit.data.shards.reading import TEXTS, read, texts_of
 
-from megatron_neobert.data.shards.json_records import _keys
+from megatron_neobert.data.shards.json_objects import _keys
 from megatron_neobert.data.shards.records import (
     EMPTY_TEXT,
     MALFORMED_JSON,

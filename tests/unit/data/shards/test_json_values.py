@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 from unit.data.shards.reading import TEXTS, Drip, read, texts_of
 
-from megatron_neobert.data.shards.json_values import read_values
+from megatron_neobert.data.shards.json_objects import read_values
 from megatron_neobert.data.shards.parts import read_part
 from megatron_neobert.data.shards.records import (
     MALFORMED_JSON,

@@ -192,7 +192,7 @@ def test_asked_format_counts_more_than_the_content(tmp_path):
         ('{"content": "x"}'.encode("utf-16"), "UTF-16 text.*iconv -f UTF-16"),
         ('{"content": "x"}'.encode("utf-16-be"), "neither a format that is read here nor UTF-8 text"),
         (b"%PDF-1.7\n", "a PDF document.*extract its text"),
-        (b"\x89PNG\r\n", "an image"),
+        (b"\x89PNG\r\n", "neither a format that is read here"),
         (b"Obj\x01", "an Avro file; .*: write it again as parquet"),
         (b"FEA1", "a Feather file"),
         (bytes(range(256)) * 20, "neither a format that is read here"),

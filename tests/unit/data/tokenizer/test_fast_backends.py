@@ -11,8 +11,14 @@ from tokenizers import models, pre_tokenizers, trainers
 from unit.data.small_corpus import SPECIAL, write_vocabulary
 
 from megatron_neobert.data.tokenizer import fast_backends
-from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
-from megatron_neobert.data.tokenizer.probe import EncodeTexts, find_mismatch, probe_strings
+from megatron_neobert.data.tokenizer.fast_backends import (
+    BackendMismatch,
+    Encoder,
+    EncodeTexts,
+    find_mismatch,
+    open_encoder,
+    probe_strings,
+)
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_neobert.data.tokenizer.probe import probe_strings
-from megatron_neobert.data.tokenizer.sentencepiece_files import _read_message
+from megatron_neobert.data.tokenizer.fast_backends import probe_strings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+sentencepiece_model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
 
 ASCII = "".join(map(chr, range(33, 127)))  # so that the letters of "<s>" are known
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -238,33 +238,24 @@ def test_model_that_cannot_be_represented_is_refused(tmp_path, settings, message
         load_tokenizer(train(tmp_path, **settings))
 
 
-UNUSED = b"\x18\x05"  # the field that makes a piece of another type: number 3, value 5
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda fields: fields[1].append(fields[1][0]), "the piece '<unk>' occurs twice; every piece needs its own id"),
-        (lambda fields: fields[1].pop(0), r"0 of \d+ pieces stand for unknown text; there must be one"),
-        (lambda fields: fields[1].append(fields[1].pop() + UNUSED), r"1 pieces of a BPE model are marked unused"),
-        (lambda fields: fields.pop(2), r"the settings are missing: cut off\? Fetch it again"),
+        (
+            lambda model: model.pieces.append(model.pieces[0]),
+            "the piece '<unk>' occurs twice; every piece needs",
+        ),
+        (lambda model: model.pieces.pop(0), r"0 of \d+ pieces stand for unknown text; there must be one"),
+        (lambda model: setattr(model.pieces[-1], "type", 5), r"1 pieces of a BPE model are marked unused"),
+        (lambda model: setattr(model.pieces[-1], "piece", ""), "not a SentencePiece model, or cut off"),
+        (lambda model: model.ClearField("trainer_spec"), r"the settings are missing: cut off\? Fetch it again"),
     ],
-    ids=["twice", "no unknown", "unused", "cut off between two messages"],
+    ids=["twice", "no unknown", "unused", "empty", "cut off between two messages"],
 )
 def test_model_with_unusable_content_is_refused(tmp_path, change, message):
     path = train(tmp_path, model_type="bpe", **IDENTITY)
-    assert path.stat().st_size < 1 << 14  # no length needs three bytes
-    fields = _read_message(path.read_bytes())
-    change(fields)
-    write_message(path, fields)
+    model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    change(model)
+    path.write_bytes(model.SerializeToString())
     with pytest.raises(DataError, match=rf"tokenizer\.model: {message}"):
         load_tokenizer(path)
-
-
-def write_message(path: Path, fields: dict[int, list[bytes]]) -> None:
-    def length(value: bytes) -> bytes:
-        low, high = len(value) & 127, len(value) >> 7
-        return bytes([low | 128, high]) if high else bytes([low])
-
-    parts = [bytes([number << 3 | 2]) + length(value) + value for number, values in fields.items() for value in values]
-    path.write_bytes(b"".join(parts))
