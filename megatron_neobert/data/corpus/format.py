@@ -3,17 +3,12 @@
 One volume is PREFIX.bin and PREFIX.idx, several are PREFIX_00000.bin and so on; the manifest is PREFIX.json. A document
 is one sequence, whole, without special tokens. The manifest is written last, so its absence marks a corpus that is not
 finished, and it says the same whichever machine wrote it, in whatever way.
-
-Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
-boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
-Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_corpus.py reads it with that class.
 """
 
 import hashlib
 import json
 import re
 import reprlib
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cached_property
@@ -22,17 +17,17 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.statistics import Statistics
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import replace_file
 
 FORMAT_VERSION = 2
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 DAMAGED = "the file is damaged or not of this corpus: copy it again or preprocess again"
 _LARGEST_MANIFEST_BYTES = 1 << 30  # 150 bytes for each of the shards
+PERCENTS = (5, 25, 50, 75, 95, 99)
+CUTS = (1024, 2048)  # tokens: the sequence lengths that NeoBERT was trained with
 DUPLICATE = "duplicate"  # in Manifest.dropped: the text of an earlier document once more
 
 
@@ -81,6 +76,81 @@ def volume_name(corpus_name: str, number: int, *, volumes: int) -> str:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """uint16 below 65,500 ids, else int32: the rule that Megatron's own preprocessing follows."""
     return DTYPES[8 if vocab_size < 65500 else 4]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Lengths of documents in tokens, without special tokens."""
+
+    mean: float
+    shortest: int
+    percentiles: dict[str, int]  # by percent: the smallest length that so many percent of the documents do not exceed
+    longest: int
+    documents_above: dict[str, float]  # by cut: share of the documents that are longer
+    tokens_above: dict[str, float]  # by cut: share of all tokens that lie behind the cut of their document
+
+    def describe(self) -> dict[str, str]:
+        """Rows of a table: name and value."""
+        percentiles = ", ".join(
+            f"{'median' if percent == '50' else f'{percent} %'} {length:,}"
+            for percent, length in self.percentiles.items()
+        )
+        return {
+            "tokens/document": (
+                f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {percentiles}, longest {self.longest:,}"
+            ),
+            **{
+                f"over {int(cut):,} tokens": (
+                    f"{share:.2%} of the documents, with {self.tokens_above[cut]:.2%} of the tokens behind the cut"
+                )
+                for cut, share in self.documents_above.items()
+            },
+        }
+
+
+class LengthCounts:
+    """How many documents have which length; filled chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._lengths = np.zeros(0, dtype=np.int64)  # distinct, ascending
+        self._counts = np.zeros(0, dtype=np.int64)
+
+    @property
+    def documents(self) -> int:
+        return int(self._counts.sum())
+
+    @property
+    def tokens(self) -> int:
+        return int(self._lengths @ self._counts)
+
+    def add(self, lengths: NDArray[np.int32]) -> None:
+        new, counts = np.unique(lengths, return_counts=True)
+        together = np.concatenate([self._lengths, new])
+        self._lengths, owners = np.unique(together, return_inverse=True)
+        both = np.concatenate([self._counts, counts])
+        self._counts = np.zeros(self._lengths.size, dtype=np.int64)
+        np.add.at(self._counts, owners, both)
+
+    def statistics(self) -> Statistics:
+        """Of at least one document."""
+        documents, tokens = self.documents, self.tokens
+        not_longer = np.cumsum(self._counts)
+        wanted = {percent: -(-percent * documents // 100) for percent in PERCENTS}
+        return Statistics(
+            mean=round(tokens / documents, 2),
+            shortest=int(self._lengths[0]),
+            percentiles={
+                str(percent): int(self._lengths[np.searchsorted(not_longer, count)])
+                for percent, count in wanted.items()
+            },
+            longest=int(self._lengths[-1]),
+            documents_above={
+                str(cut): round(int(self._counts[self._lengths > cut].sum()) / documents, 6) for cut in CUTS
+            },
+            tokens_above={
+                str(cut): round(int(np.maximum(self._lengths - cut, 0) @ self._counts) / tokens, 6) for cut in CUTS
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -237,9 +307,14 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
         yield "expected at least one volume, found none"
     statistics = manifest.statistics
     cuts = [*statistics.documents_above, *statistics.percentiles]
-    if statistics.documents_above.keys() != statistics.tokens_above.keys() or not all(map(_is_number, cuts)):
+    are_numbers = all(cut.isascii() and cut.isdigit() and len(cut) <= 18 for cut in cuts)
+    if statistics.documents_above.keys() != statistics.tokens_above.keys() or not are_numbers:
         yield "expected the statistics to have the same numbers of tokens in documents_above and tokens_above"
-    for name, count in _counts(manifest):
+    counted = ("documents", "held_out", "tokens", "unknown_tokens", "repaired_documents")
+    counts = {name: getattr(manifest, name) for name in counted}
+    for name in ("rejected", "dropped"):
+        counts |= {f"{name} of {reason!r}": count for reason, count in getattr(manifest, name).items()}
+    for name, count in counts.items():
         if count < 0:
             yield f"expected {name} to be at least 0, found {count}"
     if manifest.unknown_tokens > manifest.tokens:
@@ -256,19 +331,6 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, expected in sums.items():
         if (found := getattr(manifest, name)) != expected:
             yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 18
-
-
-def _counts(manifest: Manifest) -> Iterator[tuple[str, int]]:
-    """What was counted, by name."""
-    for name in ("documents", "held_out", "tokens", "unknown_tokens", "repaired_documents"):
-        yield name, getattr(manifest, name)
-    for name in ("rejected", "dropped"):
-        for reason, count in getattr(manifest, name).items():
-            yield f"{name} of {reason!r}", count
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:

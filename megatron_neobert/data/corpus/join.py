@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.deduplicate import HASH_DTYPE, find_duplicates
 from megatron_neobert.data.corpus.format import CorpusFiles, token_dtype
-from megatron_neobert.data.corpus.volume_writer import VolumesWriter, read_chunks
+from megatron_neobert.data.corpus.volumes import VolumesWriter, read_chunks
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 _WINDOW_DOCUMENTS = 1 << 18  # read at a time, and

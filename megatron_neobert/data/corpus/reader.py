@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
-from megatron_neobert.data.corpus.volume_reader import MappedVolume, damage
+from megatron_neobert.data.corpus.volumes import MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 

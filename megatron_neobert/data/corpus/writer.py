@@ -21,7 +21,6 @@ from megatron_neobert.data.corpus.format import (
     Manifest,
     QuarantinedShard,
     Volume,
-    find_contradictions,
     read_manifest,
     token_dtype,
     validation_files,
@@ -29,7 +28,7 @@ from megatron_neobert.data.corpus.format import (
     write_manifest,
 )
 from megatron_neobert.data.corpus.join import JoinedParts, OutputSettings, PartFiles, join_parts
-from megatron_neobert.data.corpus.volume_writer import VolumesWriter, WrittenVolume
+from megatron_neobert.data.corpus.volumes import VolumesWriter
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
@@ -156,20 +155,12 @@ def _build_manifests(
             statistics=joined.validation.lengths.statistics(),
             volumes=_name(held_out, validation_files(output.files)),
         )
-    problems = list(find_contradictions(manifest))
-    assert not problems, f"{output.files.manifest}: {problems}"
     return WrittenCorpus(manifest, validation)
 
 
-def _name(volumes: Sequence[WrittenVolume], files: CorpusFiles) -> list[Volume]:
+def _name(volumes: Sequence[Volume], files: CorpusFiles) -> list[Volume]:
     return [
-        Volume(
-            volume_name(files.name, number, volumes=len(volumes)),
-            volume.documents,
-            volume.tokens,
-            volume.bin_record,
-            volume.idx_record,
-        )
+        replace(volume, name=volume_name(files.name, number, volumes=len(volumes)))
         for number, volume in enumerate(volumes)
     ]
 
@@ -223,8 +214,8 @@ def _old_volumes(files: CorpusFiles) -> list[Path]:
 def _move(writer: VolumesWriter, manifest: Manifest, written_manifest: Path, files: CorpusFiles) -> None:
     for written, volume in zip(writer.finish(), manifest.volumes, strict=True):
         bin_file, idx_file = files.volume_files(volume.name)
-        written.bin.replace(bin_file)
-        written.idx.replace(idx_file)
+        (writer.folder / f"{written.name}.bin").replace(bin_file)
+        (writer.folder / f"{written.name}.idx").replace(idx_file)
     sync_to_disk(files.manifest.parent)
     written_manifest.replace(files.manifest)
     sync_to_disk(files.manifest.parent)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_neobert.data.corpus.statistics import CUTS, PERCENTS, LengthCounts
+from megatron_neobert.data.corpus.format import CUTS, PERCENTS, LengthCounts
 
 
 def counted(*chunks):

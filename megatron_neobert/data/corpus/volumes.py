@@ -1,0 +1,278 @@
+"""Volumes: pairs of Megatron's .bin and .idx. They are written through to disk, mapped to be read, and checked.
+
+Writing: ids and lengths go in, complete files come out, with their sha256; lengths wait in a file, and the index is
+computed from them in chunks, so memory stays constant. Opening reads the index once, in chunks, and no tokens, and
+refuses a volume whose index contradicts itself or the size of its .bin.
+
+Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
+boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
+Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_corpus.py reads it with that class.
+"""
+
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, FileRecord, LengthCounts, Volume
+from megatron_neobert.errors import DataError
+from megatron_neobert.runtime.atomic_files import sync_to_disk
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+_CHUNK = 1 << 20  # documents handled at a time
+_READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
+
+
+class VolumesWriter:
+    """Turns a stream of documents into one or more volumes in `folder`, which it creates.
+
+    Args:
+        folder: On the file system of the finished corpus; nothing else may be in it.
+        dtype: Of the token ids.
+        volume_bytes: Upper limit of a .bin, which only a single longer document exceeds; None: no limit.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any], *, volume_bytes: int | None) -> None:
+        folder.mkdir()
+        self.lengths = LengthCounts()  # complete after `finish`
+        self.folder, self._dtype, self._volume_bytes = folder, dtype, volume_bytes
+        self._finished: list[Volume] = []
+        self._ids: _HashedFile | None = None  # of the volume in work, as soon as it has a document
+
+    def append(self, ids: memoryview, lengths: NDArray[np.int32]) -> None:
+        """Adds documents: their ids end to end in `dtype`, as bytes, and the tokens of each."""
+        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
+        first, begin = 0, 0
+        while first < lengths.size:
+            used = self._ids.bytes if self._ids else 0
+            stop = lengths.size
+            if self._volume_bytes is not None:
+                stop = int(np.searchsorted(ends, begin + self._volume_bytes - used, side="right"))
+            if stop <= first and used:
+                self.cut()
+                continue
+            stop = max(stop, first + 1)
+            end = int(ends[stop - 1])
+            self._write(ids[begin:end], lengths[first:stop])
+            first, begin = stop, end
+
+    def link(self, ids: Path, lengths: Path, *, sha256: str) -> None:
+        """Makes a whole file of ids a volume without reading it; a copy only where the file system has no links."""
+        self.cut()
+        target = self._path("bin")
+        try:
+            os.link(ids, target)
+        except OSError:
+            shutil.copyfile(ids, target)
+        sync_to_disk(target)
+        self._finish(lengths, FileRecord(target.stat().st_size, sha256))
+
+    def cut(self) -> None:
+        """The next document begins a new volume."""
+        if self._ids is None:
+            return
+        record = self._ids.finish()
+        self._lengths.close()
+        self._ids = None
+        lengths = self._path("lengths")
+        self._finish(lengths, record)
+        lengths.unlink()
+
+    def finish(self) -> list[Volume]:
+        """The volumes, called by their numbers; their files lie at `folder / f"{number}.bin"` and .idx."""
+        self.cut()
+        return self._finished
+
+    def _path(self, end: str) -> Path:
+        return self.folder / f"{len(self._finished)}.{end}"
+
+    def _write(self, ids: memoryview, lengths: NDArray[np.int32]) -> None:
+        if self._ids is None:
+            self._ids = _HashedFile(self._path("bin"))
+            self._lengths = self._path("lengths").open("wb")
+        self._ids.write(ids)
+        self._lengths.write(lengths.astype("<i4", copy=False).data)
+
+    def _finish(self, lengths: Path, ids: FileRecord) -> None:
+        for chunk in read_chunks(lengths, "<i4"):
+            self.lengths.add(chunk)
+        index = _HashedFile(self._path("idx"))
+        documents = lengths.stat().st_size // 4
+        tokens = _write_index(index, lengths, documents, self._dtype)
+        assert tokens * self._dtype.itemsize == ids.bytes, f"{lengths}: {tokens} tokens in {ids.bytes} bytes"
+        self._finished.append(Volume(str(len(self._finished)), documents, tokens, ids, index.finish()))
+
+
+def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """The items of a file, some at a time; read and not mapped, so that memory is that of one chunk."""
+    with path.open("rb") as stream:
+        while (items := np.fromfile(stream, dtype, _CHUNK)).size:
+            yield items
+
+
+def _write_index(index: "_HashedFile", lengths: Path, documents: int, dtype: np.dtype[Any]) -> int:
+    """Returns the number of tokens."""
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
+    for chunk in read_chunks(lengths, "<i4"):
+        index.write(chunk.data)
+    end = 0
+    for chunk in read_chunks(lengths, "<i4"):
+        pointers = np.empty(chunk.size + 1, dtype="<i8")
+        pointers[0] = 0
+        np.cumsum(chunk, out=pointers[1:])
+        pointers *= dtype.itemsize
+        pointers += end
+        index.write(pointers[:-1].data)
+        end = int(pointers[-1])
+    for first in range(0, documents + 1, _CHUNK):
+        index.write(np.arange(first, min(first + _CHUNK, documents + 1), dtype="<i8").data)
+    return end // dtype.itemsize
+
+
+class _HashedFile:
+    """A new file whose size and sha256 are known when it is finished."""
+
+    def __init__(self, path: Path) -> None:
+        self.bytes = 0
+        self._stream = path.open("wb", buffering=1 << 20)
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self._digest.update(data)
+        self.bytes += len(data) if isinstance(data, bytes) else data.nbytes
+
+    def finish(self) -> FileRecord:
+        """Brings the content to disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        return FileRecord(self.bytes, self._digest.hexdigest())
+
+
+class MappedVolume:
+    """The documents of one .bin and .idx.
+
+    Raises:
+        DataError: They are damaged or contradict each other or the manifest; names file, byte, expected and found.
+    """
+
+    def __init__(self, bin_path: Path, idx_path: Path, *, expected: Volume, dtype: str, manifest: Path) -> None:
+        self.bin, self.idx = bin_path, idx_path
+        self.dtype, documents = _read_header(idx_path)
+        index = memoryview(_map(idx_path))
+        at_pointers, at_boundaries = HEADER.size + 4 * documents, HEADER.size + 12 * documents
+        self.lengths = np.frombuffer(index, "<i4", documents, HEADER.size)
+        self.pointers = np.frombuffer(index, "<i8", documents, at_pointers)  # bytes
+        boundaries = np.frombuffer(index, "<i8", documents + 1, at_boundaries)
+        # lengths and pointers once more, for one document at a time: a third of the time that an array takes.
+        self.length_of = index[HEADER.size : at_pointers].cast("i")
+        self.pointer_of = index[at_pointers:at_boundaries].cast("q")
+        tokens = _check_pointers(idx_path, self.lengths, self.pointers, self.dtype)
+        size, end = bin_path.stat().st_size, tokens * self.dtype.itemsize
+        if size != end:
+            wanted = f"{end} bytes for {tokens} tokens of {self.dtype}, as {idx_path.name} says"
+            raise damage(bin_path, min(end, size), wanted, f"a file of {size} bytes")
+        for first in range(0, boundaries.size, _CHUNK):
+            some = boundaries[first : first + _CHUNK]
+            numbers = np.arange(first, first + some.size)
+            _check_equal(idx_path, at_boundaries, first, some, numbers, "boundary {} to be {}")
+        for name, found, recorded in (
+            ("documents", documents, expected.documents),
+            ("tokens", tokens, expected.tokens),
+            ("dtype", self.dtype.name, dtype),
+        ):
+            if found != recorded:
+                raise DataError(
+                    f"{manifest}: expected {name} {found} as in {idx_path.name}, found {recorded}; {DAMAGED}"
+                )
+        self._bin_map = _map(bin_path)
+        self.bytes = memoryview(self._bin_map)
+        self.tokens: NDArray[Any] = np.frombuffer(self.bytes, dtype=self.dtype)
+
+    def will_need(self, documents: NDArray[np.int64]) -> None:
+        """Has the operating system start to read these documents into the page cache, neighbours in one go."""
+        first = np.sort(documents)
+        begins = self.pointers[first]
+        ends = begins + self.lengths[first].astype(np.int64) * self.dtype.itemsize
+        gaps = np.flatnonzero(begins[1:] - ends[:-1] > _READ_THROUGH_BYTES)
+        starts, stops = np.append(0, gaps + 1), np.append(gaps, len(first) - 1)
+        for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):
+            page = begin - begin % mmap.PAGESIZE
+            self._bin_map.madvise(mmap.MADV_WILLNEED, page, end - page)
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """The document that a token of this volume belongs to, and its position there."""
+        offset = token * self.dtype.itemsize
+        document = int(np.searchsorted(self.pointers, offset, side="right")) - 1
+        return document, (offset - int(self.pointers[document])) // self.dtype.itemsize
+
+
+def damage(path: Path, offset: int, expected: object, found: object) -> DataError:
+    return DataError(f"{path}, byte {offset}: expected {expected}, found {found}; {DAMAGED}")
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    """Item type and number of documents, where the file's size agrees with them."""
+    size = path.stat().st_size
+    if size < HEADER.size:
+        raise damage(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
+    with path.open("rb") as stream:
+        magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
+    if magic != MAGIC:
+        raise damage(path, 0, f"magic {MAGIC!r}", f"{magic!r}")
+    if version != 1:
+        raise damage(path, 9, "version 1", version)
+    if code not in DTYPES:
+        raise damage(path, 17, "dtype code 8 (uint16) or 4 (int32)", code)
+    if sequences == 0:
+        raise damage(path, 18, "at least one document", "0")
+    if boundaries != sequences + 1:
+        found = f"{sequences} sequences and {boundaries} boundaries"
+        raise damage(path, 18, "one boundary more than sequences, for a document is one sequence", found)
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    if size != expected:
+        raise damage(path, 18, f"{expected} bytes for {sequences} documents", f"a file of {size} bytes")
+    return DTYPES[code], sequences
+
+
+def _check_pointers(path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], dtype: np.dtype[Any]) -> int:
+    """Returns the number of tokens. Each pointer must be the bytes of the documents before."""
+    end = 0
+    for first in range(0, lengths.size, _CHUNK):
+        some = lengths[first : first + _CHUNK]
+        if some.min() < 1:
+            at = int(np.argmax(some < 1))
+            raise damage(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
+        bounds = np.empty(some.size + 1, dtype=np.int64)
+        bounds[0] = 0
+        np.cumsum(some, out=bounds[1:])
+        bounds *= dtype.itemsize
+        bounds += end
+        wanted = f"pointer of document {{}} to be {{}} bytes, the {dtype} tokens before it"
+        at_pointers = HEADER.size + 4 * lengths.size
+        _check_equal(path, at_pointers, first, pointers[first : first + _CHUNK], bounds[:-1], wanted)
+        end = int(bounds[-1])
+    return end // dtype.itemsize
+
+
+def _check_equal(
+    path: Path, offset: int, first: int, found: NDArray[np.int64], expected: NDArray[np.int64], wanted: str
+) -> None:
+    if not np.array_equal(found, expected):
+        at = int(np.argmax(found != expected))
+        raise damage(path, offset + 8 * (first + at), wanted.format(first + at, expected[at]), found[at])
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
