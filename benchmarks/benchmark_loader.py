@@ -155,10 +155,10 @@ def ours_with_worker(job: Job) -> Iterator[Batch]:
 def ours_with_dali(job: Job, *, num_workers: int) -> Iterator[Batch]:
     import torch
 
-    from megatron_neobert.data.batches.dali import build_dali_loader
+    from megatron_neobert.data.batches.dali import DaliLoader
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return count_ours(iter(build_dali_loader(our_stream(job), num_workers=num_workers, device=device)), job)
+    return count_ours(iter(DaliLoader(our_stream(job), num_workers=num_workers, device=device)), job)
 
 
 def count_ours(steps: Iterator[Any], job: Job) -> Iterator[Batch]:

@@ -214,7 +214,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def print_plan(plan: "Plan") -> None:
     from megatron_neobert.data.corpus.format import token_dtype
-    from megatron_neobert.data.preprocessing.preview import preview
+    from megatron_neobert.data.preprocessing.plan import preview
 
     shards = [(path, list(parts)) for path, parts in groupby(plan.parts, key=lambda part: part.path)]
     for path, parts in shards[:_SHARDS_SHOWN]:

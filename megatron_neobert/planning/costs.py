@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.shapes import usual_masked
+from megatron_neobert.data.batches.rows import usual_masked
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.activations import Kernels

@@ -10,7 +10,7 @@ from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.dali import build_dali_loader
+from megatron_neobert.data.batches.dali import DaliLoader
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
@@ -183,7 +183,7 @@ def _stop(run: Run, monitor: Monitor, reason: str) -> int:
 def _training_batches(run: Run) -> Iterable[StepBatches]:
     stream, data = replace(run.training_stream, cursor=run.progress.cursor), run.settings.data
     if data.dataloader_type == "dali":
-        return build_dali_loader(stream, num_workers=data.num_workers, device=run.device)
+        return DaliLoader(stream, num_workers=data.num_workers, device=run.device)
     return build_loader(stream, num_workers=data.num_workers)
 
 

@@ -23,23 +23,9 @@ _TENSORS = tuple(field.name for field in fields(PackedBatch) if field.type is to
 
 
 class DaliLoader:
-    """The steps of a stream, from its cursor on at each iteration, their tensors on `device`.
+    """The steps of `build_loader`, bit for bit, from the stream's cursor on, their tensors on `device`.
 
     Without an end: leave the loop after the last step. A step may be kept for as long as one likes.
-    """
-
-    def __init__(self, stream: BatchStream, *, num_workers: int, device: torch.device) -> None:
-        self.stream = stream
-        self.num_workers = num_workers
-        self.device = device
-
-    def __iter__(self) -> Iterator[StepBatches]:
-        # The worker processes are forked by iter(), before DALI has threads of its own.
-        return _copy_ahead(iter(build_loader(self.stream, num_workers=self.num_workers)), self.device)
-
-
-def build_dali_loader(stream: BatchStream, *, num_workers: int, device: torch.device) -> DaliLoader:
-    """The same steps as `build_loader`, bit for bit, but on the device.
 
     Args:
         device: The CPU, or a GPU by its number.
@@ -47,14 +33,22 @@ def build_dali_loader(stream: BatchStream, *, num_workers: int, device: torch.de
     Raises:
         ConfigError: DALI is not installed.
     """
-    try:
-        import nvidia.dali  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "--dataloader-type dali needs the package nvidia-dali-cuda130; install it with "
-            "pip install 'megatron-neobert[dali]', or use --dataloader-type torch"
-        ) from error
-    return DaliLoader(stream, num_workers=num_workers, device=device)
+
+    def __init__(self, stream: BatchStream, *, num_workers: int, device: torch.device) -> None:
+        try:  # here, so that it is missed before the first step
+            import nvidia.dali  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "--dataloader-type dali needs the package nvidia-dali-cuda130; install it with "
+                "pip install 'megatron-neobert[dali]', or use --dataloader-type torch"
+            ) from error
+        self.stream = stream
+        self.num_workers = num_workers
+        self.device = device
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        # The worker processes are forked by iter(), before DALI has threads of its own.
+        return _copy_ahead(iter(build_loader(self.stream, num_workers=self.num_workers)), self.device)
 
 
 def _copy_ahead(steps: Iterator[StepBatches], device: torch.device) -> Iterator[StepBatches]:

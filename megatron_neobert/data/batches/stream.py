@@ -21,8 +21,17 @@ from torch import Tensor
 from megatron_neobert.data.batches.masking import mask_tokens
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.packing import PackedRows, Segments
-from megatron_neobert.data.batches.rows import BatchSettings, Cursor, Documents, RowReader, Source
-from megatron_neobert.data.batches.shapes import IGNORED_LABEL, fill_up, usual_documents, usual_masked
+from megatron_neobert.data.batches.rows import (
+    IGNORED_LABEL,
+    BatchSettings,
+    Cursor,
+    Documents,
+    RowReader,
+    Source,
+    fill_up,
+    usual_documents,
+    usual_masked,
+)
 from megatron_neobert.errors import ConfigError
 
 

@@ -1,8 +1,5 @@
 """What one worker does: one part of a shard becomes token ids, lengths and rejects, in files that count once complete.
 
-The record KEY.done is written last, when the other files are on disk; a part without it is done again from its
-beginning, and so is one whose shard has changed. Small parts do not wait for the disk, since that costs more than they
-do: their record has a checksum instead, by which a part that the machine's crash has spoilt is found and done again.
 Memory: one batch of about 1 MB of text and its ids, whatever the size of the part.
 """
 
@@ -13,19 +10,27 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import token_dtype
-from megatron_neobert.data.preprocessing.counts import Counts, error_record
-from megatron_neobert.data.shards.find import ShardVersion, shard_sha256, shard_version
+from megatron_neobert.data.preprocessing.part_records import (
+    Counts,
+    Kind,
+    PartDamage,
+    PartProgress,
+    PartResult,
+    PartTask,
+    TaskSettings,
+    error_record,
+    files_sha256,
+)
+from megatron_neobert.data.shards.find import shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part
-from megatron_neobert.data.shards.records import ReadSettings, RecordBatch, Rejected, ShardPart
+from megatron_neobert.data.shards.records import RecordBatch, Rejected
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
@@ -36,97 +41,6 @@ TOO_FEW_TOKENS = "shorter than --min-tokens"
 TOO_MANY_TOKENS = "longer than --max-tokens"
 
 HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
-Kind = Literal["ids", "lengths", "hashes", "rejects"]
-_UNSYNCED_BYTES = 4 << 20  # of a part's files; of 0.15 s of work. Five waits for the disk cost 5 ms
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """What is the same for all parts of a run."""
-
-    read: ReadSettings
-    tokenizer_model: str
-    tokenizer_type: str
-    fingerprint: str  # of the tokenizer that the run has planned with
-    backend: Literal["auto", "fast", "reference"]
-    min_tokens: int
-    max_tokens: int | None
-    with_hashes: bool
-    on_error: Literal["skip", "fail"]
-    folder: Path
-
-
-@dataclass(frozen=True)
-class PartTask:
-    """One part of a shard, and all that a worker must know to tokenise it."""
-
-    number: int
-    part: ShardPart
-    shard: ShardVersion
-    shard_name: str  # for people: "-" for standard input, else the part's path
-    starts_shard: bool
-    settings: TaskSettings
-
-    def __str__(self) -> str:
-        return self.shard_name
-
-    @cached_property
-    def key(self) -> str:
-        """Name of the part's files: the same in a run that reads other shards as well."""
-        return hashlib.blake2b(json.dumps(asdict(self.part)).encode(), digest_size=12).hexdigest()
-
-    def file(self, kind: Kind) -> Path:
-        return self.settings.folder / f"{self.key}.{kind}"
-
-    @property
-    def record(self) -> Path:
-        """Present when the part is finished."""
-        return self.settings.folder / f"{self.key}.done"
-
-    @property
-    def damage_record(self) -> Path:
-        """Present when the part could not be read: what a merge knows of it."""
-        return self.settings.folder / f"{self.key}.damaged"
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """A finished part; its ids, lengths, hashes and rejects wait in the task's files."""
-
-    number: int  # of the part in this run
-    shard: ShardVersion
-    counts: Counts
-    ids_sha256: str
-    file_bytes: dict[str, int]  # by kind
-    shard_sha256: str | None  # of the whole shard, with its first part; None for URLs too
-    numbers: int  # record numbers used up
-    encoder: str
-    is_reference: bool
-    compared: int  # documents whose ids a fast back end had to have in common with the reference
-    mismatch: str | None  # why a fast back end was given up
-    first_error: str | None
-    files_sha256: str | None  # of all files one after the other; None: they are on disk for certain
-
-
-@dataclass(frozen=True)
-class PartDamage:
-    """A part that cannot be read to its end."""
-
-    number: int  # of the part in this run
-    shard: ShardVersion
-    reason: str
-
-
-@dataclass(frozen=True)
-class PartProgress:
-    """How far a part has come, from its beginning."""
-
-    number: int
-    counts: Counts
-    fraction: float
-    first_error: str | None
-
-
 Report = Callable[[PartProgress], None]
 
 
@@ -154,48 +68,6 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult | PartDamage:
         return damage
 
 
-def read_damage(task: PartTask) -> PartDamage | None:
-    """What an earlier run has found wrong with a part, unless its shard has changed since."""
-    content = _read_record(task.damage_record)
-    return (
-        PartDamage(**{**content, "number": task.number, "shard": task.shard})
-        if (content and ShardVersion(*content["shard"]) == task.shard)
-        else None
-    )
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):  # ValueError: it was not yet on disk when the machine crashed
-        return None
-    return content
-
-
-def read_result(task: PartTask) -> PartResult | None:
-    """The result of a part that an earlier run has finished; None where it must be done, or done again."""
-    content = _read_record(task.record)
-    if content is None:
-        return None
-    counts = {**content["counts"]}
-    counts |= {name: Counter(counts[name]) for name in ("rejected", "dropped")}
-    result = PartResult(
-        **{**content, "number": task.number, "counts": Counts(**counts), "shard": ShardVersion(*content["shard"])}
-    )
-    files = {str(kind): task.file(kind) for kind in _kinds(task) if task.file(kind).exists()}
-    sizes = {kind: file.stat().st_size for kind, file in files.items()}
-    if (result.shard, result.file_bytes) != (task.shard, sizes):
-        return None
-    return result if result.files_sha256 in (None, _files_sha256(files)) else None
-
-
-def _files_sha256(files: Mapping[str, Path]) -> str | None:
-    """None of what is so large that it waits for the disk instead."""
-    if sum(file.stat().st_size for file in files.values()) > _UNSYNCED_BYTES:
-        return None
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files.values())).hexdigest()
-
-
 def _tokenize_with(
     encoder: Encoder, task: PartTask, tokenizer: Tokenizer, report: Report, *, mismatch: str | None
 ) -> PartResult:
@@ -203,7 +75,7 @@ def _tokenize_with(
     encoder.start_part()
     with ExitStack() as stack:
         # Names of this process's own: a worker that everybody thought dead may be at the same part.
-        growing = {kind: own_name(task.file(kind)) for kind in _kinds(task)}
+        growing = {kind: own_name(task.file(kind)) for kind in task.kinds}
         streams = {kind: stack.enter_context(file.open("wb")) for kind, file in growing.items()}
         for file in growing.values():
             stack.callback(file.unlink, missing_ok=True)
@@ -217,8 +89,8 @@ def _tokenize_with(
         for stream in streams.values():
             stream.flush()
         file_bytes = {str(kind): stream.tell() for kind, stream in streams.items()}
-        files_sha256 = _files_sha256({str(kind): file for kind, file in growing.items()})
-        if files_sha256 is None:
+        checksum = files_sha256({str(kind): file for kind, file in growing.items()})
+        if checksum is None:
             for stream in streams.values():
                 os.fsync(stream.fileno())
         for kind, file in growing.items():
@@ -236,9 +108,9 @@ def _tokenize_with(
         compared=encoder.compared,
         mismatch=mismatch,
         first_error=part.first_error,
-        files_sha256=files_sha256,
+        files_sha256=checksum,
     )
-    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}), sync=files_sha256 is None)
+    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}), sync=checksum is None)
     return result
 
 
@@ -332,10 +204,6 @@ def _keep(
 
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest()
-
-
-def _kinds(task: PartTask) -> list[Kind]:
-    return [kind for kind in get_args(Kind) if kind != "hashes" or task.settings.with_hashes]
 
 
 # Loaded once in a process: a worker meets the same tokenizer in every task, and a fast back end remembers the words

@@ -1,4 +1,4 @@
-"""What a preprocessing run will read and write: its settings, and the plan made of them before any text is read.
+"""What a preprocessing run will read and write: its settings, the plan made of them before any text is read, a preview.
 
 The plan cuts the shards into parts, in an order that depends on nothing but the inputs; what is done in parts, by
 whomever and in whatever order, is joined in this one.
@@ -6,28 +6,32 @@ whomever and in whatever order, is joined in this one.
 
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_neobert import __version__
-from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest, token_dtype
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.preprocessing.job import JobFolder
-from megatron_neobert.data.preprocessing.part_tasks import PartTask, TaskSettings
+from megatron_neobert.data.preprocessing.part_records import PartTask, TaskSettings
 from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
-from megatron_neobert.data.shards.parts import split_into_parts
+from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings, ShardPart
-from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 
 STANDARD_INPUT = "-"
+_SAMPLE_BYTES = 1 << 20  # of text, from each of the three parts that a preview looks at
 _PLANNING_THREADS = 16  # shards are opened one by one, and most of that is waiting for a network
 
 
@@ -281,19 +285,6 @@ def _receive_standard_input(settings: PreprocessSettings) -> str:
     return str(target)
 
 
-def decisive_settings(plan: Plan) -> dict[str, Any]:
-    """Those that decide the content of a part's files."""
-    settings = plan.task_settings
-    return {
-        "tokenizer": settings.fingerprint,
-        **asdict(settings.read),
-        "min_tokens": settings.min_tokens,
-        "max_tokens": settings.max_tokens,
-        "deduplicate or split_validation": settings.with_hashes,
-        "version": __version__,
-    }
-
-
 def part_tasks(plan: Plan) -> list[PartTask]:
     """All parts in order, as work for others."""
     paths = [None, *(part.path for part in plan.parts)]
@@ -308,3 +299,58 @@ def part_tasks(plan: Plan) -> list[PartTask]:
         )
         for number, (part, before) in enumerate(zip(plan.parts, paths, strict=False))
     ]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The first documents of a run, and estimates for all of it."""
+
+    examples: list[tuple[str, NDArray[np.int64]]]  # text and ids
+    documents: float
+    tokens: float
+    bin_bytes: float
+    core_seconds: float
+
+
+def preview(plan: Plan, *, examples: int = 2) -> Preview:
+    """Reads and tokenises up to 3 MB of text of the first, the middle and the last part: the rest is taken to be alike.
+
+    Raises:
+        DataError: No document is found there.
+    """
+    try:
+        return _preview(plan, plan.encoder, examples=examples)
+    except BackendMismatch:  # the run would do such parts again, and log it
+        return _preview(plan, open_encoder(plan.tokenizer, "reference"), examples=examples)
+
+
+def _preview(plan: Plan, encoder: Encoder, *, examples: int) -> Preview:
+    started = time.perf_counter()
+    shown: list[tuple[str, NDArray[np.int64]]] = []
+    documents = tokens = input_bytes = 0.0
+    for number in sorted({0, len(plan.parts) // 2, len(plan.parts) - 1}):
+        part, text_bytes, progress = plan.parts[number], 0, 0.0
+        encoder.start_part()
+        for batch in read_part(part, plan.settings.read):
+            encoded = encoder.encode_batch(batch.texts)
+            ends = np.cumsum(encoded.lengths)
+            for text, end, length in zip(batch.texts, ends, encoded.lengths, strict=True):
+                if len(shown) == examples:
+                    break
+                shown.append((text, encoded.ids[end - length : end].astype(np.int64)))
+            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
+            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
+            if text_bytes >= _SAMPLE_BYTES:
+                break
+        input_bytes += progress * plan.input_bytes(part)
+    if not documents or not input_bytes:
+        raise DataError("no document in the first, the middle and the last part; check --input and --text-key")
+    seconds = time.perf_counter() - started
+    factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
+    return Preview(
+        examples=shown,
+        documents=documents * factor,
+        tokens=tokens * factor,
+        bin_bytes=tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize,
+        core_seconds=seconds * factor,
+    )

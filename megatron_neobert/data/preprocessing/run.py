@@ -20,29 +20,28 @@ from megatron_neobert.data.corpus.writer import (
     refuse_existing,
     write_corpus,
 )
-from megatron_neobert.data.preprocessing.counts import Counts, check_error_rate, error_record, too_many_errors
 from megatron_neobert.data.preprocessing.job import JobFolder
-from megatron_neobert.data.preprocessing.part_tasks import (
+from megatron_neobert.data.preprocessing.part_records import (
+    Counts,
     PartDamage,
     PartProgress,
     PartResult,
     PartTask,
+    check_error_rate,
+    error_record,
+    read_damage,
+    read_result,
+    too_many_errors,
+)
+from megatron_neobert.data.preprocessing.part_tasks import (
     Report,
     absolute_rejects,
     load_early,
-    read_damage,
-    read_result,
     remember,
     tokenize_part,
 )
-from megatron_neobert.data.preprocessing.plan import (
-    Plan,
-    PreprocessSettings,
-    decisive_settings,
-    part_tasks,
-    refuse_damaged,
-)
-from megatron_neobert.data.preprocessing.workers import Workers
+from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, part_tasks, refuse_damaged
+from megatron_neobert.data.preprocessing.workers import Workers, run_on_ray
 from megatron_neobert.errors import DataError, MissingInputError
 
 LocalWorkers = Workers[PartTask, PartResult | PartDamage]
@@ -158,7 +157,9 @@ def preprocess(
         # Files under final names may be those of this run, killed while it put them there.
         committing = (settings.resume or settings.merge) and job.has_begun
         refuse_existing(plan.files, overwrite=settings.overwrite or committing)
-        job.begin(decisive_settings(plan), resume=settings.resume, overwrite=settings.overwrite, merge=settings.merge)
+        job.begin(
+            plan.task_settings.decisive, resume=settings.resume, overwrite=settings.overwrite, merge=settings.merge
+        )
         all_tasks = part_tasks(plan)
         tasks = all_tasks[settings.shard_index or 0 :: settings.num_shards or 1]
         progress = Progress(plan, sum(plan.input_bytes(plan.parts[task.number]) for task in tasks), on_progress)
@@ -285,8 +286,6 @@ def _run_tasks(
     """Results in the order in which they finish."""
     settings = plan.settings
     if settings.executor == "ray" and tasks:
-        from megatron_neobert.data.preprocessing.ray_executor import run_on_ray
-
         yield from run_on_ray(tasks, workers=settings.workers, address=settings.ray_address)
     elif workers := workers or start_workers(settings):
         yield from workers.run(tasks, on_report=report)

@@ -1,26 +1,42 @@
-"""Processes that work through a list of tasks, and that neither hang nor survive their parent.
+"""Who works through the parts: processes of this machine, or the workers of a Ray cluster.
 
-Each worker has its own pipe, and nobody else holds the other end: a worker that is killed is noticed at once, and a
-worker whose parent is killed finds its pipe closed at its next report and ends.
+Processes neither hang nor survive their parent. Each worker has its own pipe, and nobody else holds the other end: a
+worker that is killed is noticed at once, and one whose parent is killed finds its pipe closed at its next report.
+
+All nodes of a Ray cluster must see the shards and PREFIX.partial under the same paths (a network file system, or URLs
+for the shards); the package itself travels with the job. A worker or node that dies costs its part another try.
 """
 
+import logging
 import multiprocessing
+import os
+import shlex
 import signal
+import socket
+import sys
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from megatron_neobert.errors import NeoBERTError
+import megatron_neobert
+from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
+
+if TYPE_CHECKING:  # a worker imports this module, and what its function needs while it prepares itself
+    from megatron_neobert.data.preprocessing.part_records import PartDamage, PartResult, PartTask
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Report = Callable[[Any], None]
+
+_RETRIES = 3  # of a part whose Ray worker has died
+_CONNECT_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -134,8 +150,8 @@ def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arg
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise ChildProcessError(
-            f"worker process {process.pid} {how} at {task}; if memory ran out, use fewer --workers, and go "
-            "on with --resume"
+            f"worker process {process.pid} {how} at {task}; if memory ran out, use fewer --workers, and "
+            "continue with --resume"
         ) from error
 
 
@@ -160,10 +176,86 @@ def _work(
             task = connection.recv()
             try:
                 message: Any = _Finished(function(task, report))
-            except (NeoBERTError, OSError) as error:
+            except (NeoBERTError, OSError, ModuleNotFoundError) as error:
                 message = _Failed(error)
             except Exception:  # our own bug: it may not be picklable, its trace is
                 message = _Failed(RuntimeError(f"in a worker process:\n{traceback.format_exc()}"))
             connection.send(message)
     except (EOFError, ConnectionError, _ParentIsGone):
         return
+
+
+def run_on_ray(
+    tasks: "Sequence[PartTask]", *, workers: int | None, address: str | None
+) -> "Generator[PartResult | PartDamage, None, None]":
+    """Results in the order in which they finish; closing the iterator cancels what is left.
+
+    Args:
+        tasks: Each needs one CPU of the cluster.
+        workers: At most so many at once; None: as many as the cluster has room for.
+        address: "auto" or host:port of a cluster, "local" for a new one on this machine; None: what RAY_ADDRESS says,
+            or the cluster that runs on this machine, or a new one.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        ConfigError: Ray does not start, or there is no such cluster.
+        ChildProcessError: A part's worker died again and again.
+        NeoBERTError, OSError: As raised by `tokenize_part`.
+    """
+    import ray
+
+    environment: dict[str, Any] = {"py_modules": [str(Path(megatron_neobert.__file__).parent)]}
+    if " " in sys.executable:  # Ray starts workers by a shell, and without quotes waits for them for ever
+        environment["py_executable"] = shlex.quote(sys.executable)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    address = address or os.environ.get("RAY_ADDRESS")
+    try:
+        # Where nothing listens at host:port, Ray would try for minutes, and then end the process.
+        host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
+        if separator:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
+    except Exception as error:  # Ray raises anything, Exception itself where a node does not come up
+        if address in (None, "auto", "local"):
+            problem = f"--executor ray: Ray does not start or connect on this machine ({short_reason(error)})"
+            remedy = "look into its logs below RAY_TMPDIR, or use --executor local"
+        else:
+            problem = f"--ray-address {address}: no Ray cluster answers there ({short_reason(error)})"
+            remedy = "see ray status, or start one"
+        raise ConfigError(f"{problem}; {remedy}") from error
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place
+    function = ray.remote(num_cpus=1, max_retries=_RETRIES)(_tokenize)
+    waiting = iter(tasks)
+    running: dict[Any, PartTask] = {}
+    try:
+        while True:
+            for task in islice(waiting, (workers or len(tasks)) - len(running)):
+                running[function.remote(task)] = task
+            if not running:
+                return
+            (done,), _ = ray.wait(list(running))
+            task = running.pop(done)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayError as error:
+                raise ChildProcessError(
+                    f"the Ray worker at {task} died {_RETRIES + 1} times ({type(error).__name__}); if memory ran out, "
+                    "use fewer --workers, and continue with --resume"
+                ) from error
+            if isinstance(result, Exception):
+                raise result
+            yield result
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+        ray.shutdown()
+
+
+def _tokenize(task: "PartTask") -> "PartResult | PartDamage | Exception":
+    from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
+
+    try:
+        return tokenize_part(task, lambda progress: None)
+    except (NeoBERTError, OSError, ModuleNotFoundError) as error:
+        return error  # raised here, Ray would wrap it in a class of its own

@@ -62,7 +62,8 @@ def read_part(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
 
     Raises:
         DataError: The shard is damaged, or a parquet or Arrow shard has no text column of that name.
-        ConfigError: A package that the format or the address needs is not installed.
+        ConfigError: A package that the address needs is not installed.
+        ModuleNotFoundError: One that the format needs is not.
     """
     numbers = 0
     try:

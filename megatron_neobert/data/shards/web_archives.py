@@ -25,7 +25,6 @@ from megatron_neobert.data.shards.records import (
     reject,
 )
 from megatron_neobert.data.shards.streams import DamagedStream, PartStream
-from megatron_neobert.errors import ConfigError
 
 _HEADER_BYTES = 64 << 10  # more before a blank line is no header
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
@@ -54,7 +53,7 @@ def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatc
     """The texts of pages that were fetched with success, and of WET records.
 
     Raises:
-        ConfigError: fastwarc or resiliparse is not installed.
+        ModuleNotFoundError: fastwarc or resiliparse is not installed.
         DamagedStream: The archive ends within a record.
     """
     batch, number, held = RecordBatch(), 0, 0
@@ -95,9 +94,8 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int) 
     """Adds the text of an HTTP response, or counts why it has none; a body above `limit` bytes is too long.
 
     Raises:
-        ConfigError: fastwarc or resiliparse is not installed.
+        ModuleNotFoundError: fastwarc or resiliparse is not installed.
     """
-    _check_packages()
     from fastwarc.warc import WarcRecord
 
     try:
@@ -187,17 +185,6 @@ def _depth(tree: Any) -> int:
 
     traverse_dom(tree.document, note)
     return deepest
-
-
-def _check_packages() -> None:
-    try:
-        import fastwarc.warc  # noqa: F401
-        import resiliparse.extract.html2text
-        import resiliparse.parse.encoding  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"reading WARC archives needs more packages ({error}): pip install 'megatron-neobert[warc]'"
-        ) from error
 
 
 def cut_records(stream: PartStream, *, limit: int) -> Iterator[ArchiveRecord]:

@@ -12,7 +12,7 @@ from tests_tiny import tiny_settings
 
 from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.shapes import usual_masked
+from megatron_neobert.data.batches.rows import usual_masked
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.planning.activations import MicroBatch
 from megatron_neobert.planning.memory import micro_batches_in_flight, plan_memory

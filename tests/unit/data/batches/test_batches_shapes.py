@@ -8,7 +8,7 @@ import torch
 from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings, web_like_lengths
 
 from megatron_neobert.data.batches.masking import MaskingScheme
-from megatron_neobert.data.batches.shapes import IGNORED_LABEL, fill_up, usual_documents, usual_masked
+from megatron_neobert.data.batches.rows import IGNORED_LABEL, fill_up, usual_documents, usual_masked
 from megatron_neobert.data.batches.stream import BatchStream, PackedBatch, Source
 from megatron_neobert.errors import ConfigError
 

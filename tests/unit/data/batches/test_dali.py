@@ -9,7 +9,7 @@ import pytest
 import torch
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
 
-from megatron_neobert.data.batches.dali import build_dali_loader
+from megatron_neobert.data.batches.dali import DaliLoader
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.rows import Cursor, Source
 from megatron_neobert.data.batches.stream import BatchStream, StepBatches
@@ -36,7 +36,7 @@ def contents(steps: list[StepBatches]) -> list:
 
 
 def take(stream: BatchStream, number: int, *, num_workers: int = 0) -> list[StepBatches]:
-    return list(islice(build_dali_loader(stream, num_workers=num_workers, device=CPU), number))
+    return list(islice(DaliLoader(stream, num_workers=num_workers, device=CPU), number))
 
 
 @needs_dali
@@ -62,7 +62,7 @@ def test_the_cursor_of_the_last_step_taken_continues_a_pipeline_that_ran_ahead(s
 
 @needs_dali
 def test_iterating_again_starts_at_the_cursor_again(stream):
-    loader = build_dali_loader(stream, num_workers=1, device=CPU)
+    loader = DaliLoader(stream, num_workers=1, device=CPU)
     assert contents([next(iter(loader))]) == contents([next(iter(loader))])
 
 
@@ -87,7 +87,7 @@ def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(stream):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_steps_on_the_gpu_equal_those_of_the_default_loader(stream):
     device = torch.device("cuda", 0)
-    loaded = list(islice(build_dali_loader(stream, num_workers=1, device=device), 25))
+    loaded = list(islice(DaliLoader(stream, num_workers=1, device=device), 25))
     expected = list(islice(build_loader(stream, num_workers=0), 25))
     moved = [replace(step, micro_batches=[batch.to(device) for batch in step.micro_batches]) for step in expected]
     assert contents(loaded) == contents(moved)
@@ -96,4 +96,4 @@ def test_steps_on_the_gpu_equal_those_of_the_default_loader(stream):
 def test_without_dali_the_package_and_its_pip_line_are_named(stream, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # as import finds it where it is not installed
     with pytest.raises(ConfigError, match=r"nvidia-dali-cuda130; .*pip install 'megatron-neobert\[dali\]'"):
-        build_dali_loader(stream, num_workers=0, device=CPU)
+        DaliLoader(stream, num_workers=0, device=CPU)

@@ -180,8 +180,7 @@ def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change,
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix, tmp_path, monkeypatch, chunk):
-    for module in ("volume_reader", "volume_writer"):
-        monkeypatch.setattr(f"megatron_neobert.data.corpus.{module}._CHUNK", chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus.volumes._CHUNK", chunk)
     monkeypatch.setattr("megatron_neobert.data.corpus.join._WINDOW_DOCUMENTS", chunk)
     monkeypatch.setattr("megatron_neobert.data.corpus.join._WINDOW_BYTES", 2 * chunk)
     monkeypatch.setattr("megatron_neobert.data.corpus.reader._CHECKED_BYTES", 2 * chunk)

@@ -11,10 +11,10 @@ from unit.data.preprocess_place import WORDS, Place, add_mixed_shards, cut_small
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus.reader import check_content
-from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
+from megatron_neobert.data.preprocessing import part_records
 from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.counts import Counts
-from megatron_neobert.data.preprocessing.part_tasks import read_result, tokenize_part
+from megatron_neobert.data.preprocessing.part_records import Counts, read_result
+from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
 from megatron_neobert.data.preprocessing.plan import part_tasks, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.data.preprocessing.workers import Workers
@@ -218,7 +218,7 @@ def test_small_shards_do_not_wait_for_the_disk_one_by_one(place, monkeypatch):
 
     few = syncs_of("few", 3)
     assert syncs_of("many", 30) == few
-    monkeypatch.setattr(part_tasks_module, "_UNSYNCED_BYTES", 0)  # control: as of large parts
+    monkeypatch.setattr(part_records, "_UNSYNCED_BYTES", 0)  # control: as of large parts
     assert syncs_of("large", 30) >= few + 30 * 4
 
 

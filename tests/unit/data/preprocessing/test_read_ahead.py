@@ -9,7 +9,7 @@ from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
 from megatron_neobert.data.batches.stream import BatchStream, Source, build_micro_batch
-from megatron_neobert.data.corpus import volume_reader
+from megatron_neobert.data.corpus import volumes
 from megatron_neobert.data.corpus.reader import Corpus
 
 PAGE = mmap.PAGESIZE
@@ -73,7 +73,7 @@ def test_neighbours_are_asked_for_in_one_go(corpus, monkeypatch):
 
 
 def test_documents_far_apart_are_asked_for_alone(corpus, monkeypatch):
-    monkeypatch.setattr(volume_reader, "_READ_THROUGH_BYTES", 10_000)
+    monkeypatch.setattr(volumes, "_READ_THROUGH_BYTES", 10_000)
     ranges = asked(corpus, np.array([300, 10]), monkeypatch)
     assert [len(of_volume) for of_volume in ranges] == [2, 0, 0, 0, 0]
     assert sum(stop - start for start, stop in ranges[0]) < 2 * (500 + PAGE)

@@ -32,9 +32,12 @@ def leave_at_three(task, report):
 
 
 def fail(task, report):
-    raise {"data": DataError("shard 3 is damaged"), "disk": OSError(28, "No space left on device")}.get(
-        task
-    ) or KeyError(task)
+    errors = {
+        "data": DataError("shard 3 is damaged"),
+        "disk": OSError(28, "No space left on device"),
+        "package": ModuleNotFoundError("No module named 'fastwarc'", name="fastwarc"),  # run_command names the extra
+    }
+    raise errors.get(task) or KeyError(task)
 
 
 def holds_back_interrupts(task, report):
@@ -60,7 +63,7 @@ def run_in_workers(function, tasks, *, workers, on_report, prepare=None):
     yield from Workers(function, count=workers, prepare=prepare).run(tasks, on_report=on_report)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 9])
+@pytest.mark.parametrize("workers", [1, 6])  # 6: more than tasks
 def test_every_task_is_done_once_and_every_report_arrives(workers):
     reports = []
     results = list(run_in_workers(square, range(5), workers=workers, on_report=reports.append))
@@ -81,6 +84,7 @@ def test_worker_that_dies_ends_the_run_with_its_task(function, how):
     [
         ("data", DataError, "shard 3 is damaged"),
         ("disk", OSError, "No space left"),
+        ("package", ModuleNotFoundError, "fastwarc"),
         ("bug", RuntimeError, r"in a worker process:\n.*raise .*KeyError: 'bug'"),
     ],
 )
@@ -88,6 +92,7 @@ def test_error_of_a_task_arrives_as_what_it_was(task, kind, message):
     with pytest.raises(kind, match=f"(?s){message}") as caught:
         list(run_in_workers(fail, [task], workers=1, on_report=print))
     assert getattr(caught.value, "errno", None) == (28 if task == "disk" else None)
+    assert getattr(caught.value, "name", None) == ("fastwarc" if task == "package" else None)
 
 
 def test_interrupt_reaches_the_parent_and_no_worker():

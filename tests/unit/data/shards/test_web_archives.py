@@ -19,7 +19,7 @@ from megatron_neobert.data.shards.records import (
     ReadSettings,
     ShardPart,
 )
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import DataError
 
 pytest.importorskip("fastwarc")
 pytest.importorskip("resiliparse")
@@ -283,15 +283,6 @@ def test_archives_of_another_writer_are_read(tmp_path):
     assert reading.texts == [f"Page {number}." for number in range(100)]
     assert not reading.rejected
     assert not reading.dropped
-
-
-def test_missing_package_is_a_setting_to_mend(tmp_path, monkeypatch):
-    (tmp_path / "shard").write_bytes(BEFORE)
-    for module in ("fastwarc.warc", "resiliparse.parse.encoding"):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, module, None)  # as where it is not installed
-            with pytest.raises(ConfigError, match=r"pip install 'megatron-neobert\[warc\]'"):
-                read(tmp_path / "shard")
 
 
 def test_memory_does_not_grow_with_the_archive(tmp_path):
