@@ -161,12 +161,12 @@ def _build_unigram(model: Any) -> models.Unigram:
 
 def _read_model(path: Path) -> Any:
     """The file as sentencepiece's ModelProto, checked for what would make the library fail or give other ids."""
-    from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
+    content = read_whole(path)
     try:
-        model = ModelProto.FromString(read_whole(path))
-    except DecodeError as error:
+        model = ModelProto.FromString(content)
+    except Exception as error:  # protobuf's DecodeError, the only one for bytes that are no such message
         raise DataError(f"{path}: not a SentencePiece model, or cut off; fetch it again") from error
     if (problem := _find_problem(model)) is not None:
         raise DataError(f"{path}: {problem}")
