@@ -28,7 +28,7 @@ REQUIREMENTS = [
     "tokenizers>=0.22",
     "transformers>=5.3",  # the first release line whose EuroBERT classes load an export without remote code
     "huggingface_hub>=1",
-    "jinja2>=3.1",  # the template of a model card, which huggingface_hub fills in
+    "jinja2>=3.1",  # the templates of a model card and of the page that shows a batch
     "safetensors>=0.4.3",
     "PyYAML>=6",
     "tensorboard>=2.16",
@@ -84,7 +84,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["megatron_neobert", "megatron_neobert.*", "checkpoint_conversion"]),
-    package_data={"checkpoint_conversion": ["model_card_template.md"]},
+    package_data={
+        "checkpoint_conversion": ["model_card_template.md"],
+        "megatron_neobert.inspection": ["batch_page.html"],
+    },
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
 )

@@ -51,7 +51,7 @@ PackedFunction = Callable[[Tensor, Tensor], Tensor]  # (tokens_t, cu_seqlens_n) 
 
 @dataclass(frozen=True)
 class LogitModel:
-    """What two models have in common that can be compared, whatever files they come from."""
+    """What two models have in common that can be compared, from any kind of files."""
 
     description: str
     vocab_size: int
@@ -161,7 +161,7 @@ def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
     """Gives the model random weights under which every part of it matters, and returns it.
 
-    Fresh weights are a poor test: logits of 0.05 hide errors, attention is almost uniform whatever the rotary
+    Fresh weights are a poor test: logits of 0.05 hide errors, attention is almost uniform under any rotary
     convention, and norms of one and biases of zero do nothing. With these, logits reach several units.
     """
     generator = torch.Generator().manual_seed(seed)

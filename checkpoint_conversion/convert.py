@@ -1,7 +1,7 @@
 """Command: a Megatron checkpoint as a Hugging Face folder, and back.
 
-Runs on one CPU without GPU, torchrun or Transformer Engine, whatever number of ranks wrote the checkpoint. Importing
-torch waits until the arguments are read, so that --help answers at once.
+Runs on one CPU without GPU, torchrun or Transformer Engine, for any number of ranks that wrote the checkpoint.
+Importing torch waits until the arguments are read, so that --help answers at once.
 """
 
 import argparse
@@ -95,12 +95,12 @@ def _parse() -> argparse.Namespace:
         command.add_argument(
             "--license",
             metavar="ID",
-            help="of the weights, for the model card, such as apache-2.0 (default: what the source says)",
+            help="of the weights, for the model card, such as apache-2.0 (default: as in the source)",
         )
         command.add_argument(
             "--base-model",
             metavar="OWNER/NAME",
-            help="model on the Hub whose weights training begins from, for the card (default: what the source says)",
+            help="model on the Hub whose weights training begins from, for the card (default: as in the source)",
         )
         command.add_argument(
             "--no-verification",

@@ -1,7 +1,7 @@
-"""What a config.json says about a model, in the words of our settings.
+"""What a config.json holds of a model, in the words of our settings.
 
-The file is read as data: no class of transformers and no code of the folder takes part. Whatever decides what the
-model computes (norm epsilon, rotary base, activation, widths) is read and never assumed, and whatever our layers
+The file is read as data: no class of transformers and no code of the folder takes part. What decides the function
+of the model (norm epsilon, rotary base, activation, widths) is read and never assumed, and what our layers
 cannot compute is refused with the reason. Layouts: EuroBERT, NeoBERT, and a Llama that looks both ways.
 
 Source: transformers 5 models/eurobert, models/llama; chandar-lab/NeoBERT on the Hub, config.json and model.py.
@@ -48,7 +48,7 @@ _LLAMA_LIKE = (
     Demand("attention_bias", (None, False), "NeoBERT's attention has no biases to hold them"),
 )
 _DEMANDS = {
-    "eurobert": (*_LLAMA_LIKE, Demand("mlp_bias", (None, False, True), "it says whether there are biases")),
+    "eurobert": (*_LLAMA_LIKE, Demand("mlp_bias", (None, False, True), "it decides whether there are biases")),
     "llama": (
         *_LLAMA_LIKE,
         Demand("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases to hold them"),
@@ -179,7 +179,7 @@ def _read_heads(fields: _Fields) -> int:
 
 
 def _read_neobert_width(fields: _Fields) -> int:
-    """The real width of SwiGLU; the file says 3/2 of it, before rounding up to a multiple of 8.
+    """The real width of SwiGLU; the file has 3/2 of it, before rounding up to a multiple of 8.
 
     Source: chandar-lab/NeoBERT on the Hub, model.py EncoderBlock.
     """
@@ -257,7 +257,7 @@ def _refuse_partial_rotation(fields: _Fields) -> None:
 
 
 def _read_init_range(fields: _Fields) -> float:
-    """What the weights started from: said by NeoBERT's own layout alone, and without effect on weights that exist."""
+    """What the weights started from: recorded by NeoBERT's own layout alone, without effect on weights that exist."""
     if fields.config.get("embedding_init_range") is None:
         return ModelConfig().init_method_range
     return fields.number("embedding_init_range")

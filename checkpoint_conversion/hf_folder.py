@@ -44,7 +44,7 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 class StoredTensor(NamedTuple):
-    """What a file's header says about one tensor."""
+    """What a file's header holds of one tensor."""
 
     file: Path
     dtype: str  # in safetensors' words: "F32", "BF16"

@@ -129,7 +129,7 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
     only the former, because it takes the other for a setting of text generation.
 
     Raises:
-        ConversionError: The feed-forward's width cannot be said in these fields.
+        ConversionError: The feed-forward's width has no value in these fields.
     """
     model, shape, tokenizer = spec.model, spec.shape, spec.tokenizer
     if shape.ffn_hidden_size % 8:

@@ -1,7 +1,7 @@
 """Which weight is which: one table per published layout, read in both directions.
 
 The internal side is the Megatron model, one tensor per layer under the names that its checkpoints use (those of
-Transformer Engine, whatever classes trained it). The published sides are NeoBERT's own names, and those of Hugging
+Transformer Engine, from any classes that trained it). The published sides are NeoBERT's own names, and those of Hugging
 Face's EuroBERT and of a Llama that looks both ways, which compute the same function; tensor_rules.py has what
 differs beyond names. Nothing here touches a disk.
 

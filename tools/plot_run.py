@@ -3,8 +3,8 @@
     python tools/plot_run.py runs/first --output plots
     python tools/plot_run.py runs/first runs/second --output plots --smooth 20 --x iteration --metrics loss grad_norm
 
-Reads metrics.jsonl in the folder of each run, which may still be going on. Writes OUTPUT/curves.png, .svg and .csv:
-loss, accuracy, learning rate, gradient norm and throughput against tokens. Where a run went on after a stop stands a
+Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png, .svg and .csv:
+loss, accuracy, learning rate, gradient norm and throughput against tokens. Where a run resumed after a stop stands a
 tick; what it had logged beyond its checkpoint is replaced by what it logged later.
 """
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Reads the logs, draws them, and says what each run has come to."""
+    """Reads the logs, draws them, and prints what each run has come to."""
     arguments = _parse()
     if arguments.smooth < 1:
         raise ConfigError(
             f"--smooth {arguments.smooth} is below 1; it is a number of intervals, and 1 smooths nothing."
         )
 
-    from megatron_neobert.inspection.run_figure import letters_without_picture, write_curves
+    from megatron_neobert.inspection.run_figure import write_curves
     from megatron_neobert.inspection.run_log import read_run
     from megatron_neobert.text import visible
 
@@ -42,8 +42,6 @@ def main() -> None:
         written = write_curves(arguments.output, runs, metrics, x=arguments.x, smooth=arguments.smooth)
     except OSError as error:
         raise OutputError(f"--output {arguments.output} cannot be written ({error.strerror}); name another.") from error
-    if letters := letters_without_picture(names):
-        print(f"warning: the font of the pictures has no {letters}; they may be drawn as boxes", file=sys.stderr)
     for run in runs:
         print(_describe(run))
         if run.unreadable:
@@ -94,12 +92,12 @@ def _choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> l
 
 def _describe(run: "RunLog") -> str:
     iteration = max(run.values)
-    losses = [(at, said["loss"]) for at, said in run.values.items() if "loss" in said]
-    loss = f" | loss {losses[-1][1]:.4f} nats" if losses else ""
-    tokens = [said["consumed_tokens"] for said in run.values.values() if "consumed_tokens" in said]
+    losses = [logged["loss"] for logged in run.values.values() if "loss" in logged]
+    loss = f" | loss {losses[-1]:.4f} nats" if losses else ""
+    tokens = [one["consumed_tokens"] for one in run.values.values() if "consumed_tokens" in one]
     count = f" | {tokens[-1]:,.0f} tokens" if tokens else ""
-    went_on = f" | restarts: {len(run.restarts)}" if run.restarts else ""
-    return f"{run.name}: iteration {iteration:,}{count}{loss}{went_on}"
+    restarts = f" | restarts: {len(run.restarts)}" if run.restarts else ""
+    return f"{run.name}: iteration {iteration:,}{count}{loss}{restarts}"
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def replay(settings: Settings, origin: Origin, iteration: int) -> None:
     """Forward and backward on the batch of an iteration, and what they find. Collective: all ranks."""
     from megatron_neobert.model.kernels import check_hardware
 
-    check_hardware(settings)  # before Megatron is imported: it imports whatever package is called apex
+    check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
 
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join

@@ -2,7 +2,7 @@
 
     python tools/write_model_card.py --model DIR --license apache-2.0 --language en --dataset tiiuae/falcon-refinedweb
 
-replaces DIR/README.md. A flag that is left out keeps what the card says already, and so does the text below the card's
+replaces DIR/README.md. A flag that is left out keeps what the card has already, and so does the text below the card's
 last line.
 """
 

@@ -17,7 +17,7 @@ from megatron_neobert.runtime.atomic_files import own_name
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
-_DASHES = ("-", "--", ":", "-.")  # the next one after each round of colours
+DASHES = ("-", "--", ":", "-.")  # the next one after each round of colours
 _INCHES, _DOTS_PER_INCH = (8.0, 5.0), 150
 _FEW_TICKS = 10
 _LEGEND_INSIDE = 4  # more names stand beside the axes
@@ -65,13 +65,13 @@ def plot_curves(
     for axis in (axes.xaxis, axes.yaxis):  # after the scales, which bring formats of their own
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     _add_legend(axes, [curve.name for curve in curves])
-    _save(figure, path)
+    save_figure(figure, path, Software=None)
 
 
 def _draw(axes: Any, curve: Curve, number: int) -> None:
     assert len(curve.x) == len(curve.y), f"{curve.name}: {len(curve.x)=} {len(curve.y)=}"
     colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-    dash = _DASHES[number // len(COLOURS) % len(_DASHES)]
+    dash = DASHES[number // len(COLOURS) % len(DASHES)]
     axes.plot(curve.x, curve.y, color=colour, marker=marker, linestyle=dash, markersize=5, linewidth=1.8)
     if curve.low is not None and curve.high is not None:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
@@ -101,18 +101,25 @@ def _apart(values: Sequence[float]) -> list[float]:
 
 
 def _add_legend(axes: Any, names: Sequence[str]) -> None:
-    # Labels given to matplotlib itself vanish if they begin with "_" and are read as TeX between two "$".
     beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(names) > _LEGEND_INSIDE else {}
-    legend = axes.legend(axes.lines, [str(number) for number in range(len(names))], frameon=False, **beside)
+    add_legend(axes, axes.lines, names, **beside)
+
+
+def add_legend(place: Any, lines: Sequence[Any], names: Sequence[str], **options: Any) -> None:
+    """Adds a legend to axes or a figure. Labels given to matplotlib vanish if they begin with "_" and are read as TeX
+    between two "$", so that these are put in afterwards.
+    """
+    legend = place.legend(lines, [str(number) for number in range(len(names))], frameon=False, **options)
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_parse_math(False)
         text.set_text(name)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path, **metadata: None) -> None:
+    """Writes a figure whole, in the format of the file's name, without the metadata named."""
     temporary = own_name(path)
     try:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
+        figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Lets transformers load `neobert` folders with this project's class: no remote code, whatever file lies in them.
+"""Lets transformers load `neobert` folders with this project's class: no remote code, and no file that lies in them.
 
 Once registered, AutoModel and its kind, pipelines, SentenceTransformer and everything else built on them load such a
 folder with trust_remote_code=False.

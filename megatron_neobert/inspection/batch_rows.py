@@ -1,18 +1,21 @@
-"""The rows of a batch, and the documents in them with what the model sees and what it has to say.
+"""The rows of a batch, the documents in them, and each token as text: what the model sees and what it has to predict.
 
 Letters: `t` tokens of a micro-batch, `s` slots of one piece of a document.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.rows import Source
 from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch
+from megatron_neobert.text import visible
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,20 @@ class Piece:
     def predicted(self) -> int:
         return int((self.labels_s != NO_LABEL).sum())
 
+    @property
+    def title(self) -> str:
+        """Which document, and which part of it."""
+        end = self.first_token + self.text_tokens
+        part = "whole" if self.text_tokens == self.document_tokens else f"tokens {self.first_token:,} to {end - 1:,} of"
+        if not self.text_tokens:
+            part = "none of the"
+        epoch = f", epoch {self.epoch}" if self.epoch else ""
+        tokens = f"{self.document_tokens:,} tokens"
+        return f"document {self.document:,}: {part} {tokens}{epoch}, {self.predicted:,} predicted"
+
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One row of the global batch."""
 
     number: int
@@ -48,7 +62,7 @@ class Row:
         return sum(len(piece.seen_s) for piece in self.pieces)
 
 
-def rows_of(found: FoundBatch) -> Iterator[Row]:
+def rows_of(found: FoundBatch) -> Iterator[BatchRow]:
     """The rows of the batch one after another, each with its documents."""
     for part in found.parts:
         tokens_t, labels_t = part.batch.tokens_t.numpy(), part.labels_t
@@ -61,31 +75,112 @@ def rows_of(found: FoundBatch) -> Iterator[Row]:
             for member in members:
                 end = int(ends[member])
                 start = end - int(segments.slots_n[member])
-                corpus, number, length = _document_of(found.sources, int(segments.documents_n[member]))
+                tagged = int(segments.documents_n[member])  # the component above the number
+                corpus, number = found.sources[tagged >> COMPONENT_SHIFT].corpus, tagged & ((1 << COMPONENT_SHIFT) - 1)
+                assert isinstance(corpus, Corpus), "the inputs of a run are opened from files"
                 pieces.append(
                     Piece(
-                        corpus=corpus,
+                        corpus=str(corpus.prefix),
                         document=number,
                         epoch=int(segments.epochs_n[member]),
                         first_token=int(segments.starts_n[member]),
                         text_tokens=int(segments.lengths_n[member]),
-                        document_tokens=length,
+                        document_tokens=int(corpus.lengths[np.array([number])][0]),
                         first_slot=start - row_start,
                         has_cls=bool(segments.has_cls_n[member]),
                         seen_s=tokens_t[start:end],
                         labels_s=labels_t[start:end],
                     )
                 )
-            yield Row(number=part.number * len(part.rows) + place, micro_batch=part.number, pieces=pieces)
+            yield BatchRow(number=part.number * len(part.rows) + place, micro_batch=part.number, pieces=pieces)
 
 
-def corpus_name(source: Source) -> str:
-    """The path that a corpus was named by."""
-    assert isinstance(source.corpus, Corpus), "the inputs of a run are opened from files"
-    return str(source.corpus.prefix)
+Fate = Literal["plain", "special", "masked", "replaced", "kept"]
+# In the order of a legend.
+MEANINGS: dict[Fate, str] = {
+    "masked": "predicted, and hidden: the model sees the mask token",
+    "replaced": "predicted, and replaced: the model sees the first, and has to predict the second",
+    "kept": "predicted, although the model sees it",
+    "special": "special token, never predicted",
+}
 
 
-def _document_of(sources: tuple[Source, ...], tagged: int) -> tuple[str, int, int]:
-    """Corpus, number in it and tokens of a document that carries its component above its number."""
-    source, number = sources[tagged >> COMPONENT_SHIFT], tagged & ((1 << COMPONENT_SHIFT) - 1)
-    return corpus_name(source), number, int(source.corpus.lengths[np.array([number])][0])
+@dataclass(frozen=True)
+class TokenView:
+    """A slot of a row."""
+
+    fate: Fate
+    space: str  # before it: a space or nothing
+    text: str  # of the document, also where something else stands in its place
+    seen: str  # what the model sees
+    id: int  # of the document
+    seen_id: int
+    slot: int  # of the row
+    place: int | None  # in the document; None: it is not of the document
+
+
+# For a legend.
+EXAMPLES: dict[Fate, TokenView] = {
+    "masked": TokenView("masked", "", "word", "[MASK]", 0, 0, 0, None),
+    "replaced": TokenView("replaced", "", "word", "other", 0, 0, 0, None),
+    "kept": TokenView("kept", "", "word", "word", 0, 0, 0, None),
+    "special": TokenView("special", "", "[CLS]", "[CLS]", 0, 0, 0, None),
+}
+
+_REPLACEMENT = "\ufffd"
+_BEFORE = "a"  # decoders treat the first piece apart: what a piece adds is seen behind another one
+
+
+class TokenTexts:
+    """The text of each token of a tokenizer, apart from the space before it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        self._special = set(tokenizer.special_ids)
+        self.of = cache(self._find)
+        """(space, text) of an id: the space before it or nothing, and its letters, which are never empty."""
+
+    def _find(self, token: int) -> tuple[str, str]:
+        piece = self._backend.id_to_token(token)
+        assert piece is not None, f"{token=} of {self._backend.get_vocab_size()}"
+        decoder = self._backend.decoder
+        if token in self._special or decoder is None:
+            return " ", visible(piece)
+        alone, behind = decoder.decode([_BEFORE]), decoder.decode([_BEFORE, piece])
+        text = behind[len(alone) :]
+        if not behind.startswith(alone) or not text.strip(" ") or _REPLACEMENT in text:
+            return "", visible(piece)  # a part of a character has no text; the piece shows which part it is
+        return " " if text.startswith(" ") else "", visible(text.removeprefix(" "))
+
+
+class TokenViews:
+    """Tokens of pieces, one by one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._special, self._mask = frozenset(tokenizer.special_ids), tokenizer.mask_id
+        self.texts = TokenTexts(tokenizer)
+
+    def of(self, piece: Piece) -> Iterator[TokenView]:
+        """In their order; the first has no space before it."""
+        first = piece.first_token - int(piece.has_cls)
+        for number, (seen, label) in enumerate(zip(piece.seen_s.tolist(), piece.labels_s.tolist(), strict=True)):
+            id_ = seen if label == NO_LABEL else label
+            space, text = self.texts.of(id_)
+            place = first + number
+            yield TokenView(
+                fate=self._fate(seen, label),
+                space=space if number else "",
+                text=text,
+                seen=self.texts.of(seen)[1],
+                id=id_,
+                seen_id=seen,
+                slot=piece.first_slot + number,
+                place=place if piece.first_token <= place < piece.first_token + piece.text_tokens else None,
+            )
+
+    def _fate(self, seen: int, label: int) -> Fate:
+        if label == NO_LABEL:
+            return "special" if seen in self._special else "plain"
+        if seen == self._mask:
+            return "masked"
+        return "kept" if seen == label else "replaced"

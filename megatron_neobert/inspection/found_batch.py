@@ -151,7 +151,7 @@ def _refuse_none_of_the_run(settings: Settings, iteration: int, *, first: int) -
 
 
 def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor]:
-    """Iterations that a checkpoint has behind it, and where its data goes on."""
+    """Iterations that a checkpoint has behind it, and where its data continues."""
     progress = read_train_state(checkpoint)["progress"]
     if progress["corpus_sha256"] != inputs.identity:
         raise CheckpointError(

@@ -1,14 +1,13 @@
 """Curves of runs, one panel for each metric: as a picture in PNG and SVG, and as a table in CSV.
 
 Colours are told apart by colour-blind readers. What a validation measured is drawn as points of its run's colour, and
-a stop after which the run went on as a tick on the lower edge. Drawn without a display; the same logs give the same
+a stop after which the run resumed as a tick on the lower edge. Drawn without a display; the same logs give the same
 files, each of which is replaced as a whole.
 """
 
 import csv
 import io
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +16,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
+from numpy.typing import NDArray
 
-from megatron_neobert.evaluation.plots import COLOURS
+from megatron_neobert.evaluation.plots import COLOURS, DASHES, add_legend, save_figure
 from megatron_neobert.inspection.run_log import RunLog
-from megatron_neobert.runtime.atomic_files import own_name, replace_file
+from megatron_neobert.runtime.atomic_files import replace_file
 
-_DASHES = ("-", "--", ":", "-.")  # the next one after each round of colours
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
 _LEGEND_INCHES = 0.28  # per line
 _LINE_CHARACTERS, _NAME_LENGTH = 150, 48
@@ -41,7 +39,7 @@ class Look:
     label: str
     factor: float = 1.0
     validation: str | None = None  # the same thing measured on held-out documents
-    is_logarithmic_where_it_spikes: bool = False
+    is_log_where_it_spikes: bool = False
     begins_high: bool = False  # so high that what comes later would be a flat line
     is_counted: bool = False  # in thousands, millions ...
 
@@ -50,7 +48,7 @@ LOOKS = {
     "loss": Look("loss (nats per masked token)", validation="validation_loss", begins_high=True),
     "masked_accuracy": Look("masked accuracy (%)", factor=100, validation="validation_accuracy"),
     "lr": Look("learning rate"),
-    "grad_norm": Look("gradient norm", is_logarithmic_where_it_spikes=True),
+    "grad_norm": Look("gradient norm", is_log_where_it_spikes=True),
     "tokens_per_second": Look("tokens/s", is_counted=True),
     "validation_loss": Look("validation loss (nats per masked token)"),
     "validation_accuracy": Look("validation accuracy (%)", factor=100),
@@ -79,9 +77,9 @@ def write_curves(
     figure = draw(runs, metrics, x=x, smooth=smooth)
     png, svg, table = (folder / f"curves.{kind}" for kind in ("png", "svg", "csv"))
     replace_file(table, to_csv(runs))
-    _save(figure, png, metadata={"Software": None})
+    save_figure(figure, png, Software=None)
     with matplotlib.rc_context({"svg.hashsalt": "curves"}):  # or every file would have other ids
-        _save(figure, svg, metadata={"Date": None, "Creator": None})
+        save_figure(figure, svg, Date=None, Creator=None)
     return png, svg, table
 
 
@@ -120,12 +118,6 @@ def to_csv(runs: Sequence[RunLog]) -> str:
     return text.getvalue()
 
 
-def letters_without_picture(names: Sequence[str]) -> str:
-    """Letters of the names that the font of the pictures does not have; it draws a box for each."""
-    font = get_font(findfont(FontProperties()))
-    return "".join(sorted({letter for letter in "".join(names) if not font.get_char_index(ord(letter))}))
-
-
 def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_factor: float, smooth: int) -> None:
     look = LOOKS.get(metric, Look(metric))
     largest = max((abs(value) for run in runs for value in run.series(metric)[1] if math.isfinite(value)), default=0.0)
@@ -148,11 +140,11 @@ def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_fac
             axes.axvline(place, 0, 0.07, color=style["color"], linewidth=2.5)
     beginning = _cut_beginning(axes, runs, metric) if look.begins_high else ""
     axes.set_title(f"{look.label}{f' ({word})' if word else ''}{beginning}", loc="left", fontsize=11, parse_math=False)
-    _format(axes, _spikes(runs, metric) and look.is_logarithmic_where_it_spikes)
+    _format(axes, _spikes(runs, metric) and look.is_log_where_it_spikes)
 
 
 def _cut_beginning(axes: Any, runs: Sequence[RunLog], metric: str) -> str:
-    """Leaves what lies far above all the rest outside of the panel; returns what its title says about that."""
+    """Leaves what lies far above all the rest outside of the panel; returns what its title adds for that."""
     series = [np.array(run.series(metric)[1]) for run in runs]
     values = np.concatenate([one[np.isfinite(one)] for one in series])
     if not len(values):
@@ -177,9 +169,7 @@ def _format(axes: Any, is_logarithmic: bool) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
 
 
-def trailing_mean(
-    values: "np.ndarray[Any, np.dtype[np.float64]]", count: int
-) -> "np.ndarray[Any, np.dtype[np.float64]]":
+def trailing_mean(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     """The mean of each value and the count - 1 before it, as far as they are there; what is not finite stays a gap."""
     if count == 1 or not len(values):
         return values
@@ -212,7 +202,7 @@ def _spikes(runs: Sequence[RunLog], metric: str) -> bool:
 
 
 def _dash(number: int) -> Any:
-    return _DASHES[number // len(COLOURS) % len(_DASHES)]
+    return DASHES[number // len(COLOURS) % len(DASHES)]
 
 
 def _add_legend(figure: Any, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:
@@ -224,14 +214,9 @@ def _add_legend(figure: Any, runs: Sequence[RunLog], metrics: Sequence[str]) -> 
         names.append("validation")
     if any(run.restarts for run in runs):
         lines.append(Line2D([], [], color="#555555", marker="|", linestyle="none", markersize=12, markeredgewidth=2))
-        names.append("went on after a stop")
-    # Labels given to matplotlib itself vanish if they begin with "_" and are read as TeX between two "$".
+        names.append("resumed after a stop")
     columns = min(len(names), _legend_columns(names))
-    labels = [str(number) for number in range(len(names))]
-    legend = figure.legend(lines, labels, loc="outside upper left", ncols=columns, frameon=False)
-    for text, name in zip(legend.get_texts(), names, strict=True):
-        text.set_parse_math(False)
-        text.set_text(name)
+    add_legend(figure, lines, names, loc="outside upper left", ncols=columns)
 
 
 def _legend_columns(names: Sequence[str]) -> int:
@@ -243,14 +228,3 @@ def _shortened(name: str) -> str:
         return name
     half = _NAME_LENGTH // 2
     return f"{name[: half - 1]}…{name[-half:]}"
-
-
-def _save(figure: Figure, path: Path, *, metadata: dict[str, None]) -> None:
-    temporary = own_name(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # `letters_without_picture` tells it once
-            figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

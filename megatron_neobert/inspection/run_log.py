@@ -23,16 +23,16 @@ _LARGEST = 2**53  # what a float can count to
 _LARGEST_VALUE = 1e39  # fp32 ends below it, and axes fail far above
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{0,63}")
 _ONCE = ("consumed_tokens", "validation_loss")  # for each interval, and each validation
-RESTARTED = "restarted"  # a line with this key: the run goes on behind this iteration
+RESTARTED = "restarted"  # a line with this key: the run resumed behind this iteration
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a run has said, by iteration."""
+    """What a run has logged, by iteration."""
 
     name: str
-    values: dict[int, dict[str, float]]  # increasing iterations; only what the line of that iteration says
-    restarts: list[int]  # iterations behind which it went on after a stop
+    values: dict[int, dict[str, float]]  # increasing iterations; only what the line of that iteration has
+    restarts: list[int]  # iterations behind which it resumed after a stop
     unreadable: int  # lines, without a last one that is perhaps being written
 
     @property
@@ -46,7 +46,7 @@ class RunLog:
         Raises:
             DataError: No interval has ended.
         """
-        counts = {one: said["consumed_tokens"] for one, said in self.values.items() if "consumed_tokens" in said}
+        counts = {one: logged["consumed_tokens"] for one, logged in self.values.items() if "consumed_tokens" in logged}
         if not counts:
             raise DataError(
                 f"{self.name}: no interval has ended, so no tokens have been counted; wait for the first, or give "

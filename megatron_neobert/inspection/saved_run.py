@@ -1,4 +1,4 @@
-"""What the folder of a run says about one of its iterations: settings, and the checkpoint to start from.
+"""What the folder of a run holds about one of its iterations: settings, and the checkpoint to start from.
 
 Reads names and records, no tensors. A batch belongs to the settings of the process that trained on it, and those are
 in the first checkpoint that came after it.
@@ -40,7 +40,7 @@ def check_iteration(iteration: int) -> None:
 
 
 def settings_of_iteration(load: Path, iteration: int) -> Settings:
-    """Those that an iteration was trained with, as far as the checkpoints say.
+    """Those that an iteration was trained with, as far as the checkpoints record it.
 
     Raises:
         MissingInputError: There is no checkpoint.

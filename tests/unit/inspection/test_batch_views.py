@@ -11,12 +11,10 @@ from tokenizers import decoders, models
 from unit.inspection.batch_places import ATTRIBUTE, RED, REVERSED, SCRIPT, settings_of
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.inspection.batch_html import to_html
-from megatron_neobert.inspection.batch_rows import rows_of
+from megatron_neobert.inspection.batch_rows import TokenTexts, rows_of
 from megatron_neobert.inspection.batch_summary import summarize
-from megatron_neobert.inspection.batch_text import print_rows, print_summary
+from megatron_neobert.inspection.batch_views import print_rows, print_summary, to_html
 from megatron_neobert.inspection.found_batch import find_batch
-from megatron_neobert.inspection.token_view import TokenTexts
 from megatron_neobert.text import visible
 
 ALLOWED = {"html", "head", "meta", "title", "style", "body", "main", "section", "article", "header", "input", "label"}

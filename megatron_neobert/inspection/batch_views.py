@@ -1,17 +1,22 @@
-"""A batch on a terminal: numbers first, then rows with their documents as text.
+"""A batch on a terminal, and as one page that needs nothing beside it and runs nothing (batch_page.html).
 
-Colours show which tokens are predicted; where there are none (NO_COLOR, a file, a dumb terminal), brackets do.
+Numbers come first, then rows with their documents as text. On a terminal colours show which tokens are predicted; where
+there are none (NO_COLOR, a file, a dumb terminal), brackets do. On the page the pointer over a token shows its id, its
+place and what is predicted; a row of 1,024 tokens takes some 100 KB.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment
+from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
-from megatron_neobert.inspection.batch_rows import Row
+from megatron_neobert.inspection.batch_rows import EXAMPLES, MEANINGS, BatchRow, Fate, TokenView, TokenViews
 from megatron_neobert.inspection.batch_summary import Bin, Summary, describe, histogram
 from megatron_neobert.inspection.found_batch import FoundBatch
-from megatron_neobert.inspection.token_view import MEANINGS, TokenView, TokenViews, describe_piece
 from megatron_neobert.text import visible
 
 _STYLES = {
@@ -34,7 +39,7 @@ def print_summary(console: Console, found: FoundBatch, summary: Summary) -> None
         _print_indented(console, "" if number else "slots", _bar(one, most=max(bin.pieces for bin in bins)))
 
 
-def print_rows(console: Console, found: FoundBatch, rows: Iterator[Row]) -> None:
+def print_rows(console: Console, found: FoundBatch, rows: Iterator[BatchRow]) -> None:
     """The legend, and these rows."""
     views, marks = TokenViews(found.tokenizer), Marks(console)
     console.print()
@@ -48,7 +53,7 @@ def print_rows(console: Console, found: FoundBatch, rows: Iterator[Row]) -> None
         several = len({piece.corpus for piece in row.pieces}) > 1 or len(found.sources) > 1
         for piece in row.pieces:
             corpus = f" of {visible(piece.corpus)}" if several else ""
-            console.print(Text(f"  {describe_piece(piece)}{corpus}", style="italic"))
+            console.print(Text(f"  {piece.title}{corpus}", style="italic"))
             line = Text("    ")
             for token in views.of(piece):
                 line.append(token.space)
@@ -78,11 +83,9 @@ class Marks:
             text = token.text if self.colours else f"={token.text}"
         return Text(text, style=_STYLES[token.fate]) if self.colours else Text(f"[{text}]")
 
-    def example(self, fate: str) -> Text:
+    def example(self, fate: Fate) -> Text:
         """For a legend."""
-        texts = {"masked": ("word", "[MASK]"), "replaced": ("word", "other"), "special": ("[CLS]", "[CLS]")}
-        text, seen = texts.get(fate, ("word", "word"))
-        shown = self.show(TokenView(fate, "", text, seen, 0, 0, 0, None))  # type: ignore[arg-type]
+        shown = self.show(EXAMPLES[fate])
         return shown.append(" " * (13 - len(shown)))
 
 
@@ -93,3 +96,29 @@ def _print_indented(console: Console, name: str, line: str) -> None:
 def _bar(one: Bin, *, most: int) -> str:
     width = -(-_BAR_WIDTH * one.pieces // max(most, 1))
     return f"{one.first:>6,} to {one.last:>6,}  {'#' * width} {one.pieces:,}"
+
+
+def to_html(found: FoundBatch, summary: Summary, rows: Sequence[BatchRow]) -> str:
+    """The numbers of the batch, a legend, and these rows."""
+    environment = Environment(autoescape=True, finalize=_without_control_characters, keep_trailing_newline=True)
+    environment.filters["n"] = "{:,}".format
+    slots = found.settings.data.seq_length
+    bins = histogram(summary, seq_length=slots)
+    template = environment.from_string(Path(__file__).with_name("batch_page.html").read_text(encoding="utf-8"))
+    return template.render(
+        iteration=found.iteration,
+        lines=describe(found, summary),
+        bins=bins,
+        most=max(1, *(one.pieces for one in bins)),
+        all_rows=summary.rows,
+        legend=[(EXAMPLES[fate], meaning) for fate, meaning in MEANINGS.items()],
+        rows=rows,
+        slots=slots,
+        several=len(found.sources) > 1,
+        views=TokenViews(found.tokenizer),
+    )
+
+
+def _without_control_characters(value: Any) -> Any:
+    """What documents and names of files hold, so that it cannot turn a page around; the result is escaped after it."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
