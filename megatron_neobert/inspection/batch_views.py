@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
-from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
@@ -121,4 +120,5 @@ def to_html(found: FoundBatch, summary: Summary, rows: Sequence[BatchRow]) -> st
 
 def _without_control_characters(value: Any) -> Any:
     """What documents and names of files hold, so that it cannot turn a page around; the result is escaped after it."""
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    is_markup = hasattr(value, "__html__")  # what a macro of the template has made, its values escaped already
+    return visible(value) if isinstance(value, str) and not is_markup else value
