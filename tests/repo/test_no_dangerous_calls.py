@@ -26,8 +26,6 @@ SOURCES = sorted(
 BENCHMARK = "benchmarks/benchmark_loader.py"
 ALLOWED = {
     BENCHMARK: "imports megatron.core.datasets",  # whose caches are pickles; it reads what it has just written itself
-    # By the user's own flag, in an environment made for it: whether a folder's code works is the question.
-    "tools/transformers_checks/subject.py": "trust_remote_code",
 }
 
 ANY_USE = {

@@ -79,7 +79,7 @@ def third_party_imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add((node.module or "").split(".")[0])
     own = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks"}
-    own |= {"environment_checks", "transformers_checks"}  # beside the tools
+    own |= {"environment_checks"}  # beside the tools
     return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
 
 

@@ -1,0 +1,165 @@
+"""What users of each version of transformers can do with an exported folder, layout by layout.
+
+The installed version is tested in this process. Another one needs an environment of its own, `transformers-VERSION`
+below the folder that TRANSFORMERS_ENVIRONMENTS names; CONTRIBUTING.md has the commands that make it. A check that
+cannot fail would show nothing, so the checks also meet folders that are wrong on purpose.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import export_checks  # noqa: F401
+import pytest
+import torch
+import transformers
+from exported_folder import CHECKS, FIRST_NATIVE, Subject, run_checks
+from packaging.version import Version
+from safetensors.torch import load_file, save_file
+from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
+
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.huggingface import modeling_neobert
+
+# The first with the attention interface, and the last of 4.
+OTHER_VERSIONS = ("4.48.3", "4.57.3")
+INSTALLED = transformers.__version__
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(40)), "##s"]
+HEADS = {
+    "AutoConfig": "NeoBERTConfig",
+    "AutoModel": "NeoBERT",
+    "AutoModelForMaskedLM": "NeoBERTLMHead",
+    "AutoModelForSequenceClassification": "NeoBERTForSequenceClassification",
+    "AutoModelForTokenClassification": "NeoBERTForTokenClassification",
+    "AutoModelForQuestionAnswering": "NeoBERTForQuestionAnswering",
+}
+SIZES = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA_LIKE = {
+    **SIZES,
+    "intermediate_size": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+
+
+def write(folder: Path, model: transformers.PreTrainedModel) -> Path:
+    """With weights so large that every token matters to every other."""
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    load_tokenizer(folder / "vocab.txt").save_tokenizer_files(folder, model_max_length=64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each layout."""
+    place = tmp_path_factory.mktemp("folders")
+    eurobert = EuroBertConfig(**LLAMA_LIKE, mask_token_id=4, mlp_bias=True, classifier_pooling="bos")
+    neobert = modeling_neobert.NeoBERTConfig(
+        **SIZES, dim_head=8, intermediate_size=72, max_position_embeddings=64, pad_token_id=0
+    )
+    models = {
+        "eurobert": EuroBertForMaskedLM(eurobert),
+        "llama": LlamaModel(LlamaConfig(**LLAMA_LIKE, is_causal=False)),
+        "neobert": modeling_neobert.NeoBERTLMHead(neobert),
+    }
+    written = {layout: write(place / layout, model) for layout, model in models.items()}
+    shutil.copy(modeling_neobert.__file__, written["neobert"])
+    edit("config.json", auto_map={auto: f"modeling_neobert.{name}" for auto, name in HEADS.items()})(written["neobert"])
+    return written
+
+
+def edit(name: str, **fields: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def outcomes(folder: Path, version: str) -> dict[str, str]:
+    """Of every check, with a version of transformers."""
+    trusted = folder.name == "neobert"
+    if version == INSTALLED:
+        return run_checks(folder, trusted=trusted)
+    place = os.environ.get("TRANSFORMERS_ENVIRONMENTS", "")
+    python = Path(place, f"transformers-{version}", "bin", "python")
+    if not (place and python.exists()):
+        pytest.skip(f"no transformers {version}: TRANSFORMERS_ENVIRONMENTS names no folder with transformers-{version}")
+    # A cache of its own: transformers copies remote code there, under the folder's name.
+    own = {"HF_HOME": str(folder.parent / f"cache-{version}"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [python, Path(__file__).with_name("export_checks.py"), folder, *["--trust-remote-code"] * trusted]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def missing(layout: str, version: str) -> set[str]:
+    """The checks that do not apply; docs/conversion.md counts them."""
+    if layout != "neobert" and Version(version) < FIRST_NATIVE:  # EuroBERT is unknown, LlamaModel is causal
+        return set(CHECKS) - {"tokenizer"}
+    gone = {"pipeline question-answering"} if Version(version).major >= 5 else set()
+    if layout == "eurobert":
+        gone |= {"AutoModelForQuestionAnswering, loss"}
+    if layout == "llama":
+        gone |= {"AutoModelForMaskedLM, loss", "pipeline fill-mask", "Trainer, masked language model"}
+    return gone
+
+
+@pytest.mark.parametrize(
+    ("layout", "version"),
+    [
+        ("eurobert", INSTALLED),
+        *(
+            pytest.param(layout, version, marks=pytest.mark.slow)
+            for version in (*OTHER_VERSIONS, INSTALLED)
+            for layout in ("neobert", "eurobert", "llama")
+            if (layout, version) != ("eurobert", INSTALLED)
+        ),
+    ],
+)
+def test_folder_does_all_that_this_version_of_transformers_has_for_its_layout(folders, layout, version):
+    found = outcomes(folders[layout], version)
+    assert found.keys() == CHECKS.keys()
+    assert {name: words for name, words in found.items() if words.startswith("FAILED")} == {}
+    assert {name for name, words in found.items() if words != "ok"} == missing(layout, version)
+
+
+def lose_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+have_token_types = edit("tokenizer_config.json", model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+WRONG: list[tuple[str, Callable[[Path], None], str, str]] = [
+    ("llama", edit("config.json", is_causal=True), "attention to both sides", "does not see those to its right"),
+    ("eurobert", lose_a_weight, "AutoModel", "weights that the folder lacks: .*up_proj"),
+    ("eurobert", lose_a_weight, "AutoModelForMaskedLM, loss", "missing_keys.*up_proj"),
+    ("eurobert", lose_a_weight, "AutoModelForTokenClassification, loss", "other weights: .*up_proj"),
+    ("eurobert", edit("config.json", vocab_size=48), "tokenizer", "46 tokens, 48 rows"),
+    ("eurobert", edit("config.json", pad_token_id=3), "tokenizer", "pad_token_id is not config.json's"),
+    ("eurobert", have_token_types, "tokenizer", "a batch has .*token_type_ids"),
+    ("eurobert", edit("tokenizer_config.json", padding_side="left"), "tokenizer", "mask of a padded text"),
+    ("eurobert", edit("tokenizer_config.json", truncation_side="left"), "tokenizer", "not truncated at its end"),
+]
+
+
+@pytest.mark.parametrize(("layout", "spoil", "check", "reason"), WRONG)
+def test_folder_that_is_wrong_fails_its_check(folders, tmp_path, layout, spoil, check, reason):
+    folder = shutil.copytree(folders[layout], tmp_path / layout)
+    spoil(folder)
+    with pytest.raises(AssertionError, match=reason):
+        CHECKS[check](Subject(folder, trusted=False))
