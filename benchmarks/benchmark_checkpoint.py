@@ -98,7 +98,7 @@ def _iterate(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
     from megatron_neobert.training.step import train_step
 
     run.settings = run.settings.with_section("checkpoint", async_save=mode == "beside training")
-    saver, steps = Saver(run, say=lambda text: None), run.training_stream.steps()
+    saver, steps = Saver(run, log=lambda text: None), run.training_stream.steps()
     started, still_seconds = time.perf_counter(), 0.0
     for number in range(iterations):
         train_step(run, next(steps))

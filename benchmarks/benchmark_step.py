@@ -279,7 +279,7 @@ def our_step(run: Any, batches: Any) -> float:
     """One training step of this project; returns the mean loss of its masked tokens."""
     from megatron_neobert.training.step import train_step
 
-    total, tokens, *_ = train_step(run, batches).sums.tolist()
+    total, tokens, *_ = train_step(run, batches).sums
     return total / tokens
 
 

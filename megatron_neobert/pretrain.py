@@ -9,7 +9,7 @@ from megatron_neobert.runtime.environment import world_size
 
 
 def main() -> int:
-    """Parses the flags, then builds and trains, or says what would be trained."""
+    """Parses the flags, then builds and trains, or prints what would be trained."""
     signals.install_signal_handlers()  # first of all: the imports below take seconds
     from megatron_neobert.config.cli import parse_command_line
 
@@ -18,7 +18,6 @@ def main() -> int:
         from megatron_neobert.planning.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size())
-    signals.refuse_stop_file(command.settings.checkpoint.save)
     if command.settings.parallel.tensor_model_parallel_size > 1:
         # CUDA reads it when it starts. Kernels then begin in the order of their launches, by which Megatron overlaps
         # the reductions of tensor parallelism with its matrix products.

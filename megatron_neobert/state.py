@@ -24,28 +24,52 @@ class Progress:
     cursor: Cursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
     consumed_tokens: int = 0  # tokens of documents; unused slots are not counted
-    skipped_iterations: int = 0  # without an update, for a loss or a gradient that would have spoilt the weights
+    skipped_iterations: int = 0  # without an update, for a loss or a gradient that would have broken the weights
     skipped_in_a_row: int = 0  # of these, the last ones without a good one between
     recent_updates: tuple[tuple[float, float], ...] = ()  # loss and gradient norm, if --loss-spike-sigma needs them
     validated_iteration: int = 0  # of the last whole validation
 
 
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank knows alone, in whole numbers; of each, the largest over all ranks decides."""
+
+    stop_code: int = 0  # of runtime/signals.py
+    save_is_wanted: int = 0
+    is_saving: int = 0  # it still writes its part of a checkpoint
+    memory_mib: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What is known of a step, the same on all ranks."""
+
+    # Loss in nats, masked tokens, correct predictions, tokens of documents, and pairs of tokens that see each other
+    # (the sum of squared lengths, dummy documents included), which attention costs; sums, so that steps add up.
+    sums: tuple[float, ...]
+    status: RankStatus = RankStatus()
+    loss: float = 0.0  # nats per masked token; 0 without one
+    grad_norm: float = 0.0  # over all ranks, before clipping
+    skip_reason: str | None = None  # why there was no update
+
+
 @dataclass
 class Run:
-    """A run between two iterations. Only `progress` is replaced; the other parts change in place."""
+    """A run between two iterations. `progress` and `own_status` are replaced; the other parts change in place."""
 
     settings: Settings
     device: torch.device
     tokenizer: Tokenizer
-    # This rank's pieces of the pipeline, usually one, each in megatron.core's DistributedDataParallel.
+    # This rank's model chunks, usually one, each in megatron.core's DistributedDataParallel.
     models: list[Any]
     optimizer: Any  # megatron.core's MegatronOptimizer
     scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
     training_stream: BatchStream  # from the start of the corpus; the loop moves it to `progress.cursor`
     validation_stream: BatchStream | None
     progress: Progress
-    # Called before each micro-batch: a watchdog's way to see that the run gets on.
+    # Called before each micro-batch: how the hang detector sees that the run makes progress.
     tick: Callable[[], None] = lambda: None
+    own_status: Callable[[], RankStatus] = RankStatus  # asked once per step
 
     @property
     def unwrapped_models(self) -> "list[NeoBERTModel]":

@@ -1,4 +1,4 @@
-"""Text that cannot act on a terminal: what is printed of strangers' files, names of files and errors of libraries.
+"""Numbers as text, and text that cannot act on a terminal: strangers' files, names of files and errors of libraries.
 
 A terminal obeys escape sequences, and a format character that turns the text around or cannot be seen makes one word
 look like another. The two joiners stay: whole scripts and many emoji are written with them. Letters that merely
@@ -24,3 +24,33 @@ def visible(text: str, *, keep: str = "") -> str:
 
 def _acts(character: str) -> bool:
     return unicodedata.category(character) in _ESCAPED and character not in _JOINERS
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """1 file, 2 files."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def percent(share: float, *, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def with_prefix(rate: float, unit: str) -> str:
+    """Three digits, and the unit behind its prefix: `151 k tokens/s` with the unit ` tokens/s`."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= 0.9995 * factor:
+            scaled = rate / factor
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {prefix}{unit}"
+    return f"{rate:.0f} {unit.strip()}"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days:,} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from megatron_neobert.config.schema import CheckpointConfig
-from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
+from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of, sync_to_disk
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -101,11 +101,16 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
     """Refuses folders that a run must not start with, and creates --save, or only looks whether that can be done.
 
     Raises:
+        ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
         MissingInputError: --load holds no checkpoint although it must: by --resume must, or because it is neither
             --save nor replaced by --continue-from; or the latter holds none.
         CheckpointError: --load holds remains of checkpoints, but none that counts.
         OutputError: --save holds checkpoints and is not continued, or cannot be created.
     """
+    if has_stop_file(config.save):
+        raise ConfigError(
+            f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
+        )
     resumes = config.load is not None and config.resume != "never"
     load = Path(config.load).resolve() if config.load is not None and resumes else None
     save = Path(config.save).resolve() if config.save is not None else None
@@ -125,6 +130,11 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
             raise OutputError(
                 f"--save {config.save} cannot be created ({error.strerror}); name another folder."
             ) from error
+
+
+def has_stop_file(save: str | None) -> bool:
+    """Whether somebody wants no run to train in this folder."""
+    return save is not None and (Path(save) / "STOP").exists()
 
 
 def _refuse_what_mkdir_would(folder: Path) -> None:

@@ -124,9 +124,9 @@ def first_problem(problem: str | None) -> str | None:
 class Saver:
     """Writes SAVE/iter_N of a run; one checkpoint at a time."""
 
-    def __init__(self, run: Run, *, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, *, log: Callable[[str], None]) -> None:
         self.run = run
-        self.say = say
+        self.log = log
         self.save_folder = Path(run.settings.checkpoint.save or "")
         self._writer: TensorWriter | None = None
         self._iteration = 0  # of the checkpoint that is being written
@@ -159,7 +159,7 @@ class Saver:
         writer.start()
         self._writer = writer
         if config.async_save:
-            self.say(f"saving {self._final} in the background")
+            self.log(f"saving {self._final} in the background")
         else:
             self.finish()
 
@@ -195,7 +195,7 @@ class Saver:
         parts: list[Any] | None = [None] * torch.distributed.get_world_size() if is_rank_zero() else None
         torch.distributed.gather_object(part, parts)  # collective: all ranks
         self._raise_alike(self._complete(writer, parts) if parts is not None else None)
-        self.say(f"saved {self._final}")
+        self.log(f"saved {self._final}")
 
     @property
     def _final(self) -> Path:
@@ -246,7 +246,7 @@ class Saver:
             if config.keep_last is not None:
                 prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
         except OSError as error:  # the checkpoint is there
-            self.say(f"warning: {self.save_folder} could not be tidied: {error}")
+            self.log(f"warning: {self.save_folder} could not be tidied: {error}")
         return None
 
     def _raise_alike(self, problem: str | None) -> None:

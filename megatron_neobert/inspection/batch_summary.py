@@ -10,8 +10,7 @@ from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.data.batches.inputs import token_ids_of
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, MicroBatch, Share
-from megatron_neobert.text import visible
-from megatron_neobert.training.metrics_line import percent
+from megatron_neobert.text import percent, visible
 
 
 @dataclass(frozen=True)

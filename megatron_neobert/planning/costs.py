@@ -11,7 +11,7 @@ from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.activations import Kernels
 from megatron_neobert.planning.memory import RankMemory, plan_memory
-from megatron_neobert.training.metrics_line import duration, percent
+from megatron_neobert.text import counted, duration, percent
 
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
 _SHOWN_MFU = (0.2, 0.4)
@@ -134,11 +134,6 @@ def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest above it that exists: the same disk."""
     return next(place for place in (folder, *folder.parents) if place.is_dir())
-
-
-def counted(number: int, one: str, several: str | None = None) -> str:
-    """1 row, 2 rows."""
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def _bytes(size: int) -> str:

@@ -17,10 +17,10 @@ from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
 from megatron_neobert.data.batches.inputs import Inputs, open_inputs
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
-from megatron_neobert.planning.costs import checkpoint_lines, counted, gpu_lines, memory_lines, plan_memories
+from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines, plan_memories
 from megatron_neobert.planning.data import IterationSample, sample_iteration
 from megatron_neobert.planning.schedule import draw_curve, learning_rate
-from megatron_neobert.training.metrics_line import percent
+from megatron_neobert.text import counted, percent
 
 _INDENT = 12
 _COLUMNS = 118

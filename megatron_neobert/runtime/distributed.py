@@ -31,7 +31,7 @@ def initialize(settings: Settings) -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    # Should the watchdog fail, whose message says more.
+    # Later than the hang detector, whose message names the rank.
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=_MARGIN_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:

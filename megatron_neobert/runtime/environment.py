@@ -1,11 +1,42 @@
-"""Where the launcher says that this process stands. Standard library only; needs no process group."""
+"""Which rank this process is, or which node this launcher starts, by the environment. Standard library only."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from megatron_neobert.errors import LauncherError
 
+# Set by our launcher for its ranks: files and folders have been looked at, and need not be by each rank once more.
+CHECKED_BY_LAUNCHER = "MEGATRON_NEOBERT_CHECKED"
+_LARGEST = 2**31 - 1  # ranks are int32 in every backend
 _WHO_SETS = "torchrun and examples/pretrain_neobert.sh set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-_MOST_RANKS = 2**31 - 1  # int32 in every backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One of the nodes of a run; `address` and `port` are node 0's."""
+
+    nodes: int
+    rank: int
+    address: str = ""
+    port: int = 0
+
+
+def whole_number(name: str, default: str = "", *, minimum: int = 1, environment: Mapping[str, str] = os.environ) -> int:
+    """The value of an environment variable.
+
+    Raises:
+        LauncherError: It is not a whole number, too small, or too large.
+    """
+    text = environment.get(name, default)
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
+    if not is_number or not minimum <= int(text) <= _LARGEST:
+        raise LauncherError(
+            f"the environment variable {name} is {text[:80]!r}; it must be a whole number from {minimum} on."
+        )
+    if name == "MASTER_PORT" and int(text) > 65535:
+        raise LauncherError(f"MASTER_PORT is {text}; ports end at 65535. Choose a free one between 1024 and 32767.")
+    return int(text)
 
 
 def world_size() -> int:
@@ -23,44 +54,66 @@ def world_size() -> int:
             f"the environment variable {given[0]} is {os.environ[given[0]]!r}, but {other} is not set; {_WHO_SETS}, so "
             f"start with one of them, or unset {given[0]} for one process."
         )
-    ranks = _whole_number("WORLD_SIZE", minimum=1)
-    rank = _whole_number("RANK", minimum=0)
+    ranks, rank = whole_number("WORLD_SIZE"), whole_number("RANK", minimum=0)
     if rank >= ranks:
         raise LauncherError(
             f"the environment variable RANK is {rank}, but WORLD_SIZE is {ranks}; ranks are numbered 0 to {ranks - 1}. "
             "Start all ranks with the same WORLD_SIZE."
         )
     local_rank()
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
+    if missing := _missing(("MASTER_ADDR", "MASTER_PORT"), os.environ):
         raise LauncherError(
-            f"RANK is {rank} of WORLD_SIZE {ranks}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
-            f"not set, so the ranks cannot meet; {_WHO_SETS}."
+            f"RANK is {rank} of WORLD_SIZE {ranks}, but {missing} not set, so the ranks cannot find each other; "
+            f"{_WHO_SETS}."
         )
-    if _whole_number("MASTER_PORT", minimum=1) > 65535:
-        raise LauncherError(f"the environment variable MASTER_PORT is {os.environ['MASTER_PORT']}; ports end at 65535.")
+    whole_number("MASTER_PORT")
     return ranks
 
 
 def local_rank() -> int:
-    """Number of this rank among those of its node, by which it takes its GPU; 0 without a launcher.
-
-    Raises:
-        LauncherError: It is not a number.
-    """
-    return _whole_number("LOCAL_RANK", minimum=0) if "LOCAL_RANK" in os.environ else 0
+    """Number of this rank among those of its node, by which it takes its GPU; 0 without a launcher."""
+    return whole_number("LOCAL_RANK", "0", minimum=0)
 
 
 def is_rank_zero() -> bool:
-    """True on the rank that speaks for all."""
+    """True on the rank that logs for all."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _whole_number(name: str, *, minimum: int) -> int:
-    text = os.environ[name]
-    if not (text.isascii() and text.isdigit() and len(text) <= 10) or not minimum <= int(text) <= _MOST_RANKS:
+def find_node(environment: Mapping[str, str] = os.environ) -> Node:
+    """By NNODES and NODE_RANK; without NNODES by the Slurm step that started this process; otherwise the only node.
+
+    Raises:
+        LauncherError: Something is missing, or no such node can exist.
+    """
+
+    def number(name: str, default: str = "", *, minimum: int = 1) -> int:
+        return whole_number(name, default, minimum=minimum, environment=environment)
+
+    nodes, name = number("NNODES", "1"), "NODE_RANK"
+    if "NNODES" not in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        nodes, tasks, name = number("SLURM_STEP_NUM_NODES"), number("SLURM_STEP_NUM_TASKS"), "SLURM_NODEID"
+        if tasks != nodes:
+            raise LauncherError(
+                f"srun started {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, but one task starts all ranks "
+                "of its node; give srun --ntasks-per-node=1, or set NNODES."
+            )
+    if nodes > 1 and (missing := _missing((name, "MASTER_ADDR", "MASTER_PORT"), environment)):
         raise LauncherError(
-            f"the environment variable {name} is {text[:80]!r}; it must be a whole number from {minimum} on, and "
-            f"{_WHO_SETS}."
+            f"{nodes} nodes need {name}, MASTER_ADDR and MASTER_PORT, but {missing} not set; number the nodes from 0 "
+            f"to {nodes - 1} and give all of them the address and a free port of node 0."
         )
-    return int(text)
+    rank = number(name, "0", minimum=0)
+    if rank >= nodes:
+        raise LauncherError(
+            f"{name} is {rank}, but {nodes} {'node is' if nodes == 1 else 'nodes are'} started, numbered 0 to "
+            f"{nodes - 1}; correct it, or set NNODES to at least {rank + 1}."
+        )
+    if nodes == 1:
+        return Node(nodes=1, rank=0)
+    return Node(nodes=nodes, rank=rank, address=environment["MASTER_ADDR"], port=number("MASTER_PORT"))
+
+
+def _missing(names: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    missing = [name for name in names if not environment.get(name)]
+    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}" if missing else ""

@@ -1,22 +1,21 @@
-"""Whether all nodes of a run can start.
+"""Whether all nodes of a run can start, before any rank exists.
 
-The launchers meet at a store on node 0 before any rank exists. A node that refuses its start says so there, and the
-others end with its sentence and its exit code instead of waiting for its ranks; a node that never comes costs them the
-time limit, no more. The store's address and port are those that torchrun uses afterwards.
+Every launcher reports to a store on node 0 what it would start, or why it cannot; node 0 compares the reports, and its
+verdict ends all nodes with the same sentence and exit code. A node that never comes costs the others the time limit, no
+more. torchrun's static rendezvous then uses the store's address and port.
 """
 
-import contextlib
 import errno
 import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError
-from megatron_neobert.runtime.nodes import Place
+from megatron_neobert.runtime.environment import Node
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # slow to import
@@ -28,150 +27,123 @@ _FAREWELL_SECONDS = 30  # how long a node that refuses its start tries to reach 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a node found before its start: `problem` with its exit code, or what it would start."""
+    """What a node would start, or why it cannot: `problem` with its exit code."""
 
     rank: int
-    start: Mapping[str, Any]  # must be the same on all nodes
+    start: Mapping[str, Any] = field(default_factory=dict)  # must be the same on all nodes
     problem: str = ""
     exit_code: int = 0
     host: str = field(default_factory=socket.gethostname)
 
 
-class Meeting:
-    """Where the launchers of all nodes agree to start. To be kept until the run is over: node 0 holds the store."""
+def agree_to_start(node: Node, own: Report, *, timeout_seconds: int) -> "tuple[Report, TCPStore | None]":
+    """What all nodes decided, a report without a problem if they start; and the store, to be kept until the run ends.
 
-    def __init__(self, place: Place, *, timeout_seconds: int) -> None:
-        self.place = place
-        self.timeout_seconds = timeout_seconds
+    A node that has a problem itself tells the others, if they can be reached within half a minute.
 
-    def agree(self, start: Mapping[str, Any]) -> Report:
-        """What all nodes decided: a report without a problem if they start.
+    Raises:
+        TimeoutError: Node 0 did not come in time.
+        ConnectionError: Node 0 has gone, or its port is taken.
 
-        Raises:
-            TimeoutError: Not all nodes came in time.
-            ConnectionError: Node 0 has gone, or its port is taken.
+    Collective: all nodes.
+    """
+    from torch.distributed import DistError, TCPStore  # slow: the clock starts after it
 
-        Collective: all nodes.
-        """
-        place = self.place
-        print(
-            f"node {place.rank} of {place.nodes} on {socket.gethostname()} can start; meeting at {place.address} port "
-            f"{place.port}, for at most {self.timeout_seconds} s",
-            file=sys.stderr,
-            flush=True,
-        )
-        with self._loss_in_words():
-            deadline = self._enter(self.timeout_seconds)
-            if self.store.add(f"start/arrivals/{place.rank}", 1) > 1:
-                return self._refuse_duplicate()
-            self._put(f"start/report/{place.rank}", Report(rank=place.rank, start=start))
-            if place.rank > 0:
-                return self._hear_verdict(deadline)
-            verdict = self._judge(deadline)
-            if verdict.problem:
-                self._announce(verdict, late_nodes=time.monotonic() < deadline)
-            else:
-                self._put("start/verdict", verdict)
-            return verdict
-
-    def refuse(self, problem: str, *, exit_code: int) -> None:
-        """Tells the other nodes that this one does not start, if they can be reached at all."""
-        report = self._refusal(problem, exit_code=exit_code)
-        try:
-            with self._loss_in_words():
-                self._enter(_FAREWELL_SECONDS)
-                if self.place.rank == 0:
-                    self._announce(report, late_nodes=True)
-                else:
-                    self._put("start/refusal", report)
-                    self.store.add("start/heard", 1)
-        except OSError as error:
-            print(f"the other nodes could not be told: {error}", file=sys.stderr)
-
-    def _refuse_duplicate(self) -> Report:
-        """Ends this node whatever the others decide: the verdict may have been given without it."""
-        place = self.place
-        problem = (
-            f"NODE_RANK {place.rank} was given to two nodes, or one node was started twice; number them from 0 to "
-            f"{place.nodes - 1} and start each of them once."
-        )
-        refusal = self._refusal(problem, exit_code=ConfigError.exit_code)
-        self._put("start/refusal", refusal)
-        self.store.add("start/heard", 1)
-        return refusal
-
-    def _refusal(self, problem: str, *, exit_code: int) -> Report:
-        return Report(rank=self.place.rank, start={}, problem=problem, exit_code=exit_code)
-
-    def _enter(self, seconds: int) -> float:
-        """Opens or finds the store; returns when the time is over, by `time.monotonic`."""
-        from torch.distributed import TCPStore
-
-        place, deadline = self.place, time.monotonic() + seconds
-        if place.rank > 0:
-            _wait_for_port(place, deadline)
-            self.store = TCPStore(place.address, place.port, world_size=place.nodes, wait_for_workers=False)
+    deadline = time.monotonic() + (_FAREWELL_SECONDS if own.problem else timeout_seconds)
+    try:
+        if node.rank == 0:
+            store = serve_store(node.address, node.port, nodes=node.nodes)
         else:
-            self.store = serve_store(place.address, place.port, nodes=place.nodes)
-        return deadline
+            _wait_for_port(node, deadline)
+            store = TCPStore(node.address, node.port, world_size=node.nodes, wait_for_workers=False)
+        return _exchange(store, node, own, deadline), store
+    except (DistError, OSError) as error:
+        if own.problem:
+            print(f"the other nodes could not be told: {error}", file=sys.stderr)
+            return own, None
+        if isinstance(error, OSError):
+            raise
+        raise ConnectionError(
+            f"node 0 at {node.address} port {node.port} ended before the start; look at its output."
+        ) from error
 
-    @contextlib.contextmanager
-    def _loss_in_words(self) -> Iterator[None]:
-        """Turns what the store raises at any of its calls into a ConnectionError for the user."""
-        from torch.distributed import DistError  # slow: whoever sets a clock does it after this
 
-        place = self.place
-        try:
-            yield
-        except DistError as error:
-            raise ConnectionError(
-                f"node 0 at {place.address} port {place.port} ended before the start; look at its output."
-            ) from error
-
-    def _judge(self, deadline: float) -> Report:
-        keys = [f"start/report/{rank}" for rank in range(self.place.nodes)]
-        while True:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            if self.store.check(["start/refusal"]):
-                return self._get("start/refusal")
-            if not missing:
-                return _compare([self._get(key) for key in keys])
-            if time.monotonic() > deadline:
-                return self._refusal(self._describe_absence(missing), exit_code=EXIT_IO_ERROR)
-            time.sleep(_POLL_SECONDS)
-
-    def _describe_absence(self, missing: list[int]) -> str:
-        named = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
-        return (
-            f"{self.place.nodes - len(missing)} of {self.place.nodes} nodes came to {self.place.address} port "
-            f"{self.place.port} within {self.timeout_seconds} s; missing: node {named}. Look at their output; if they "
-            "are only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
+def _exchange(store: "TCPStore", node: Node, own: Report, deadline: float) -> Report:
+    """Reports, and waits for the verdict, which node 0 gives."""
+    if store.add(f"start/arrivals/{node.rank}", 1) > 1:  # ends this node whatever the others decide
+        problem = (
+            f"NODE_RANK {node.rank} was given to two nodes, or one node was started twice; number them from 0 to "
+            f"{node.nodes - 1} and start each of them once."
         )
+        own = replace(own, problem=problem, exit_code=ConfigError.exit_code)
+    key = "start/refusal" if own.problem else f"start/report/{node.rank}"
+    store.compare_set(key, "", json.dumps(asdict(own)))  # the first refusal counts
+    if node.rank == 0:
+        return _judge(store, node, deadline)
+    # Node 0 may have started its clock later.
+    while not own.problem and not store.check(["start/verdict"]):
+        if time.monotonic() > deadline + _FAREWELL_SECONDS:
+            raise TimeoutError(
+                f"node 0 at {node.address} port {node.port} gave no verdict on the start in time; look at its output."
+            )
+        time.sleep(_POLL_SECONDS)
+    verdict = own if own.problem else Report(**json.loads(store.get("start/verdict")))
+    store.add("start/heard", 1)
+    return verdict
 
-    def _hear_verdict(self, deadline: float) -> Report:
-        place = self.place
-        while not self.store.check(["start/verdict"]):
-            if time.monotonic() > deadline + _FAREWELL_SECONDS:  # node 0 may have started its clock later
+
+def _judge(store: "TCPStore", node: Node, deadline: float) -> Report:
+    started = time.monotonic()
+    keys = [f"start/report/{rank}" for rank in range(node.nodes)]
+    listeners = node.nodes - 1
+    while not (store.check(["start/refusal"]) or store.check(keys) or time.monotonic() > deadline):
+        time.sleep(_POLL_SECONDS)
+    if store.check(["start/refusal"]):
+        verdict = Report(**json.loads(store.get("start/refusal")))
+    elif missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+        listeners -= len(missing)
+        named = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
+        problem = (
+            f"{node.nodes - len(missing)} of {node.nodes} nodes came to {node.address} port {node.port} within "
+            f"{time.monotonic() - started:.0f} s; missing: node {named}. Look at their output; if they are only slow, "
+            "raise RENDEZVOUS_TIMEOUT_SECONDS."
+        )
+        verdict = Report(rank=0, problem=problem, exit_code=EXIT_IO_ERROR)
+    else:
+        verdict = _compare([Report(**json.loads(store.get(key))) for key in keys])
+    store.set("start/verdict", json.dumps(asdict(verdict)))
+    until = time.monotonic() + _FAREWELL_SECONDS
+    while verdict.problem and time.monotonic() < until and store.add("start/heard", 0) < listeners:
+        time.sleep(_POLL_SECONDS)  # this process holds the store in which the others read it
+    return verdict
+
+
+def _compare(reports: list[Report]) -> Report:
+    first, *others = reports
+    for other in others:
+        names = [name for name in {**first.start, **other.start} if first.start.get(name) != other.start.get(name)]
+        if names:
+            differences = ", ".join(f"{name} {other.start.get(name)}, not {first.start.get(name)}" for name in names)
+            problem = f"it differs from node 0 ({differences}); start all nodes with the same settings and ranks."
+            return replace(other, problem=problem, exit_code=ConfigError.exit_code)
+    return first
+
+
+def _wait_for_port(node: Node, deadline: float) -> None:
+    """In short steps, so that a signal is answered soon."""
+    started = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((node.address, node.port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"node 0 at {place.address} port {place.port} did not say within {self.timeout_seconds} s "
-                    "whether to start; look at its output."
-                )
-            time.sleep(_POLL_SECONDS)
-        verdict = self._get("start/verdict")
-        self.store.add("start/heard", 1)
-        return verdict
-
-    def _announce(self, refusal: Report, *, late_nodes: bool) -> None:
-        self._put("start/verdict", refusal)
-        until = time.monotonic() + (_FAREWELL_SECONDS if late_nodes else 10 * _POLL_SECONDS)
-        while time.monotonic() < until and self.store.add("start/heard", 0) < self.place.nodes - 1:
-            time.sleep(_POLL_SECONDS)
-
-    def _put(self, key: str, report: Report) -> None:
-        self.store.set(key, json.dumps(asdict(report)))
-
-    def _get(self, key: str) -> Report:
-        return Report(**json.loads(self.store.get(key)))
+                    f"node 0 could not be reached at {node.address} port {node.port} for "
+                    f"{time.monotonic() - started:.0f} s ({error}); look at its output, and check MASTER_ADDR, "
+                    "MASTER_PORT and the firewall. If it is only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
+                ) from error
+        time.sleep(_POLL_SECONDS)
 
 
 def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
@@ -214,31 +186,3 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
-
-
-def _wait_for_port(place: Place, deadline: float) -> None:
-    """In short steps, so that a signal is answered at once."""
-    started = time.monotonic()
-    while True:
-        try:
-            socket.create_connection((place.address, place.port), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"node 0 could not be reached at {place.address} port {place.port} for "
-                    f"{time.monotonic() - started:.0f} s ({error}); look at its output, and check MASTER_ADDR, "
-                    "MASTER_PORT and the firewall. If it is only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
-                ) from error
-        time.sleep(_POLL_SECONDS)
-
-
-def _compare(reports: list[Report]) -> Report:
-    first, *others = reports
-    for other in others:
-        names = [name for name in {**first.start, **other.start} if first.start.get(name) != other.start.get(name)]
-        if names:
-            differences = ", ".join(f"{name} {other.start.get(name)}, not {first.start.get(name)}" for name in names)
-            problem = f"it differs from node 0 ({differences}); start all nodes with the same settings and ranks."
-            return replace(other, problem=problem, exit_code=ConfigError.exit_code)
-    return first

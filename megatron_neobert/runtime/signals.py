@@ -1,12 +1,13 @@
-"""Requests to end a run before its last iteration, or to save: a signal to any rank, the time limit, a file.
+"""Requests to end a run before its last iteration, or to save: a signal to any process, the time limit, a file.
 
 All ranks stop at the same iteration, after saving. Before the process group stands there is no such iteration and
-nothing to save, so a signal ends the rank at once. Standard library only: this has to hold before torch is imported.
+nothing to save, so a signal ends the rank at once. No torch: this has to hold before it is imported.
 
     SAVE/STOP        save and stop, with 75; no run starts in this folder until somebody removes it
-    SAVE/SAVE_NOW    save and go on; removed when the checkpoint is there
+    SAVE/SAVE_NOW    save and continue; removed when the checkpoint is there
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from megatron_neobert.config.schema import Settings, TrainingConfig
-from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE, ConfigError
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE
 
 _NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
 _REASONS = {
@@ -33,13 +36,48 @@ FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint; Ctrl-C agai
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # at the files; a network file system answers each look in milliseconds
 
-_SECONDS_TO_SPEAK = 2.0
+_SECONDS_TO_WRITE = 2.0  # to stderr, whose reader may have stopped
 
 _group_stands = threading.Event()
 _signals_received: list[int] = []
 _signals_answered: list[int] = []
 _started_seconds = time.monotonic()
 _launchers: list[int] = []  # the process that started this rank, if it watches over it
+passed_on: set[int] = set()  # by this launcher to its ranks
+interrupts: list[int] = []  # Ctrl-C that this launcher got while it had ranks
+
+
+def pass_on_stop_signals() -> None:
+    """From now on the ranks of this launcher hear of stop signals; without ranks one ends the launcher.
+
+    In a thread, because the main thread may wait in C++ for another node's launcher.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)  # the thread hears of signals that have a handler
+    watch_signals(_pass_on)
+
+
+def _pass_on(number: int) -> None:
+    """The ranks save and end by themselves, and torchrun then ends with their exit code.
+
+    A Ctrl-C is passed on as SIGTERM, and the second one as an abort: a signal to all processes of a job reaches the
+    ranks twice, which must not count as two.
+    """
+    ranks = psutil.Process().children()
+    if not ranks:
+        _write(f"stopped by {signal.Signals(number).name} while no rank was running\n")
+        os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_EARLY)
+    if number == ABORT_SIGNAL:  # torchrun passes this one on, see --signals-to-handle in launch.py
+        return
+    if number == signal.SIGINT:
+        interrupts.append(number)
+        number = signal.SIGTERM if len(interrupts) == 1 else ABORT_SIGNAL
+        if len(interrupts) == 1:
+            _write(f"{FIRST_INTERRUPT}\n")
+    passed_on.add(number)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+            rank.send_signal(number)
 
 
 def install_signal_handlers() -> None:
@@ -78,10 +116,10 @@ def _read_signals(reader: int, answer: Callable[[int], None]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Until the watchdog does it: a rank that waits for others would wait for ever once the launcher is gone."""
+    """Until the hang detector does it: a rank that waits for others would wait for ever once the launcher is gone."""
     while not _group_stands.wait(_SECONDS_BETWEEN_LOOKS):
         if launcher_has_gone():
-            _say(f"rank {os.environ.get('RANK', '0')}: the launcher that started it has gone\n")
+            _write(f"rank {os.environ.get('RANK', '0')}: the launcher that started it has gone\n")
             os._exit(EXIT_UNAVAILABLE)
 
 
@@ -89,20 +127,20 @@ def _answer(number: int) -> None:
     rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
     _signals_answered.append(number)
     if number == ABORT_SIGNAL or _signals_answered.count(signal.SIGINT) > 1:
-        _say(f"rank {rank}: aborted\n")
+        _write(f"rank {rank}: aborted\n")
         os._exit(EXIT_INTERRUPTED)
     if not _group_stands.is_set():
-        _say(f"rank {rank}: stopped by {name} before the first iteration\n")
+        _write(f"rank {rank}: stopped by {name} before the first iteration\n")
         os._exit(EXIT_STOPPED_EARLY)
     if number == signal.SIGINT:
-        _say(f"{FIRST_INTERRUPT}\n")
+        _write(f"{FIRST_INTERRUPT}\n")
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     """Writes in one piece, since other ranks write as well, and gives up where nobody reads."""
     writer = threading.Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
     writer.start()
-    writer.join(_SECONDS_TO_SPEAK)
+    writer.join(_SECONDS_TO_WRITE)
 
 
 def _remember(number: int, frame: FrameType | None) -> None:
@@ -147,7 +185,7 @@ def _is_there(path: Path) -> bool:
 
 
 def requests_of_this_rank(settings: Settings, *, has_trained: bool = True) -> tuple[int, int]:
-    """A stop code, and 1 to save and go on: what this rank alone knows. The largest over all ranks decides.
+    """A stop code, and 1 to save and continue: what this rank alone knows. The largest over all ranks decides.
 
     Rank 0 looks for the files, at most once a second.
 
@@ -179,23 +217,6 @@ def fulfil_save_request(save: Path) -> None:
         (save / "SAVE_NOW").unlink(missing_ok=True)
 
 
-def has_stop_file(save: str | None) -> bool:
-    """Whether somebody wants no run to train in this folder."""
-    return save is not None and (Path(save) / "STOP").exists()
-
-
-def refuse_stop_file(save: str | None) -> None:
-    """Keeps a queue from starting a run again that was stopped by a file.
-
-    Raises:
-        ConfigError: SAVE/STOP exists.
-    """
-    if has_stop_file(save):
-        raise ConfigError(f"{save}/STOP exists, so no run starts in --save {save}; remove that file to go on.")
-
-
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
-    """Why all ranks stop after this iteration, in words; None to go on."""
-    if iteration >= training.train_iters or agreed_code == _NOTHING:  # in the first case it is over anyway
-        return None
-    return _REASONS[agreed_code]
+    """Why all ranks stop after this iteration, in words; None to continue, or because it is over anyway."""
+    return None if iteration >= training.train_iters else _REASONS.get(agreed_code)

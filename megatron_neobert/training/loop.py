@@ -1,7 +1,9 @@
-"""The story of a run: read a batch, train on it, say so, validate, save, stop."""
+"""The story of a run: read a batch, train on it, log, validate, save, stop."""
 
+import functools
+import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,15 +19,15 @@ from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, Diverg
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.runtime import distributed
-from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, is_rank_zero
 from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank
-from megatron_neobert.state import Progress, Run
-from megatron_neobert.training.hang_detector import Watchdog
-from megatron_neobert.training.metrics import Averages, Monitor
+from megatron_neobert.state import Progress, RankStatus, Run, StepReport
+from megatron_neobert.training.hang_detector import HangDetector
+from megatron_neobert.training.metrics import Averages, Monitor, add_sums
 from megatron_neobert.training.setup import build_run, join
 from megatron_neobert.training.skip_update import count_update, too_many_skips
-from megatron_neobert.training.step import train_step, validation_step
-from megatron_neobert.training.trackers_wandb import refuse_missing_wandb
+from megatron_neobert.training.step import share_status, train_step, validation_step
+from megatron_neobert.training.trackers import refuse_missing_wandb
 
 
 def run_training(settings: Settings) -> int:
@@ -37,33 +39,46 @@ def run_training(settings: Settings) -> int:
     Collective: all ranks.
     """
     refuse_missing_wandb(settings)
-    check_folders(settings.checkpoint)
+    if CHECKED_BY_LAUNCHER not in os.environ:
+        check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None):
-        return _run(settings)
+        inputs, device = join(settings)
+        with HangDetector(settings.parallel) as detector:
+            run = build_run(settings, inputs, device)
+            run.tick = detector.tick
+            loaded = load_checkpoint(run)
+            monitor = Monitor(
+                settings, iteration=run.progress.iteration, vocab_size=run.tokenizer.vocab_size, device=device
+            )
+            monitor.log(_opening_line(run, loaded))
+            monitor.log(choose_kernels(settings).summary)
+            with monitor.running():
+                code = train(run, monitor, detector)
+        distributed.shut_down()
+        return code
 
 
-def _run(settings: Settings) -> int:
-    inputs, device = join(settings)
-    with Watchdog(settings.parallel) as watchdog:
-        run = build_run(settings, inputs, device)
-        run.tick = watchdog.tick
-        loaded = load_checkpoint(run)
-        monitor = Monitor(
-            settings, iteration=run.progress.iteration, vocab_size=run.tokenizer.vocab_size, device=device
-        )
-        monitor.say(_opening_line(run, loaded))
-        monitor.say(choose_kernels(settings).summary)
-        with monitor.running():
-            code = train(run, monitor, watchdog)
-    distributed.shut_down()
-    return code
+@dataclass(frozen=True)
+class Next:
+    """What follows an iteration, the same on all ranks."""
+
+    stop: str | None = None  # why the run stops before its last iteration
+    failure: str | None = None  # why it ends as broken
+    is_last: bool = False
+    validates: bool = False
+    saves: bool = False
+    logs: bool = False
+
+    @property
+    def ends(self) -> bool:
+        return self.is_last or self.stop is not None or self.failure is not None
 
 
-def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
+def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     """Trains from `run.progress` to the last iteration, or until somebody wants the run to stop.
 
     Returns:
-        The exit code: 0 at the end of training, 75 if the run can go on later, 130 if it was stopped unsaved.
+        The exit code: 0 at the end of training, 75 if the run can resume later, 130 if it was stopped unsaved.
 
     Raises:
         DivergenceError: Too many updates in a row were skipped; what there is has been saved. Or the replicas of the
@@ -71,79 +86,119 @@ def train(run: Run, monitor: Monitor, watchdog: Watchdog) -> int:
 
     Collective: all ranks.
     """
-    training, saver = run.settings.training, Saver(run, say=monitor.say)
-    reason, _ = _agree(run, saver, monitor, has_trained=False)  # to stop: it may have come while the run was built
-    if reason is None and _validation_is_due(run):  # the run was stopped before or during it
-        reason = _validate(run, monitor, saver, watchdog)
-    if reason is not None:
-        return _stop(run, monitor, reason)
-    if run.progress.iteration >= training.train_iters:
-        monitor.say(f"nothing to do: iteration {run.progress.iteration} of {training.train_iters} is saved already")
-        return 0
-    watchdog.mark("waiting for data", run.progress.iteration + 1)
+    saver = Saver(run, log=monitor.log)
+    following = _before_the_first_iteration(run, monitor, saver, detector)
+    if following.ends:
+        return _exit_code(run, monitor, following)
+    detector.mark("waiting for data", run.progress.iteration + 1)
     for batches in monitor.clocked(_training_batches(run)):
-        watchdog.mark("training", run.progress.iteration + 1)
+        detector.mark("training", run.progress.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
         report = train_step(run, batches)
-        run.progress = count_update(_advance(run, batches), report, training)
+        run.progress = count_update(_advance(run, batches), report, run.settings.training)
         monitor.add(report, run.progress)
-        iteration = run.progress.iteration
-        if _due(iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):
+        following = _what_follows(run, report)
+        _finish_save(saver, report)
+        if _due(run.progress.iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):
             saver.refuse_drift()
-        reason, save_is_wanted = _agree(run, saver, monitor)
-        if reason is None and iteration < training.train_iters and _due(iteration, training.exit_interval):
-            reason = f"--exit-interval {training.exit_interval}"
-        trouble = too_many_skips(run.progress, training, save=run.settings.checkpoint.save)
-        last = iteration == training.train_iters or reason is not None or trouble is not None
-        validates = not (reason or trouble) and _validation_is_due(run)
-        saves = last or save_is_wanted or _due(iteration, run.settings.checkpoint.save_interval)
-        if saves or validates or _due(iteration, run.settings.logging.log_interval):
+        if following.logs:
             run.progress = monitor.close_interval(run.progress, lr=learning_rate, grad_norm=report.grad_norm)
-        if validates:
-            reason = _validate(run, monitor, saver, watchdog)
-            last = last or reason is not None
-        if (saves or last) and run.settings.checkpoint.save is not None:
-            watchdog.mark("saving", iteration)
+        if following.validates:
+            following = _validate(run, monitor, saver, detector, following)
+        if following.saves:
+            detector.mark("saving", run.progress.iteration)
             saver.save()
-        if last:
+        if following.ends:
             break
-        if saves or validates:
+        if following.saves or following.validates:
             monitor.restart_clock()
-        watchdog.mark("waiting for data", iteration + 1)
+        detector.mark("waiting for data", run.progress.iteration + 1)
     saver.finish()
-    if trouble is not None:
-        raise DivergenceError(trouble)
-    return 0 if reason is None else _stop(run, monitor, reason)
+    return _exit_code(run, monitor, following)
 
 
-def _validate(run: Run, monitor: Monitor, saver: Saver, watchdog: Watchdog) -> str | None:
-    """Says the loss over the first `eval_iters` batches of the held-out documents, the same ones at every call.
+def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> Next:
+    """Whether there is anything to train: a request to stop may have come while the run was built.
+
+    Makes up for a validation before or during which the run was stopped. Collective: all ranks.
+    """
+
+    def own_status(*, has_trained: bool = True) -> RankStatus:
+        requests = requests_of_this_rank(run.settings, has_trained=has_trained)
+        return RankStatus(*requests, is_saving=int(saver.is_writing), memory_mib=monitor.own_memory_mib())
+
+    run.own_status = functools.partial(own_status, has_trained=False)
+    status = share_status(run)  # collective: all ranks
+    run.own_status = own_status
+    training, iteration = run.settings.training, run.progress.iteration
+    following = Next(
+        stop=reason_to_stop(training, iteration=iteration, agreed_code=status.stop_code),
+        is_last=iteration >= training.train_iters,
+    )
+    if following.stop is None and _validation_is_due(run):
+        following = _validate(run, monitor, saver, detector, following)
+    if following.is_last and following.stop is None:
+        monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is saved already")
+    return following
+
+
+def _what_follows(run: Run, report: StepReport) -> Next:
+    training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.progress.iteration
+    stop = reason_to_stop(training, iteration=iteration, agreed_code=report.status.stop_code)
+    if stop is None and iteration < training.train_iters and _due(iteration, training.exit_interval):
+        stop = f"--exit-interval {training.exit_interval}"
+    following = Next(
+        stop=stop,
+        failure=too_many_skips(run.progress, training, save=checkpoint.save),
+        is_last=iteration == training.train_iters,
+    )
+    is_saved = following.ends or bool(report.status.save_is_wanted) or _due(iteration, checkpoint.save_interval)
+    validates = not (following.stop or following.failure) and _validation_is_due(run)
+    return replace(
+        following,
+        validates=validates,
+        saves=is_saved and checkpoint.save is not None,
+        logs=is_saved or validates or _due(iteration, run.settings.logging.log_interval),
+    )
+
+
+def _finish_save(saver: Saver, report: StepReport) -> None:
+    """Completes a checkpoint whose tensors all ranks have written meanwhile. Collective: all ranks."""
+    if not report.status.is_saving:
+        saver.finish()
+
+
+def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, following: Next) -> Next:
+    """Logs the loss over the first `eval_iters` batches of the held-out documents, the same ones at every call.
 
     Returns:
-        Why the run shall stop, if somebody asks for that meanwhile. Nothing is said then; the validation is due again
-        when the run goes on.
+        What follows: that the run stops, if somebody asks for that meanwhile. Nothing is logged then; the validation is
+        due again when the run resumes.
 
     Collective: all ranks.
     """
     assert run.validation_stream is not None
-    sums: torch.Tensor | None = None
-    reason: str | None = None
+    training, iteration = run.settings.training, run.progress.iteration
+    sums: tuple[float, ...] | None = None
+    stop: str | None = None
     for model in run.models:
         model.eval()
-    for _, batches in zip(range(run.settings.training.eval_iters), run.validation_stream.steps(), strict=False):
-        watchdog.mark("validating", run.progress.iteration)
+    for _, batches in zip(range(training.eval_iters), run.validation_stream.steps(), strict=False):
+        detector.mark("validating", iteration)
         report = validation_step(run, batches)
-        sums = report.sums if sums is None else sums + report.sums
-        reason, _ = _agree(run, saver, monitor)
-        if reason is not None:
+        sums = add_sums(sums, report.sums)
+        _finish_save(saver, report)
+        stop = reason_to_stop(training, iteration=iteration, agreed_code=report.status.stop_code)
+        if stop is not None:
             break
     for model in run.models:
         model.train()
-    if reason is None:
-        assert sums is not None
-        run.progress = replace(run.progress, validated_iteration=run.progress.iteration)
-        monitor.report_validation(run.progress, Averages.of(sums))
-    return reason
+    if stop is not None:
+        return replace(following, stop=stop, saves=run.settings.checkpoint.save is not None)
+    assert sums is not None
+    run.progress = replace(run.progress, validated_iteration=iteration)
+    monitor.report_validation(run.progress, Averages.of(sums))
+    return following
 
 
 def _validation_is_due(run: Run) -> bool:
@@ -155,28 +210,15 @@ def _validation_is_due(run: Run) -> bool:
     )
 
 
-def _agree(run: Run, saver: Saver, monitor: Monitor, *, has_trained: bool = True) -> tuple[str | None, bool]:
-    """Why all ranks stop after this iteration, None to go on; and whether somebody wants a checkpoint now.
-
-    Completes a checkpoint that all ranks have written in the background, and lets the monitor know how much memory the
-    fullest rank has taken. Collective: all ranks.
-    """
-    requests = requests_of_this_rank(run.settings, has_trained=has_trained)
-    code, save_is_wanted, writing, monitor.largest_memory_mib = distributed.largest_over_all_ranks(
-        [*requests, saver.is_writing, monitor.own_memory_mib()], run.device
-    )
-    if not writing:
-        saver.finish()
-    reason = reason_to_stop(run.settings.training, iteration=run.progress.iteration, agreed_code=code)
-    return reason, bool(save_is_wanted)
-
-
-def _stop(run: Run, monitor: Monitor, reason: str) -> int:
+def _exit_code(run: Run, monitor: Monitor, following: Next) -> int:
+    if following.failure is not None:
+        raise DivergenceError(following.failure)
+    if following.stop is None:
+        return 0
     is_saved = run.settings.checkpoint.save is not None
     saved = "" if is_saved else "; nothing was saved, there is no --save"
-    monitor.say(
-        f"stopped after iteration {run.progress.iteration} of {run.settings.training.train_iters}: {reason}{saved}"
-    )
+    place = f"iteration {run.progress.iteration} of {run.settings.training.train_iters}"
+    monitor.log(f"stopped after {place}: {following.stop}{saved}")
     return EXIT_STOPPED_EARLY if is_saved else EXIT_INTERRUPTED
 
 

@@ -1,14 +1,16 @@
-"""What a run says: one line per interval to whoever looks and to the trackers, and a bar on a terminal.
+"""What a run logs: one line per interval to the console and to the trackers, and a bar on a terminal.
 
-The reports of steps are over all ranks already, so nothing here is a collective. A skipped update is said at once; its
-loss enters no average, its tokens count.
+The reports of steps are over all ranks already, so nothing here is a collective. A skipped update is logged when it
+happens; its loss enters no average, its tokens count.
 """
 
+import math
+import operator
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
@@ -21,10 +23,83 @@ from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.runtime.terminal import Terminal
-from megatron_neobert.state import Progress
-from megatron_neobert.training.metrics_line import Interval, say_quality
-from megatron_neobert.training.step import StepReport
+from megatron_neobert.state import Progress, StepReport
+from megatron_neobert.text import duration, percent, with_prefix
 from megatron_neobert.training.trackers import Trackers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Means over all ranks and the iterations of an interval, unless noted otherwise."""
+
+    iteration: int
+    train_iters: int
+    loss: float | None  # nats per masked token; None if every update was skipped
+    masked_accuracy: float | None  # share of the masked tokens whose likeliest prediction is right
+    lr: float  # of the last iteration, as is the gradient norm
+    grad_norm: float
+    ranks: int
+    tokens_per_second: float  # of all ranks; tokens of documents, unused slots are not counted
+    flops_per_second: float  # of all ranks; what the model needs for these tokens, recomputation not counted
+    peak_tflops: float | None  # of one rank's GPU; None where it is not known, as on CPU
+    memory_gib: float  # of the rank that has most of it: the peak of what it allocated, on CPU what is resident now
+    fill: float  # share of the slots that hold tokens of documents
+    data_wait: float  # share of its time that rank 0 waited for a batch
+    consumed_tokens: int  # since the start of the run, as are the skipped iterations
+    skipped_iterations: int
+    eta_seconds: float
+
+    @property
+    def flops_per_rank(self) -> float:
+        return self.flops_per_second / self.ranks
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the GPU's peak that the model's own operations take."""
+        return None if self.peak_tflops is None else self.flops_per_rank / (self.peak_tflops * 1e12)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """For the record; what is not known is left out."""
+        values = asdict(self)
+        for name in ("iteration", "train_iters", "ranks", "flops_per_second", "peak_tflops"):
+            del values[name]
+        values["tokens_per_second_per_rank"] = self.tokens_per_second / self.ranks
+        values["tflops_per_rank"] = self.flops_per_rank / 1e12
+        values["mfu"] = self.mfu
+        return {name: value for name, value in values.items() if value is not None}
+
+    def __str__(self) -> str:
+        """One line of some 200 characters; `8 x` begins what each of eight ranks does."""
+        parts = [
+            f"iteration {self.iteration}/{self.train_iters} ({percent(self.iteration / self.train_iters)})",
+            quality_of(self.loss, self.masked_accuracy),
+            f"lr {self.lr:.2e}",
+            f"grad norm {self.grad_norm:.3f}" if math.isfinite(self.grad_norm) else None,
+            with_prefix(self.tokens_per_second, " tokens/s"),
+            self._speed(),
+            f"{self.memory_gib:.{1 if self.memory_gib >= 10 else 2}f} GiB",
+            f"fill {percent(self.fill)}",
+            f"wait {percent(self.data_wait)}",
+            f"skipped {self.skipped_iterations}" if self.skipped_iterations else None,
+            f"ETA {duration(self.eta_seconds)}",
+        ]
+        return " | ".join(part for part in parts if part is not None)
+
+    def _speed(self) -> str:
+        speed = with_prefix(self.flops_per_rank, "FLOP/s")
+        if self.mfu is not None:
+            speed += f", MFU {percent(self.mfu)}"
+        if self.ranks == 1:
+            return speed
+        return f"{self.ranks} x {with_prefix(self.tokens_per_second / self.ranks, '').strip()}, {speed}"
+
+
+def quality_of(loss: float | None, accuracy: float | None) -> str:
+    """Loss and accuracy, or that there is neither."""
+    if loss is None or accuracy is None:
+        return "every update skipped"
+    return f"loss {loss:.4f} nats | accuracy {percent(accuracy, digits=2)}"
 
 
 @dataclass(frozen=True)
@@ -37,17 +112,22 @@ class Averages:
     seen_tokens: float = 0.0  # by a token on average, its document's, itself among them
 
     @classmethod
-    def of(cls, sums: torch.Tensor) -> "Averages":
+    def of(cls, sums: Sequence[float]) -> "Averages":
         """Of the sums of a StepReport."""
-        loss, masked, correct, tokens, pairs = sums.tolist()
+        loss, masked, correct, tokens, pairs = sums
         covered = max(masked, 1)
         return cls(
             loss=loss / covered, accuracy=correct / covered, tokens=round(tokens), seen_tokens=pairs / max(tokens, 1)
         )
 
 
+def add_sums(one: Sequence[float] | None, other: Sequence[float]) -> tuple[float, ...]:
+    """Those of several steps, from None on."""
+    return tuple(other if one is None else map(operator.add, one, other))
+
+
 class Monitor:
-    """Collects step reports and says them every log interval; only rank 0 speaks."""
+    """Collects step reports and logs them every log interval, on rank 0 alone."""
 
     def __init__(self, settings: Settings, *, iteration: int, vocab_size: int, device: torch.device) -> None:
         self.settings = settings
@@ -55,13 +135,13 @@ class Monitor:
         self.device = device
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
-        self.speaks = is_rank_zero()
-        self.sums: torch.Tensor | None = None
+        self.logs = is_rank_zero()
+        self.sums: tuple[float, ...] | None = None
         self.iterations = 0
         self.updates = 0  # of these iterations, those that were not skipped
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
-        self.largest_memory_mib = 0  # of all ranks, as the loop has learnt
+        self.largest_memory_mib = 0  # of all ranks
         self.console = Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
         # Not console.is_terminal alone: FORCE_COLOR makes a terminal of any file.
         shows_bar = sys.stdout.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
@@ -71,14 +151,14 @@ class Monitor:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=self.console,
-            disable=not (self.speaks and shows_bar),
+            disable=not (self.logs and shows_bar),
         )
         self.task = self.bar.add_task("pretraining", total=settings.training.train_iters, completed=iteration)
-        self.trackers = Trackers(settings, iteration=iteration, say=self.say) if self.speaks else None
+        self.trackers = Trackers(settings, iteration=iteration, log=self.log) if self.logs else None
 
     @contextmanager
     def running(self) -> Iterator["Monitor"]:
-        """Shows the bar, and closes every file at the end, whatever the end is."""
+        """Shows the bar, and closes every file at the end, also after an error."""
         failed = True
         try:
             with self.bar:
@@ -88,9 +168,9 @@ class Monitor:
             if self.trackers is not None:
                 self.trackers.close(failed=failed)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line on rank 0."""
-        if self.speaks:
+        if self.logs:
             self.console.print(text, markup=False)
 
     def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
@@ -102,45 +182,52 @@ class Monitor:
             started = time.perf_counter()
 
     def own_memory_mib(self) -> int:
-        """Of this rank: the most it had allocated since the last line, or on CPU what is resident."""
+        """Of this rank: the most it had allocated since this was last asked, or on CPU what is resident."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) >> 20
+            peak = torch.cuda.max_memory_allocated(self.device) >> 20
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return peak
         return int(psutil.Process().memory_info().rss) >> 20
 
     def add(self, report: StepReport, progress: Progress) -> None:
-        """Adds a step to the current interval, and says if its update was skipped; `progress` counts it already."""
+        """Adds a step to the current interval, and logs if its update was skipped; `progress` counts it already."""
         sums = report.sums
         if report.skip_reason is None:
             self.updates += 1
         else:
-            sums = torch.cat([torch.zeros_like(sums[:3]), sums[3:]])
-            self._report_skip(progress, report.skip_reason)
-        self.sums = sums if self.sums is None else self.sums + sums
+            sums = (0.0, 0.0, 0.0, *sums[3:])
+            self.log(
+                f"{self._place(progress)} | update skipped: {report.skip_reason} | {progress.skipped_iterations} "
+                f"skipped, {progress.skipped_in_a_row} in a row"
+            )
+            self._record(progress, {"skipped_iterations": progress.skipped_iterations})
+        self.sums = add_sums(self.sums, sums)
+        memory_mib = report.status.memory_mib
+        # Of a GPU's peaks the largest counts; what is resident on a CPU is that of now.
+        self.largest_memory_mib = max(self.largest_memory_mib, memory_mib) if self.device.type == "cuda" else memory_mib
         self.iterations += 1
         self.bar.advance(self.task)
 
     def close_interval(self, progress: Progress, *, lr: float, grad_norm: float) -> Progress:
-        """Says the averages since the last call and counts their tokens into `progress`."""
+        """Logs the averages since the last call and counts their tokens into `progress`."""
         assert self.sums is not None, "an interval has at least one step"
         averages = Averages.of(self.sums)
         progress = replace(progress, consumed_tokens=progress.consumed_tokens + averages.tokens)
         interval = self._interval(progress, averages, lr=lr, grad_norm=grad_norm)
-        self.say(str(interval))
+        self.log(str(interval))
         self._record(progress, interval.values)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
         self.restart_clock()
         return progress
 
     def report_validation(self, progress: Progress, averages: Averages) -> None:
-        """Says a validation."""
-        quality = say_quality(averages.loss, averages.accuracy)
-        self.say(f"{self._place(progress)} | validation {quality} | {averages.tokens:,} tokens")
+        """Logs a validation."""
+        quality = quality_of(averages.loss, averages.accuracy)
+        self.log(f"{self._place(progress)} | validation {quality} | {averages.tokens:,} tokens")
         self._record(progress, {"validation_loss": averages.loss, "validation_accuracy": averages.accuracy})
 
     def restart_clock(self) -> None:
         """Starts a new interval now, so that saving and validating do not count as training."""
-        self.sums, self.iterations, self.updates = None, 0, 0
+        self.sums, self.iterations, self.updates, self.largest_memory_mib = None, 0, 0, 0
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
 
@@ -167,13 +254,6 @@ class Monitor:
             skipped_iterations=progress.skipped_iterations,
             eta_seconds=(settings.training.train_iters - progress.iteration) * seconds / self.iterations,
         )
-
-    def _report_skip(self, progress: Progress, reason: str) -> None:
-        self.say(
-            f"{self._place(progress)} | update skipped: {reason} | {progress.skipped_iterations} skipped, "
-            f"{progress.skipped_in_a_row} in a row"
-        )
-        self._record(progress, {"skipped_iterations": progress.skipped_iterations})
 
     def _place(self, progress: Progress) -> str:
         return f"iteration {progress.iteration}/{self.settings.training.train_iters}"

@@ -1,29 +1,16 @@
-"""Whether an update is made: not if its loss or gradient would spoil the weights.
+"""Whether an update is made: not if its loss or gradient would break the weights.
 
 The answer follows from numbers that all ranks hold alike, the loss and the gradient norm of the whole batch, so no
 rank needs to be asked. A skipped update costs its batch and nothing else: weights, moments and Adam's step count stay,
-data and schedule go on.
+data and schedule continue.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from megatron_neobert.config.schema import TrainingConfig
-from megatron_neobert.state import Progress
-
-
-class UpdateReport(Protocol):
-    """What is counted of a step (a StepReport; named here without torch's tensors)."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
-    @property
-    def skip_reason(self) -> str | None: ...
+from megatron_neobert.state import Progress, StepReport
 
 
 def skip_reason(progress: Progress, *, loss: float, grad_norm: float, training: TrainingConfig) -> str | None:
@@ -37,7 +24,9 @@ def skip_reason(progress: Progress, *, loss: float, grad_norm: float, training: 
     if training.loss_spike_sigma is None or 2 * len(recent) < training.loss_spike_window:
         return None
     for name, value, column in (("loss", loss, 0), ("gradient norm", grad_norm, 1)):
-        limit = _spike_limit([update[column] for update in recent], sigma=training.loss_spike_sigma)
+        values = [update[column] for update in recent]
+        mean = statistics.fmean(values)
+        limit = mean + training.loss_spike_sigma * statistics.pstdev(values, mu=mean)
         if value > limit:
             return (
                 f"{name} {value:.4f} is above {limit:.4f}, the mean of the last {len(recent)} updates plus "
@@ -46,7 +35,7 @@ def skip_reason(progress: Progress, *, loss: float, grad_norm: float, training: 
     return None
 
 
-def count_update(progress: Progress, report: UpdateReport, training: TrainingConfig) -> Progress:
+def count_update(progress: Progress, report: StepReport, training: TrainingConfig) -> Progress:
     """The progress after a step was trained or skipped."""
     if report.skip_reason is not None:
         return replace(
@@ -75,11 +64,6 @@ def too_many_skips(progress: Progress, training: TrainingConfig, *, save: str | 
     return (
         f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
         f"gradient norm was not finite{spike}; --max-skipped-iters allows {allowed} in a row. Look at the batch with "
-        f"tools/replay_batch.py --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then go on "
-        "from an earlier checkpoint, with a lower --lr or other data."
+        f"tools/replay_batch.py --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then "
+        "continue from an earlier checkpoint, with a lower --lr or other data."
     )
-
-
-def _spike_limit(values: Sequence[float], *, sigma: float) -> float:
-    mean = statistics.fmean(values)
-    return mean + sigma * statistics.pstdev(values, mu=mean)

@@ -3,11 +3,12 @@
 The loss is summed and not averaged locally: ranks and micro-batches predict different numbers of tokens, so the
 division happens once per iteration, inside Megatron, after all of them have been added (but for --loss-normalization
 micro_batch, which is there to repeat the paper's code). Whether the update is made is decided between the backward
-pass and the clipping of gradients, by numbers that all ranks hold alike (guard.py).
+pass and the clipping of gradients, by numbers that all ranks hold alike (skip_update.py). Those numbers and what each
+rank has to report travel together, so that beside Megatron's gradient norm a step waits for the device once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple
 from functools import partial
 
 import torch
@@ -17,36 +18,26 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
-from megatron_neobert.state import Run
+from megatron_neobert.state import RankStatus, Run, StepReport
 from megatron_neobert.training.skip_update import skip_reason
 
-
-@dataclass(frozen=True)
-class StepReport:
-    """What is known of a step, the same on all ranks; sums, so that those of several steps add up."""
-
-    # fp64 on the device: loss in nats, masked tokens, correct predictions, tokens of documents, and pairs of tokens
-    # that see each other (the sum of squared lengths, dummy documents included), which attention costs.
-    sums: Tensor
-    loss: float = 0.0  # nats per masked token; 0 without one
-    grad_norm: float = 0.0  # over all ranks, before clipping
-    skip_reason: str | None = None  # why there was no update
+_SUMS = 5  # of a StepReport
 
 
 def train_step(run: Run, batches: StepBatches) -> StepReport:
     """Forward and backward over this rank's micro-batches, then one update if it does no harm. Collective: all ranks.
 
-    The learning rate goes on without an update too: it is a function of the iteration.
+    The learning rate changes without an update too: it is a function of the iteration.
     """
-    reports, grad_norm = compute_gradients(run, batches)
-    values = _over_all_ranks(_sum_up(reports, batches, run.device), grad_norm)  # collective: all ranks
-    nats, masked, *_, grad_norm = values.tolist()  # the device is waited for once
+    reports, own_norm = compute_gradients(run, batches)
+    sums, grad_norm, status = _over_all_ranks(run, _sum_up(reports, batches, run.device), own_norm)
+    nats, masked, *_ = sums
     loss = nats / max(masked, 1)
     reason = skip_reason(run.progress, loss=loss, grad_norm=grad_norm, training=run.settings.training)
     if reason is None:
         _update(run, grad_norm)
     run.scheduler.step(increment=1)
-    return StepReport(values[:-1], loss=loss, grad_norm=grad_norm, skip_reason=reason)
+    return StepReport(sums, status, loss=loss, grad_norm=grad_norm, skip_reason=reason)
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], float]:
@@ -68,22 +59,32 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], flo
 def validation_step(run: Run, batches: StepBatches) -> StepReport:
     """Loss sums of one validation batch. Collective: all ranks."""
     reports = _forward_backward(run, batches, forward_only=True)
-    return StepReport(_over_all_ranks(_sum_up(reports, batches, run.device), 0.0)[:-1])  # collective: all ranks
+    sums, _, status = _over_all_ranks(run, _sum_up(reports, batches, run.device), 0.0)  # collective: all ranks
+    return StepReport(sums, status)
 
 
-def _over_all_ranks(sums: Tensor, grad_norm: float) -> Tensor:
-    """The sums over the ranks, then the gradient norm, the same bits on all ranks. Collective: all ranks.
+def share_status(run: Run) -> RankStatus:
+    """What all ranks report, without a step. Collective: all ranks."""
+    return _over_all_ranks(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device), 0.0)[2]
+
+
+def _over_all_ranks(run: Run, sums: Tensor, grad_norm: float) -> tuple[tuple[float, ...], float, RankStatus]:
+    """The sums over the ranks, the gradient norm, and the largest status, the same bits on all. Collective: all ranks.
 
     What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm
     is reduced by each replica for itself unless the optimizer is distributed, and equal only up to rounding.
     """
-    # Filled on the device: a copy from here would wait for it.
-    values = torch.cat([sums, torch.full((1,), grad_norm, dtype=sums.dtype, device=sums.device)])
-    torch.distributed.all_reduce(values)
-    # Tensor-parallel ranks hold the same sums, and all ranks the same norm.
-    values[:-1] /= parallel_state.get_tensor_model_parallel_world_size()
-    values[-1] /= torch.distributed.get_world_size()
-    return values
+    own = torch.tensor([grad_norm, *astuple(run.own_status())], dtype=torch.float64, device=run.device)
+    own = torch.cat([sums, own])
+    ranks = torch.distributed.get_world_size()
+    # Gathered and not reduced: of some the sum is wanted, of others the largest. 80 bytes per rank.
+    gathered = torch.empty(ranks * len(own), dtype=own.dtype, device=own.device)
+    torch.distributed.all_gather_into_tensor(gathered, own)
+    columns = gathered.view(ranks, -1).T.tolist()  # the device is waited for here
+    copies = parallel_state.get_tensor_model_parallel_world_size()  # of the same sums
+    totals = tuple(sum(column) / copies for column in columns[:_SUMS])
+    status = RankStatus(*(int(max(column)) for column in columns[_SUMS + 1 :]))
+    return totals, sum(columns[_SUMS]) / ranks, status
 
 
 def _update(run: Run, grad_norm: float) -> None:
@@ -107,11 +108,11 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
     iterators = [iter(batches.micro_batches) for _ in run.models]
     return get_forward_backward_func()(
         forward_step_func=lambda data, model: _forward_step(run, data, model),
-        # Every piece of the pipeline reads all micro-batches.
+        # Every model chunk reads all micro-batches.
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=run.models if len(run.models) > 1 else run.models[0],
         num_microbatches=len(batches.micro_batches),
-        # To Megatron, a packed micro-batch is one row.
+        # To Megatron, a packed micro-batch is one sequence.
         seq_length=run.settings.slots_per_micro_batch,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -121,7 +122,7 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
 def _sum_up(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
     """This rank's part of the sums of a StepReport."""
     if not reports:  # a stage without the head
-        return torch.zeros(5, dtype=torch.float64, device=device)
+        return torch.zeros(_SUMS, dtype=torch.float64, device=device)
     # Filled on the device: a copy from here would wait for it.
     tokens = torch.full((1,), batches.real_tokens, dtype=torch.float64, device=device)
     of_micro_batches = torch.stack(reports).sum(0)

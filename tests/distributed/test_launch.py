@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import quick_only, read_metrics
+from ranks import read_metrics
 from torch.distributed import TCPStore
 from training_command import BASH, REPOSITORY, SCRIPT, TORCHRUN, environment
 
@@ -30,18 +30,6 @@ def run(command: list[str], *, ranks: int = 1, **options: object) -> subprocess.
     return subprocess.run(
         command, env=environment(ranks), capture_output=True, text=True, check=False, timeout=600, **options
     )
-
-
-def test_bash_and_torchrun_start_the_same_run_on_two_ranks(tiny_corpus, tmp_path):
-    losses = {}
-    for name, command in (("bash", BASH), ("torchrun", TORCHRUN_2)):
-        save = tmp_path / f"{name} with a space"
-        finished = run([*command, *flags(tiny_corpus, save, train_iters=3)], ranks=2)
-        assert finished.returncode == 0, finished.stderr
-        assert "on 2 x cpu" in finished.stdout
-        losses[name] = read_metrics(save)
-    assert losses["bash"] == losses["torchrun"]
-    assert sorted(losses["bash"]) == [1, 2, 3]
 
 
 def test_script_runs_its_own_checkout_whatever_is_installed(tmp_path):
@@ -71,18 +59,6 @@ def test_one_rank_needs_no_launcher(tiny_corpus, tmp_path):
     finished = run([*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=2)])
     assert finished.returncode == 0, finished.stderr
     assert "on 1 x cpu" in finished.stdout
-
-
-def test_a_run_stopped_by_its_interval_ends_with_75_on_two_ranks_and_leaves_nothing_elsewhere(
-    tiny_corpus, tmp_path, monkeypatch
-):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    finished = run([*BASH, *flags(tiny_corpus, tmp_path, train_iters=4, exit_interval=2)], ranks=2)
-    assert finished.returncode == 75, finished.stderr
-    assert "stopped after iteration 2 of 4: --exit-interval 2" in finished.stdout
-    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -130,10 +106,8 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     return [tuple(one.laddr) for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
 
 
-@pytest.mark.parametrize("name", quick_only(["SIGTERM", "SIGUSR1", "SIGINT"], "SIGTERM"))
-def test_a_signal_to_the_launcher_of_two_ranks_saves_and_ends_with_75(tiny_corpus, tmp_path, name):
-    number = getattr(signal, name)
-    command = [*BASH, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
+def signal_in_iteration_3(command: list[str], number: int) -> str:
+    """Output of a launcher of two ranks that gets a signal, and ends with 75."""
     with subprocess.Popen(
         command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
@@ -142,9 +116,33 @@ def test_a_signal_to_the_launcher_of_two_ranks_saves_and_ends_with_75(tiny_corpu
         process.send_signal(number)
         output = process.stdout.read()
         assert process.wait(timeout=600) == 75
+    return output
+
+
+def test_bash_starts_two_ranks_that_a_signal_stops_with_75_and_torchrun_resumes_them_and_nothing_is_left_elsewhere(
+    tiny_corpus, tmp_path, monkeypatch
+):
+    temporary, save = tmp_path / "temporary", tmp_path / "run with a space"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    output = signal_in_iteration_3([*BASH, *flags(tiny_corpus, save, train_iters=100_000)], signal.SIGTERM)
     assert "a signal asked for it" in output
-    iteration = max(read_metrics(tmp_path))
-    assert (tmp_path / f"iter_{iteration:07d}" / "MANIFEST.json").is_file()
+    assert list(temporary.iterdir()) == []
+    last = max(read_metrics(save))
+    checkpoint = save / f"iter_{last:07d}"
+    assert (checkpoint / "MANIFEST.json").is_file()
+    resumed = run([*TORCHRUN_2, *flags(tiny_corpus, save, train_iters=last + 1)], ranks=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"from {checkpoint} on 2 x cpu" in resumed.stdout
+    assert max(read_metrics(save)) == last + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_other_signals_to_the_launcher_save_and_end_with_75_as_well(tiny_corpus, tmp_path, number):
+    output = signal_in_iteration_3([*BASH, *flags(tiny_corpus, tmp_path, train_iters=100_000)], number)
+    assert "a signal asked for it" in output
+    assert (tmp_path / f"iter_{max(read_metrics(tmp_path)):07d}" / "MANIFEST.json").is_file()
 
 
 def children_of(pid: int) -> list[int]:

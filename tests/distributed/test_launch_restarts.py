@@ -14,9 +14,7 @@ from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 from training_command import BASH, environment, flags_of
 
-from megatron_neobert import launch
-from megatron_neobert.config.schema import CheckpointConfig, Settings
-from megatron_neobert.errors import ConfigError
+from megatron_neobert.config.schema import Settings
 
 TRAIN_ITERS = 8
 LAUNCHER = [sys.executable, "-m", "megatron_neobert.launch"]
@@ -142,25 +140,6 @@ def test_ranks_without_their_launcher_end_by_themselves(hanging):
         assert f"error: rank {rank}: the launcher that started it has gone." in said
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "nodes", "problem"),
-    [
-        (CheckpointConfig(save="run", load="run"), 2, "MAX_RESTARTS is set for 2 nodes"),
-        (CheckpointConfig(save="run"), 1, "--save is run and --load is None"),
-        (CheckpointConfig(save="run", load="other"), 1, "--save is run and --load is other"),
-        (CheckpointConfig(), 1, "--save is None and --load is None"),
-        (CheckpointConfig(save="run", load="run", resume="never"), 1, "--resume never would begin anew"),
-    ],
-)
-def test_restarts_that_could_not_go_on_are_refused(checkpoint, nodes, problem):
-    with pytest.raises(ConfigError, match=problem):
-        launch._check_restarts(checkpoint, nodes=nodes)
-
-
-def test_restarts_are_allowed_where_save_and_load_are_the_same_folder():
-    launch._check_restarts(CheckpointConfig(save="run", load="./run"), nodes=1)
-
-
 def test_restarts_that_could_not_go_on_are_refused_before_any_rank_is_started(tiny_corpus, tmp_path):
     words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
     finished = subprocess.run(
@@ -168,21 +147,3 @@ def test_restarts_that_could_not_go_on_are_refused_before_any_rank_is_started(ti
     )
     assert finished.returncode == 2, finished.stderr
     assert finished.stderr.startswith("error: MAX_RESTARTS is set, but --save is ")
-
-
-@pytest.mark.parametrize("code", [0, 2, 65, 66, 70, 73, 75, 78, 130])
-def test_ends_that_would_only_repeat_themselves_or_were_asked_for_are_no_crashes(code):
-    assert not launch._is_crash(code)
-
-
-@pytest.mark.parametrize("code", [1, 69, 74, 128 + signal.SIGKILL, 128 + signal.SIGSEGV])
-def test_ends_that_may_not_come_again_are_crashes(code):
-    assert launch._is_crash(code)
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [({0: 69, 1: 1}, 1), ({0: 69, 1: -9}, 137), ({0: 69, 1: 69}, 69), ({0: 74, 1: 69}, 74), ({2: 75}, 75)],
-)
-def test_node_ends_with_the_code_of_the_rank_that_did_not_merely_lose_another(codes, expected):
-    assert launch._exit_code_of_node(codes) == expected

@@ -140,7 +140,7 @@ def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corp
     for rank in (0, 1):
         nodes.start(rank, words, MASTER_PORT=free_port())
     for rank, number in ((0, signal.SIGUSR1), (1, signal.SIGTERM)):
-        nodes.wait_until_said(rank, "can start; meeting at")
+        nodes.wait_until_said(rank, "can start; rendezvous at")
         nodes.processes[rank].send_signal(number)
     assert nodes.exit_codes() == [75, 75]
     assert "stopped by SIGUSR1 while no rank was running" in nodes.said(0)

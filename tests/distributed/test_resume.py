@@ -119,6 +119,18 @@ def test_another_model_is_refused_with_both_values(settings):
         train_on_ranks(other)
 
 
+def test_other_data_settings_are_taken_if_each_of_them_is_allowed_by_name_and_are_logged(settings, capfd):
+    first = settings("run", training={"exit_interval": 1})
+    train_on_ranks(first)
+    changed = settings("run", data={"mask_prob": 0.3}, training={"seed": 1, "exit_interval": 2})
+    changed = changed.with_section("checkpoint", load=first.checkpoint.save, allow_changed=("seed", "mask_prob"))
+    train_on_ranks(changed)
+    said = capfd.readouterr().out
+    assert f"from {first.checkpoint.save}/iter_0000001" in said
+    assert "--mask-prob was 0.2 and is now 0.3" in said and "--seed was 0 and is now 1" in said
+    assert max(read_metrics(first.checkpoint.save)) == 2
+
+
 def test_a_resumed_run_uses_the_rates_of_its_own_settings(settings):
     first = settings("run", training={"exit_interval": STOP})
     train_on_ranks(first)

@@ -1,33 +1,23 @@
 """The Megatron model, the reference and the written export are one function; tools/check_parity.py measures it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import run_command
 from tolerances import ALGEBRA, BFLOAT16_LOGITS, EUROBERT_LOGITS, MEGATRON_LOGITS, MODELING_LOGITS
 
 from checkpoint_conversion.hf_config import LAYOUTS
 
 Figures = dict[str, dict[str, float]]
-REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "203"]
-
-
-def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "tools" / "check_parity.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     output = tmp_path_factory.mktemp("parity") / "figures.json"
-    result = run_check(*SMALL, "--json", str(output))
-    assert result.returncode == 0, result.stderr
-    assert "as expected, the controls included" in result.stdout
+    result = run_command("tools.check_parity", *SMALL, "--json", output)
+    assert result.code == 0, result.output
+    assert "as expected, the controls included" in result.output
     return json.loads(output.read_text())
 
 
@@ -50,6 +40,6 @@ def test_controls_are_far_away(figures: Figures, control: str):
 
 
 def test_heads_of_odd_width_are_refused_before_anything_is_built():
-    result = run_check("--hidden-size", "60", "--num-attention-heads", "4")
-    assert result.returncode == 2
-    assert "--hidden-size 60 is not a multiple of 2 x --num-attention-heads 4" in result.stderr
+    result = run_command("tools.check_parity", "--hidden-size", 60, "--num-attention-heads", 4)
+    assert result.refused(2), result.output
+    assert "--hidden-size 60 is not a multiple of 2 x --num-attention-heads 4" in result.output

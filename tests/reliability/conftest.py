@@ -9,7 +9,7 @@ checkpoint bit for bit with those of a run that nothing has happened to):
     another number of ranks, another layout                                 distributed/test_resume.py
     signals in training, to one rank and to the launcher                    distributed/test_launch.py
     signals during imports, validation and a save in the background         test_interruptions.py
-    signals before the ranks have met                                       unit/training/test_stopping.py
+    signals before the ranks have met                                       unit/runtime/test_signals.py
     second Ctrl-C                                                           distributed/test_launch_restarts.py
     time limit, SAVE_NOW, STOP                                              test_interruptions.py; SAVE_NOW and a save
                                                                             in the background:
@@ -20,7 +20,7 @@ checkpoint bit for bit with those of a run that nothing has happened to):
     disk full, before and while a checkpoint is written                     test_full_disk.py
     a save that fails on one rank ends all with one sentence                distributed/test_saving.py
     a loss or gradient on one rank that is not finite, spikes               distributed/test_skipped_updates.py; the
-                                                                            end with 70: test_bad_numbers.py
+                                                                            end with 70: test_hangs_and_restarts.py
     a weight that is not finite is not saved                                distributed/test_saving.py
     replicas that drift apart are not saved                                 distributed/test_saving.py
     a rank that hangs                                                       test_hangs_and_restarts.py
@@ -28,8 +28,8 @@ checkpoint bit for bit with those of a run that nothing has happened to):
                                                                             distributed/test_launch_restarts.py
     which checkpoints are deleted                                           distributed/test_saving.py
     a crash at every file-system event of a save and of deleting            unit/checkpoint/test_folder.py
-    settings that have changed                                              unit/test_compatibility.py; one command:
-                                                                            test_resume_policy.py
+    settings that have changed                                              unit/config/test_resume_rules.py,
+                                                                            distributed/test_resume.py
     --resume                                                                unit/checkpoint/test_folder.py,
                                                                             distributed/test_resume.py
 """

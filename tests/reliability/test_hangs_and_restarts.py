@@ -1,11 +1,11 @@
-"""A rank that does not answer ends the run and is named; a run that is started again goes on as if nothing had been."""
+"""How a broken rank ends the command, and that a run that is started again resumes as if nothing had been."""
 
 import re
 
 import pytest
 from distributed.training_command import TORCHRUN
 from reliability.conftest import FAULTY_SCRIPT, ITERATIONS, LAUNCH_FAULTY
-from reliability.states import assert_same_state
+from reliability.states import assert_same_state, progress_of, tensors_of
 
 LAST = f"iter_{ITERATIONS:07d}"
 
@@ -34,3 +34,21 @@ def test_torchrun_starts_a_crashed_run_again_and_it_ends_exactly_as_without_the_
     assert "crashed on purpose" in training.output
     assert f"from {save / 'iter_0000250'}" in training.output
     assert_same_state(save / LAST, undisturbed / LAST)
+
+
+@pytest.mark.slow
+def test_too_many_losses_that_are_not_finite_end_the_command_with_70_and_one_sentence_and_what_is_saved_is_finite(
+    start, tmp_path
+):
+    options = ("--max-skipped-iters", 1)
+    with start(tmp_path, *options, command=LAUNCH_FAULTY, FAULTS="nan_loss:1:4") as training:
+        assert training.finish() == 70, training.output
+    assert sorted(line for line in training.lines if "ends with" in line) == [
+        f"rank {i} ends with 70\n" for i in (0, 1)
+    ]
+    (error,) = [line for line in training.lines if line.startswith("error")]
+    assert "--iteration 4" in error, "how to replay it"
+    assert "Traceback" not in training.output
+    last = tmp_path / "iter_0000004"
+    assert all(tensor.isfinite().all() for tensor in tensors_of(last).values())
+    assert progress_of(last)["skipped_iterations"] == 1

@@ -56,6 +56,7 @@ def starts(start: Start, run: Path) -> dict[str, Ended]:
     return ended
 
 
+@pytest.mark.slow
 def test_all_ranks_end_with_the_same_weights(undisturbed):
     hashes = dict(re.findall(r"weights of rank (\d): (\w+)", (undisturbed / "output.txt").read_text()))
     assert sorted(hashes) == ["0", "1"]
@@ -107,12 +108,14 @@ def test_a_run_that_was_stopped_three_times_ends_bit_for_bit_like_one_that_was_n
         assert read_metrics(run, key) == read_metrics(undisturbed, key), key
 
 
+@pytest.mark.slow
 def test_states_that_differ_by_one_save_interval_are_told_apart(undisturbed):
     """The control of every comparison here."""
     with pytest.raises(AssertionError):
         assert_same_state(undisturbed / "iter_0000250", undisturbed / LAST)
 
 
+@pytest.mark.slow
 def test_a_signal_during_imports_ends_the_run_with_75_before_anything_is_written(start, tmp_path):
     with start(tmp_path) as training:
         training.wait_until(lambda: imports_torch(training, rank=1))

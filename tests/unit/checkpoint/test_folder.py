@@ -28,7 +28,7 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.config.schema import CheckpointConfig
-from megatron_neobert.errors import CheckpointError, MissingInputError, OutputError
+from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 
 FILES = ("train_state.json", "settings.yaml", *(f"rank_{rank:05d}.safetensors" for rank in range(4)))
 TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
@@ -317,6 +317,12 @@ def test_a_run_starts_fresh_in_an_empty_folder_unless_it_must_resume(tmp_path):
         check_folders(config(tmp_path, resume="must"))
     save_files(tmp_path, 1)
     check_folders(config(tmp_path, resume="must"))
+
+
+def test_no_run_starts_in_a_folder_with_a_stop_file(tmp_path):
+    (tmp_path / "STOP").touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove"):
+        check_folders(config(tmp_path))
 
 
 def test_a_folder_with_checkpoints_is_never_started_anew(tmp_path):

@@ -23,7 +23,7 @@ from megatron_neobert.planning.costs import kept_checkpoints
 from megatron_neobert.planning.data import sample_iteration
 from megatron_neobert.planning.plan import print_plan
 from megatron_neobert.planning.schedule import draw_curve, learning_rate
-from megatron_neobert.training.metrics_line import duration
+from megatron_neobert.text import duration
 
 # ---- the learning rate
 

@@ -12,7 +12,6 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
-from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime import signals
 
 WAIT_FOR_RANK_1 = """
@@ -22,7 +21,7 @@ torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
 """
 RANK = "from megatron_neobert.runtime import signals; signals.install_signal_handlers()"
 REMEMBERING_RANK = f"{RANK}; signals.remember_signals()"
-LAUNCHER = "from megatron_neobert import launch; launch._install_signal_handlers()"
+LAUNCHER = "from megatron_neobert.runtime import signals; signals.pass_on_stop_signals()"
 
 
 def end_while_waiting(prepare: str, *numbers: signal.Signals, answers: Sequence[str] = ()) -> tuple[int, str]:
@@ -156,10 +155,3 @@ def test_file_system_that_does_not_answer_asks_for_nothing(tmp_path, monkeypatch
 def test_time_limit_does_not_count_before_the_first_iteration_of_a_start(tmp_path):
     settings = saving_to(tmp_path).with_section("training", exit_duration_in_mins=0.0)
     assert signals.requests_of_this_rank(settings, has_trained=False) == (0, 0)
-
-
-def test_no_run_starts_in_a_folder_with_a_stop_file(tmp_path):
-    signals.refuse_stop_file(str(tmp_path))
-    (tmp_path / "STOP").touch()
-    with pytest.raises(ConfigError, match=f"{tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove"):
-        signals.refuse_stop_file(str(tmp_path))

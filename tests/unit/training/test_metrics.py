@@ -1,8 +1,9 @@
-"""What an interval says of its steps, skipped ones among them."""
+"""What an interval logs of its steps, skipped ones among them, and how it reads."""
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ import torch
 from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
 from megatron_neobert.inspection.run_log import read_run
 from megatron_neobert.model.flops import training_flops_per_token
-from megatron_neobert.state import Progress
-from megatron_neobert.training.metrics import Averages, Monitor
-from megatron_neobert.training.step import StepReport
+from megatron_neobert.state import Progress, StepReport
+from megatron_neobert.training.metrics import Averages, Interval, Monitor
 
 NAN = float("nan")
 TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step: two documents
@@ -20,8 +20,9 @@ TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step: two documents
 
 def report(loss: float = 2.0, *, masked: int = 10, skip_reason: str | None = None) -> StepReport:
     """A step of 50 tokens in which every second prediction is right."""
-    sums = torch.tensor([loss * masked, masked, masked / 2, TOKENS, PAIRS], dtype=torch.float64)
-    return StepReport(sums, loss=loss, grad_norm=1.0, skip_reason=skip_reason)
+    return StepReport(
+        (loss * masked, masked, masked / 2, TOKENS, PAIRS), loss=loss, grad_norm=1.0, skip_reason=skip_reason
+    )
 
 
 def start(tmp_path: Path, *, iteration: int = 0) -> Monitor:
@@ -153,3 +154,52 @@ def test_line_behind_one_that_a_kill_has_torn_can_still_be_read(tmp_path):
     monitor.add(report(2.0), progress_of(2))
     monitor.close_interval(progress_of(2), lr=1e-4, grad_norm=1.0)
     assert read_run(tmp_path, name="torn").series("loss") == ([2], [2.0])
+
+
+CPU: dict[str, Any] = {
+    "iteration": 120_000,
+    "train_iters": 1_000_000,
+    "loss": 2.41312,
+    "masked_accuracy": 0.5123,
+    "lr": 6e-4,
+    "grad_norm": 0.8312,
+    "ranks": 1,
+    "tokens_per_second": 9_342.0,
+    "flops_per_second": 14.9e9,
+    "peak_tflops": None,
+    "memory_gib": 0.84,
+    "fill": 0.9941,
+    "data_wait": 0.0042,
+    "consumed_tokens": 250_000_000_000,
+    "skipped_iterations": 0,
+    "eta_seconds": 6 * 86_400 + 3 * 3_600 + 59 * 60,
+}
+EIGHT_GPUS = {"ranks": 8, "tokens_per_second": 1.2e6, "flops_per_second": 8 * 247.25e12, "peak_tflops": 989.0}
+
+
+def test_line_of_one_process_on_cpu():
+    assert str(Interval(**CPU)) == (
+        "iteration 120000/1000000 (12.0 %) | loss 2.4131 nats | accuracy 51.23 % | lr 6.00e-04 | "
+        "grad norm 0.831 | 9.34 k tokens/s | 14.9 GFLOP/s | 0.84 GiB | fill 99.4 % | wait 0.4 % | ETA 6 d 3 h"
+    )
+
+
+def test_line_of_several_gpus_says_what_each_of_them_does_and_what_was_skipped():
+    line = str(Interval(**{**CPU, **EIGHT_GPUS, "memory_gib": 41.23, "skipped_iterations": 2}))
+    assert "| 1.20 M tokens/s | 8 x 150 k, 247 TFLOP/s, MFU 25.0 % | 41.2 GiB |" in line
+    assert "| skipped 2 |" in line
+
+
+def test_longest_line_stays_readable():
+    """Long numbers everywhere; two lines of a terminal of 120 columns."""
+    assert len(str(Interval(**{**CPU, **EIGHT_GPUS, "memory_gib": 138.9, "skipped_iterations": 17}))) <= 225
+
+
+def test_record_has_every_value_of_the_line_and_none_that_is_unknown():
+    values = Interval(**{**CPU, **EIGHT_GPUS}).values
+    assert values["tokens_per_second_per_rank"] == 1.2e6 / 8
+    assert values["tflops_per_rank"] == 247.25
+    assert values["mfu"] == 247.25 / 989
+    said = {"loss", "masked_accuracy", "lr", "grad_norm", "memory_gib", "fill", "data_wait", "eta_seconds"}
+    assert said <= set(values)
+    assert "mfu" not in Interval(**CPU).values

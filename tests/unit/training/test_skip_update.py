@@ -1,12 +1,12 @@
 """Which updates are skipped, how they are counted, and when a run has to end."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
 
 from megatron_neobert.config.schema import TrainingConfig
-from megatron_neobert.state import Progress
+from megatron_neobert.state import Progress, StepReport
 from megatron_neobert.training.skip_update import count_update, skip_reason, too_many_skips
 
 WINDOW = 8
@@ -15,14 +15,11 @@ SPIKES = TrainingConfig(loss_spike_sigma=4.0, loss_spike_window=WINDOW)
 START = Progress(corpus_sha256="")
 
 
-@dataclass(frozen=True)
-class Report:
-    loss: float
-    grad_norm: float
-    skip_reason: str | None = None
+def report_of(loss: float, grad_norm: float, skip_reason: str | None = None) -> StepReport:
+    return StepReport((), loss=loss, grad_norm=grad_norm, skip_reason=skip_reason)
 
 
-def after(reports: list[Report], training: TrainingConfig = SPIKES) -> Progress:
+def after(reports: list[StepReport], training: TrainingConfig = SPIKES) -> Progress:
     progress = START
     for report in reports:
         progress = count_update(replace(progress, iteration=progress.iteration + 1), report, training)
@@ -33,8 +30,8 @@ def reason(progress: Progress, loss: float, grad_norm: float, training: Training
     return skip_reason(progress, loss=loss, grad_norm=grad_norm, training=training)
 
 
-GOOD = [Report(2.0 + 0.1 * (number % 3), 1.0 + 0.2 * (number % 2)) for number in range(WINDOW)]
-BAD = Report(float("nan"), float("nan"), "loss nan")
+GOOD = [report_of(2.0 + 0.1 * (number % 3), 1.0 + 0.2 * (number % 2)) for number in range(WINDOW)]
+BAD = report_of(float("nan"), float("nan"), "loss nan")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -70,8 +67,8 @@ def test_spikes_are_judged_once_half_the_window_is_filled():
 
 def test_the_window_holds_the_last_good_updates_alone():
     """Neither a skipped one, nor a batch without a masked token, whose loss is 0 for want of one."""
-    reports = [Report(float(number + 1), 1.0) for number in range(WINDOW + 3)]
-    reports[5:5] = [BAD, Report(0.0, 0.0)]
+    reports = [report_of(float(number + 1), 1.0) for number in range(WINDOW + 3)]
+    reports[5:5] = [BAD, report_of(0.0, 0.0)]
     losses = [loss for loss, _ in after(reports).recent_updates]
     assert losses == [float(number + 1) for number in range(3, WINDOW + 3)]
 

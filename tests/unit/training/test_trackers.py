@@ -4,14 +4,14 @@ import pytest
 
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.training.trackers_wandb import WandbRun
+from megatron_neobert.training.trackers import WandbRun
 
 pytest.importorskip("wandb")
 
 
 def start(save: object) -> None:
     settings = Settings(checkpoint=CheckpointConfig(save=str(save)), logging=LoggingConfig(wandb_project="books"))
-    WandbRun(settings, say=print)
+    WandbRun(settings, log=print)
 
 
 def test_a_wrong_variable_of_wandb_is_named_with_what_is_wrong(tmp_path, monkeypatch):

@@ -1,0 +1,28 @@
+"""Numbers as a line of a log has them."""
+
+import pytest
+
+from megatron_neobert.text import duration, with_prefix
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (12.4, "12 tokens/s"),
+        (999.6, "1.00 k tokens/s"),
+        (9_996, "10.0 k tokens/s"),
+        (99_960, "100 k tokens/s"),
+        (151_203, "151 k tokens/s"),
+        (1_214_000, "1.21 M tokens/s"),
+    ],
+)
+def test_rates_have_three_digits(rate, text):
+    assert with_prefix(rate, " tokens/s") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min 0 s"), (3_700, "1 h 1 min"), (86_400 * 1003 + 7_200 + 60, "1,003 d 2 h")],
+)
+def test_durations_have_the_two_largest_units(seconds, text):
+    assert duration(seconds) == text
