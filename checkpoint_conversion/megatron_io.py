@@ -16,6 +16,13 @@ from torch import Tensor
 
 from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, join_halves, split_halves, to_published
 from checkpoint_conversion.tensor_rules import ModelShape, shape_of
+from megatron_neobert.checkpoint.contents import (
+    OPTIMIZER_PREFIX,
+    StoredTensors,
+    read_train_state,
+    write_tensors,
+    write_train_state,
+)
 from megatron_neobert.checkpoint.folder import (
     iteration_folder,
     latest_checkpoint,
@@ -23,8 +30,6 @@ from megatron_neobert.checkpoint.folder import (
     verify_files,
     write_manifest,
 )
-from megatron_neobert.checkpoint.tensors import OPTIMIZER_PREFIX, StoredTensors, write_tensors
-from megatron_neobert.checkpoint.train_state import read_train_state, write_train_state
 from megatron_neobert.config.cli import read_record, write_record
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer

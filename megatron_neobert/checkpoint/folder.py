@@ -9,7 +9,7 @@ A checkpoint counts when its folder has its final name and a manifest. Names tha
     SAVE/.tmp-iter_0001000/                     being written; after a crash, published by the next start if it has its
                                                 manifest, else deleted by the next save
     SAVE/.old-iter_0001000/                     being deleted; after a crash, by the next save
-    SAVE/iter_0001000.damaged/                  found damaged when a run was continued from an older one
+    SAVE/iter_0001000.damaged/                  quarantined: found damaged when a run resumed from an older one
 """
 
 import errno
@@ -22,8 +22,8 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypedDict
 
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
@@ -37,8 +37,7 @@ _LEAVE_SECONDS = 10  # a run that was killed may have children that hold its loc
 _NEEDED = ("train_state.json", "settings.yaml")
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(TypedDict):
     """What a file has to be."""
 
     bytes: int
@@ -47,7 +46,7 @@ class Fingerprint:
 
 def fingerprint_of(path: Path) -> Fingerprint:
     """Reads the whole file."""
-    return Fingerprint(path.stat().st_size, sha256_of(path))
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def iteration_folder(save: Path, iteration: int) -> Path:
@@ -235,16 +234,18 @@ def verify_files(checkpoint: Path) -> None:
         if not path.is_file() or path.resolve() != checkpoint.resolve() / name:  # no links
             raise CheckpointError(f"{path}: missing, although the manifest lists it; use another checkpoint.")
         size = path.stat().st_size
-        if size != expected.bytes:
-            raise CheckpointError(f"{path}: {size} bytes, expected {expected.bytes}; use another checkpoint.")
-        if sha256_of(path) != expected.sha256:
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{path}: {size} bytes, expected {expected['bytes']}; use another checkpoint.")
+        if sha256_of(path) != expected["sha256"]:
             raise CheckpointError(f"{path}: its sha256 is not the manifest's; it is damaged, use another checkpoint.")
 
 
 def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
     try:
         listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        files = {name: Fingerprint(int(file["bytes"]), str(file["sha256"])) for name, file in listed.items()}
+        files = {
+            name: Fingerprint(bytes=int(file["bytes"]), sha256=str(file["sha256"])) for name, file in listed.items()
+        }
     except (FileNotFoundError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
     for name in files:
@@ -288,7 +289,7 @@ def is_newest(checkpoint: Path) -> bool:
         return True
 
 
-def set_aside(checkpoint: Path) -> Path:
+def quarantine(checkpoint: Path) -> Path:
     """Renames a damaged checkpoint, so that it neither counts nor is in the way of its successor."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
@@ -326,7 +327,7 @@ def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
     """
     for name, expected in written.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != expected.bytes:
+        if not path.is_file() or path.stat().st_size != expected["bytes"]:
             raise OSError(
                 f"{path} was written by another rank but is not seen here; --save must be on a file system that all "
                 "nodes share"
@@ -339,8 +340,7 @@ def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
             files[name] = fingerprint_of(path)
     for path in sorted(path for path in folder.rglob("*") if path.is_dir()):
         sync_to_disk(path)
-    listed = {name: asdict(files[name]) for name in sorted(files)}
-    replace_file(folder / MANIFEST, json.dumps({"format": 1, "files": listed}, indent=1))
+    replace_file(folder / MANIFEST, json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1))
 
 
 def publish(temporary: Path, final: Path, *, iteration: int) -> None:

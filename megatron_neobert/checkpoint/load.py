@@ -15,9 +15,8 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
 
-from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, set_aside
-from megatron_neobert.checkpoint.tensors import StoredTensors
-from megatron_neobert.checkpoint.train_state import read_train_state
+from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
+from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.resume_rules import changes, refuse_other_run
 from megatron_neobert.config.schema import Settings
@@ -38,7 +37,7 @@ def load_checkpoint(run: Run) -> Path | None:
     From the latter, the data starts anew, whatever they were.
 
     Returns:
-        Its folder; None if there is no checkpoint yet (`check_folders` has said whether that is allowed).
+        Its folder; None if there is no checkpoint yet (`check_folders` has judged whether that is allowed).
 
     Raises:
         CheckpointError: None of the checkpoints is usable, or see `load_from`.
@@ -83,17 +82,25 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     state = _read(wanted, folder, train_state)  # collective: all ranks
     progress = train_state["progress"]
     if has_new_data:
-        _refuse_ended_run(run, progress["iteration"])
+        config, train_iters = run.settings.checkpoint, run.settings.training.train_iters
+        if progress["iteration"] >= train_iters:
+            raise ConfigError(
+                f"--train-iters {train_iters} is not above {progress['iteration']}, the iteration of --continue-from "
+                f"{config.continue_from}, from which this run counts on; add the iterations that it shall train."
+            )
         progress |= {"corpus_sha256": run.progress.corpus_sha256, "cursor": asdict(Cursor())}
     elif progress["corpus_sha256"] != run.progress.corpus_sha256:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path "
             f"{' '.join(run.settings.data.data_path)} has {run.progress.corpus_sha256[:12]}; its place in the data "
-            "means nothing there. Name the corpus it was trained on; or, to go on with new data, give this folder as "
+            "means nothing there. Name the corpus it was trained on; or, to continue with new data, give this folder "
+            "as "
             "--continue-from and others as --save and --load."
         )
     for name, model in _named_models(run).items():
-        _load_model(model, state[name])
+        missing, unexpected = model.load_state_dict(state[name], strict=False)
+        missing = [name for name in missing if not name.endswith("_extra_state")]
+        assert not missing and not unexpected, f"{missing=} {unexpected=}"
     if weights_only:
         _load_main_weights(run, state)
     else:
@@ -123,9 +130,16 @@ def _read(wanted: dict[str, Any], folder: Path, train_state: dict[str, Any]) -> 
     state, plain, factories = load_preprocess(wanted)
     state, _ = extract_sharded_base(state)
     error: Exception | None = None
+
+    def read(wanted: ShardedTensor) -> Tensor:
+        wanted.init_data("cpu")  # where the optimizer has none yet
+        data = wanted.data.detach()
+        stored.read(wanted.key, data, offsets=wanted.global_offset, is_padded=wanted.allow_shape_mismatch)
+        return data
+
     try:
         stored = StoredTensors(folder)
-        dict_list_map_inplace(lambda tensor: _read_tensor(stored, tensor), state)
+        dict_list_map_inplace(read, state)
     except (CheckpointError, OSError) as found:
         error = found
     errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
@@ -139,13 +153,6 @@ def _read(wanted: dict[str, Any], folder: Path, train_state: dict[str, Any]) -> 
     return apply_factory_merges(state, factories)
 
 
-def _read_tensor(stored: StoredTensors, wanted: ShardedTensor) -> Tensor:
-    wanted.init_data("cpu")  # where the optimizer has none yet
-    data = wanted.data.detach()
-    stored.read(wanted.key, data, offsets=wanted.global_offset, is_padded=wanted.allow_shape_mismatch)
-    return data
-
-
 def _named_models(run: Run) -> dict[str, Any]:
     return {f"model{number}": model for number, model in enumerate(run.unwrapped_models)}
 
@@ -154,19 +161,13 @@ def _sharded_model(model: Any) -> dict[str, Any]:
     """The model's tensors, without Transformer Engine's `_extra_state`.
 
     Those are pickles, which a reader must not open, and hold nothing but the history of delayed FP8 scaling, which
-    begins anew where a run goes on.
+    begins anew where a run resumes.
     """
     return {
         name: value
         for name, value in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
         if not name.endswith("_extra_state")
     }
-
-
-def _load_model(model: Any, state: dict[str, Any]) -> None:
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    missing = [name for name in missing if not name.endswith("_extra_state")]
-    assert not missing and not unexpected, f"{missing=} {unexpected=}"
 
 
 def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
@@ -209,37 +210,31 @@ def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
 
 
 def _choose(settings: Settings, load: str) -> Path | None:
-    """The newest whole checkpoint, the same on all ranks, None if there is none; says what is wrong with others.
+    """The newest whole checkpoint, the same on all ranks, or None; warns of newer ones that are not whole.
 
-    Damaged ones are set aside where this run is going to save, so that they do not count as kept.
+    Damaged ones are quarantined where this run is going to save, so that they do not count as kept.
 
     Collective: all ranks.
     """
     choice: list[Any] = [None]
     config = settings.checkpoint
-    if is_rank_zero():
+    if is_rank_zero() and list_checkpoints(Path(load)):
+        owns = load == config.load and config.loads_save
         try:
-            choice[0] = _choose_on_rank_zero(Path(load), owns=load == config.load and config.loads_save)
+            choice[0], problems = find_good_checkpoint(Path(load))
+            for folder, problem in problems:
+                is_damaged = isinstance(problem, CheckpointError)  # what is only unreadable now may be whole tomorrow
+                aside = f" It is now {quarantine(folder).name}." if owns and is_damaged else ""
+                kind = "a damaged" if is_damaged else "an unreadable"
+                print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
+            if not problems and not is_newest(choice[0]):
+                print(f"warning: {load} has held a later checkpoint than {choice[0].name}, which is gone", flush=True)
         except (CheckpointError, OSError) as error:
             choice[0] = error
     torch.distributed.broadcast_object_list(choice)  # collective: all ranks read the same one, or none does
     if isinstance(choice[0], Exception):
         raise choice[0]
     return choice[0]
-
-
-def _choose_on_rank_zero(load: Path, *, owns: bool) -> Path | None:
-    if not list_checkpoints(load):
-        return None
-    chosen, problems = find_good_checkpoint(load)
-    for folder, problem in problems:
-        is_damaged = isinstance(problem, CheckpointError)  # what is only unreadable now may be whole tomorrow
-        aside = f" It is now {set_aside(folder).name}." if owns and is_damaged else ""
-        kind = "a damaged" if is_damaged else "an unreadable"
-        print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
-    if not problems and not is_newest(chosen):
-        print(f"warning: {load} has held a later checkpoint than {chosen.name}, which is gone", flush=True)
-    return chosen
 
 
 def _refuse_other_tokenizer(run: Run, folder: Path) -> None:
@@ -250,13 +245,4 @@ def _refuse_other_tokenizer(run: Run, folder: Path) -> None:
             f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "
             f"--tokenizer-model is {now.fingerprint[:12]} ({now.vocab_size:,} ids); its embeddings mean nothing there. "
             f"Use {folder / 'tokenizer'} and a corpus written with it."
-        )
-
-
-def _refuse_ended_run(run: Run, iteration: int) -> None:
-    config, train_iters = run.settings.checkpoint, run.settings.training.train_iters
-    if iteration >= train_iters:
-        raise ConfigError(
-            f"--train-iters {train_iters} is not above {iteration}, the iteration of --continue-from "
-            f"{config.continue_from}, from which this run counts on; add the iterations that it shall train."
         )

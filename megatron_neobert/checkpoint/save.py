@@ -9,7 +9,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
+from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import (
     Fingerprint,
     fingerprint_of,
@@ -30,95 +31,23 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.checkpoint.load import sharded_state
-from megatron_neobert.checkpoint.tensors import write_tensors
-from megatron_neobert.checkpoint.train_state import write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, SaveError
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.signals import fulfil_save_request, take_save_request
-from megatron_neobert.state import Run
+from megatron_neobert.state import Progress, Run
 from megatron_neobert.training.replicas import describe_drift
 
 
 @dataclass
-class Written:
-    """What one rank has written, and what went wrong."""
+class _Pending:
+    """A checkpoint on its way to disk."""
 
-    files: dict[str, Fingerprint] = field(default_factory=dict)
-    problem: str | None = None
-
-
-class TensorWriter:
-    """This rank's part of one checkpoint, on its way to disk: a thread writes a copy in host memory.
-
-    Args:
-        state: Megatron's sharded state of the run; what of it is no tensor becomes `common`, the same on all ranks.
-        folder: Where to; exists.
-
-    Collective: all ranks, which compare what they hold: every part of a tensor must be stored once.
-    """
-
-    def __init__(self, state: dict[str, Any], folder: Path) -> None:
-        self.path = folder / f"rank_{torch.distributed.get_rank():05d}.safetensors"
-        sharded, self.common = save_preprocess(state)
-        own = [tensor for tensor in nested_values(sharded) if is_main_replica(tensor.replica_id)]
-        assert all(isinstance(tensor, ShardedTensor) for tensor in own), {type(tensor) for tensor in own}
-        self._parts: dict[str, Tensor] = {tensor.key: tensor.data for tensor in own}
-        self._offsets = {tensor.key: tensor.global_offset for tensor in own}
-        assert len(self._parts) == len(own), "two parts of one tensor on one rank cannot lie in one file"
-        self._written: Future[Fingerprint] | None = None
-
-    def tensors_not_finite(self) -> list[str]:
-        """Names of those in this rank's part."""
-        return sorted(name for name, tensor in self._parts.items() if not tensor.isfinite().all())
-
-    def start(self) -> None:
-        """Begins to write and returns; the state may change from now on."""
-        if self._parts:
-            copies = {name: _copy_to_host(tensor) for name, tensor in self._parts.items()}
-            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._written = thread.submit(_write, self.path, copies, self._offsets)
-            thread.shutdown(wait=False)
-        self._parts = {}
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether this rank is still writing."""
-        return self._written is not None and not self._written.done()
-
-    def wait(self) -> Written:
-        """Waits until this rank's file is on disk, or cannot be."""
-        if self._written is None:
-            return Written()
-        try:
-            return Written({self.path.name: self._written.result()})
-        except Exception as error:  # of any kind: the other ranks have to hear of it
-            return Written(problem=describe_problem(error))
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> Fingerprint:
-    write_tensors(path, parts, offsets)
-    sync_to_disk(path)
-    return fingerprint_of(path)
-
-
-def describe_problem(error: BaseException) -> str:
-    """An error as the other ranks should hear of it."""
-    text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    return f"rank {torch.distributed.get_rank()} on {socket.gethostname()}: {text}"
-
-
-def first_problem(problem: str | None) -> str | None:
-    """That of the lowest rank that has one, the same on all ranks. Collective: all ranks."""
-    problems: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    return next((text for text in problems if text is not None), None)
+    progress: Progress
+    optimizer: dict[str, Any]  # its plain values, the same on all ranks
+    file: Future[dict[str, Fingerprint]] | None  # of this rank, which a thread writes; None: it has no part to write
 
 
 class Saver:
@@ -128,17 +57,17 @@ class Saver:
         self.run = run
         self.log = log
         self.save_folder = Path(run.settings.checkpoint.save or "")
-        self._writer: TensorWriter | None = None
         self._iteration = 0  # of the checkpoint that is being written
-        self._progress = run.progress  # likewise
+        self._pending: _Pending | None = None
 
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes tensors."""
-        return self._writer is not None and self._writer.is_busy
+        file = None if self._pending is None else self._pending.file
+        return file is not None and not file.done()
 
     def save(self) -> None:
-        """Saves the run as it stands; returns when it is saved, or with --async-save when it may go on.
+        """Saves the run as it stands; returns when it is saved, or with --async-save when training may continue.
 
         Raises:
             SaveError: It cannot be written, or an earlier one could not.
@@ -151,13 +80,29 @@ class Saver:
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.progress.iteration
         self.refuse_drift()
-        self._raise_alike(self._prepare_folder())
-        writer = TensorWriter(sharded_state(run, loading=False), self._temporary)
-        self._progress = run.progress
+        problem = None
+        if is_rank_zero():
+            try:
+                expected = checkpoint_bytes(run.settings, vocab_size=run.tokenizer.vocab_size)
+                prepare_folder(self._temporary, expected_bytes=expected)
+            except OSError as error:
+                problem = _describe(error)
+        self._raise_alike(problem)
+        sharded, plain = save_preprocess(sharded_state(run, loading=False))  # collective: all ranks compare their parts
+        own = [tensor for tensor in nested_values(sharded) if is_main_replica(tensor.replica_id)]
+        assert all(isinstance(tensor, ShardedTensor) for tensor in own), {type(tensor) for tensor in own}
+        parts = {tensor.key: tensor.data for tensor in own}
+        assert len(parts) == len(own), "two parts of one tensor on one rank cannot lie in one file"
         if config.check_for_nan:
-            self._refuse_values_not_finite(writer)
-        writer.start()
-        self._writer = writer
+            self._refuse_values_not_finite(parts)
+        file = None
+        if parts:
+            copies = {name: _copy_to_host(tensor) for name, tensor in parts.items()}
+            path = self._temporary / f"rank_{torch.distributed.get_rank():05d}.safetensors"
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            file = thread.submit(_write, path, copies, {tensor.key: tensor.global_offset for tensor in own})
+            thread.shutdown(wait=False)
+        self._pending = _Pending(run.progress, plain["optimizer"], file)
         if config.async_save:
             self.log(f"saving {self._final} in the background")
         else:
@@ -171,7 +116,7 @@ class Saver:
 
         Collective: all ranks.
         """
-        drift = first_problem(describe_drift(self.run))
+        drift = _first_problem(describe_drift(self.run))
         if drift is not None:
             iteration = self.run.progress.iteration
             self.finish()  # an earlier checkpoint, whose replicas were compared then
@@ -188,13 +133,18 @@ class Saver:
 
         Collective: all ranks.
         """
-        if self._writer is None:
+        if self._pending is None:
             return
-        writer, self._writer = self._writer, None
-        part = writer.wait()
+        pending, self._pending = self._pending, None
+        files: dict[str, Fingerprint] = {}
+        problem = None
+        try:
+            files = {} if pending.file is None else pending.file.result()
+        except Exception as error:  # of any kind: the other ranks have to hear of it
+            problem = _describe(error)
         parts: list[Any] | None = [None] * torch.distributed.get_world_size() if is_rank_zero() else None
-        torch.distributed.gather_object(part, parts)  # collective: all ranks
-        self._raise_alike(self._complete(writer, parts) if parts is not None else None)
+        torch.distributed.gather_object((files, problem), parts)  # collective: all ranks
+        self._raise_alike(self._complete(pending, parts) if parts is not None else None)
         self.log(f"saved {self._final}")
 
     @property
@@ -205,19 +155,9 @@ class Saver:
     def _temporary(self) -> Path:
         return self._final.with_name(f".tmp-{self._final.name}")
 
-    def _prepare_folder(self) -> str | None:
-        if not is_rank_zero():
-            return None
-        expected = checkpoint_bytes(self.run.settings, vocab_size=self.run.tokenizer.vocab_size)
-        try:
-            prepare_folder(self._temporary, expected_bytes=expected)
-        except OSError as error:
-            return describe_problem(error)
-        return None
-
-    def _refuse_values_not_finite(self, writer: TensorWriter) -> None:
-        names = writer.tensors_not_finite()
-        found = first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
+    def _refuse_values_not_finite(self, parts: Mapping[str, Tensor]) -> None:
+        names = sorted(name for name, tensor in parts.items() if not tensor.isfinite().all())
+        found = _first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
         if found is not None:
             self._remove_temporary()
             raise DivergenceError(
@@ -225,22 +165,21 @@ class Saver:
                 "--no-check-for-nan saves such weights as well."
             )
 
-    def _complete(self, writer: TensorWriter, parts: list[Written]) -> str | None:
+    def _complete(self, pending: _Pending, parts: list[tuple[dict[str, Fingerprint], str | None]]) -> str | None:
         """What rank 0 does when all ranks have written their tensors. Returns what went wrong on any of them."""
         run, config = self.run, self.run.settings.checkpoint
-        problem = next((part.problem for part in parts if part.problem is not None), None)
-        if problem is not None:
+        if (problem := next((problem for _, problem in parts if problem is not None), None)) is not None:
             return problem
         try:
-            write_train_state(self._temporary, self._progress, writer.common["optimizer"])
+            write_train_state(self._temporary, pending.progress, pending.optimizer)
             write_record(run.settings, self._temporary / "settings.yaml")
             run.tokenizer.save_tokenizer_files(
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
             )
-            write_manifest(self._temporary, {name: file for part in parts for name, file in part.files.items()})
+            write_manifest(self._temporary, {name: file for files, _ in parts for name, file in files.items()})
             publish(self._temporary, self._final, iteration=self._iteration)
         except Exception as error:  # the other ranks wait to hear of it
-            return describe_problem(error)
+            return _describe(error)
         try:
             fulfil_save_request(self.save_folder)
             if config.keep_last is not None:
@@ -250,12 +189,12 @@ class Saver:
         return None
 
     def _raise_alike(self, problem: str | None) -> None:
-        problem = first_problem(problem)  # collective: all ranks
+        problem = _first_problem(problem)  # collective: all ranks
         if problem is not None:
             self._remove_temporary()
             raise SaveError(
                 f"iteration {self._iteration} could not be saved: {problem}. {self._remaining} Make room or "
-                "mend it, then start again with the same command."
+                "fix it, then start again with the same command."
             )
 
     def _remove_temporary(self) -> None:
@@ -268,3 +207,26 @@ class Saver:
             return "There is no checkpoint, for lack of --save."
         older = list_checkpoints(self.save_folder)
         return f"The newest checkpoint is {older[0]}." if older else f"There is no older one in {self.save_folder}."
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, Fingerprint]:
+    write_tensors(path, parts, offsets)
+    sync_to_disk(path)
+    return {path.name: fingerprint_of(path)}
+
+
+def _describe(error: BaseException) -> str:
+    """An error as the other ranks should hear of it."""
+    text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"rank {torch.distributed.get_rank()} on {socket.gethostname()}: {text}"
+
+
+def _first_problem(problem: str | None) -> str | None:
+    """That of the lowest rank that has one, the same on all ranks. Collective: all ranks."""
+    problems: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    return next((text for text in problems if text is not None), None)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
-from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
 from megatron_neobert.data.batches.packing import PackedRows

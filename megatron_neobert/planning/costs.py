@@ -9,8 +9,7 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.gpus import GPUS
-from megatron_neobert.planning.activations import Kernels
-from megatron_neobert.planning.memory import RankMemory, plan_memory
+from megatron_neobert.planning.memory import Kernels, RankMemory, plan_memory
 from megatron_neobert.text import counted, duration, percent
 
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")

@@ -5,26 +5,44 @@ from the settings. Memory is that of the fullest rank. Times are stated for a sh
 knows before a run has been measured.
 """
 
+import math
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
-from megatron_neobert.data.batches.inputs import Inputs, open_inputs
+from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT
+from megatron_neobert.data.batches.rows import count_windows, pack_window
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines, plan_memories
-from megatron_neobert.planning.data import IterationSample, sample_iteration
-from megatron_neobert.planning.schedule import draw_curve, learning_rate
 from megatron_neobert.text import counted, percent
 
 _INDENT = 12
 _COLUMNS = 118
 _CURVE_COLUMNS, _CURVE_LINES = 80, 5
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_MOST_WINDOWS = 8  # 32,768 documents
+
+
+@dataclass(frozen=True)
+class IterationSample:
+    """An iteration, on average."""
+
+    documents: float  # one that is cut into several counts once
+    tokens: float  # of documents, [CLS] and [SEP] included
+    packing_efficiency: float  # share of the token capacity that holds one
+    tokens_of_a_tokens_document: float  # how many tokens the average token attends to
+    document_shares: tuple[float, ...]  # of each component
+    token_shares: tuple[float, ...]
+    epochs: tuple[float, ...]
 
 
 def print_plan(settings: Settings, *, world_size: int) -> int:
@@ -108,7 +126,7 @@ def _describe_ranks(settings: Settings, world_size: int) -> str:
     factors = [f"{settings.data_parallel_size(world_size)} data-parallel"]
     factors += [f"{size} {name}" for name, size in shares.items() if size > 1]
     if settings.virtual_stages_per_rank > 1:
-        factors[-1] += f" ({settings.virtual_stages_per_rank} pieces each)"
+        factors[-1] += f" ({settings.virtual_stages_per_rank} model chunks each)"
     return f"{world_size} = {' x '.join(factors)}"
 
 
@@ -153,6 +171,74 @@ def _run_lines(settings: Settings, inputs: Inputs, sample: IterationSample, *, f
         f"{' to go' if first else ''}",
         f"{flops / sample.tokens:.3e} FLOPs per token, {flops:.3e} per iteration, {flops * left:.3e} in all",
     ]
+
+
+# ---- what an iteration reads
+
+
+def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
+    """Packs windows as training packs them; lengths alone are read, no token, so this takes milliseconds.
+
+    The packed sequences of one iteration are too few to stand for a corpus: how many a corpus fills is known of
+    whole windows. An epoch of a few windows is packed entirely; of a longer one, and of a blend, the first windows
+    stand for all, since documents are shuffled.
+    """
+    decisive, sources = batch_settings(settings, inputs.tokenizer), inputs.training
+    rows, squares = 0, 0
+    documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
+    for window in range(min(count_windows(sources, decisive), _MOST_WINDOWS)):
+        packed = pack_window(sources, decisive, epoch=0, window=window)
+        segments, slots_n = packed.segments, packed.segments.slots_n
+        components_n = segments.documents_n >> COMPONENT_SHIFT
+        begins_n = segments.has_cls_n & (segments.starts_n == 0)  # once a document, however it is cut
+        rows += len(packed)
+        documents_c += np.bincount(components_n[begins_n], minlength=len(sources))
+        tokens_c += np.bincount(components_n, weights=slots_n, minlength=len(sources))
+        # A concatenated row is one document to attention.
+        together = slots_n if decisive.batch_layout == "packed" else np.add.reduceat(slots_n, packed.row_offsets[:-1])
+        squares += int(together @ together)
+    share = decisive.global_batch_size / rows  # of these windows
+    documents, tokens = float(documents_c.sum()), float(tokens_c.sum())
+    return IterationSample(
+        documents=share * documents,
+        tokens=share * tokens,
+        packing_efficiency=share * tokens / settings.tokens_per_iteration,
+        tokens_of_a_tokens_document=squares / tokens,
+        document_shares=tuple((documents_c / documents).tolist()),
+        token_shares=tuple((tokens_c / tokens).tolist()),
+        epochs=tuple(
+            share * own / len(source.documents) for own, source in zip(documents_c.tolist(), sources, strict=True)
+        ),
+    )
+
+
+# ---- the learning rate
+
+
+def learning_rate(settings: Settings, iteration: int) -> float:
+    """Behind `iteration` updates; what Megatron's scheduler gives (tests/unit/planning/test_plan.py compares them)."""
+    optimizer, end = settings.optimizer, settings.lr_decay_end
+    if optimizer.lr_warmup_iters > 0 and iteration <= optimizer.lr_warmup_iters:
+        return optimizer.lr * iteration / optimizer.lr_warmup_iters
+    if optimizer.lr_decay_style == "constant":
+        return optimizer.lr
+    done = min(1.0, (iteration - optimizer.lr_warmup_iters) / (end - optimizer.lr_warmup_iters))
+    left = 1 - done if optimizer.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
+
+
+def draw_curve(values: Sequence[float], *, height: int, unicode: bool) -> list[str]:
+    """Columns from 0 up to each value, the largest `height` lines high; ASCII rounds to whole lines.
+
+    Args:
+        values: At least one above 0.
+    """
+    eighths = [round(8 * height * value / max(values)) for value in values]
+    lines = []
+    for line in reversed(range(height)):
+        cells = [min(8, max(0, column - 8 * line)) for column in eighths]
+        lines.append("".join(_EIGHTHS[cell] if unicode else " #"[cell >= 4] for cell in cells).rstrip())
+    return lines
 
 
 def _rate_lines(settings: Settings, *, first: int) -> list[str]:

@@ -16,9 +16,8 @@ from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_referenc
 
 from checkpoint_conversion.mapping import NEOBERT, to_internal
 from checkpoint_conversion.megatron_io import read_checkpoint
+from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
 from megatron_neobert.checkpoint.folder import latest_checkpoint, list_checkpoints, verify_files
-from megatron_neobert.checkpoint.tensors import StoredTensors
-from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.errors import CheckpointError, NeoBERTError
 
 pytestmark = pytest.mark.slow

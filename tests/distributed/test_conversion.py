@@ -11,8 +11,8 @@ from tolerances import MEGATRON_LOGITS
 
 from checkpoint_conversion.mapping import join_halves
 from checkpoint_conversion.megatron_io import read_checkpoint
+from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.checkpoint.tensors import StoredTensors
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.training.setup import build_run, join
 

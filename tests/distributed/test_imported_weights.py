@@ -11,8 +11,8 @@ from torch import Tensor
 from checkpoint_conversion.conversion import ExportOptions, export, import_folder
 from checkpoint_conversion.mapping import split_halves
 from checkpoint_conversion.megatron_io import read_checkpoint
+from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import latest_checkpoint
-from megatron_neobert.checkpoint.tensors import StoredTensors
 from megatron_neobert.config.schema import Settings
 
 STOP = 3

@@ -10,8 +10,8 @@ from test_layouts import largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 
+from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import list_checkpoints
-from megatron_neobert.checkpoint.tensors import StoredTensors
 
 PEAK, FLOOR = 2e-3, 2e-4
 

@@ -19,7 +19,7 @@ from tests_tiny import ITERATIONS
 
 from megatron_neobert.checkpoint import save as saver
 from megatron_neobert.checkpoint.folder import list_checkpoints, verify_files
-from megatron_neobert.checkpoint.save import Saver, TensorWriter
+from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import NeoBERTError
@@ -288,31 +288,31 @@ def ask_for_a_checkpoint_that_rank_1_writes_slowly(folder: Path) -> Any:
 
     def prepare() -> None:
         released = threading.Event()
-        write, step, start = saver._write, loop.train_step, TensorWriter.start
-        writers: list[TensorWriter] = []
+        write, step, save = saver._write, loop.train_step, Saver.save
+        pending: list[Any] = []
 
         def write_later(*args: Any) -> Any:
             assert torch.distributed.get_rank() == 0 or released.wait(30)
             return write(*args)
 
-        def start_and_keep(self: TensorWriter) -> None:
-            writers.append(self)
-            start(self)
+        def save_and_keep(self: Saver) -> None:
+            save(self)
+            pending.append(self._pending)
 
         def step_and_look(run: Any, batches: Any) -> Any:
-            iteration, save = run.progress.iteration + 1, folder / "run"
+            iteration, kept = run.progress.iteration + 1, folder / "run"
             if torch.distributed.get_rank() == 0:
                 if iteration == 2:
-                    (save / "SAVE_NOW").touch()
-                holds = [(save / "SAVE_NOW").exists(), [checkpoint.name for checkpoint in list_checkpoints(save)]]
+                    (kept / "SAVE_NOW").touch()
+                holds = [(kept / "SAVE_NOW").exists(), [checkpoint.name for checkpoint in list_checkpoints(kept)]]
                 (folder / f"seen.{iteration}").write_text(json.dumps(holds))
             if iteration == 5:
                 released.set()
-                futures.wait([writers[0]._written])
+                futures.wait([pending[0].file])
             return step(run, batches)
 
         signals._SECONDS_BETWEEN_LOOKS = 0
-        saver._write, TensorWriter.start, loop.train_step = write_later, start_and_keep, step_and_look
+        saver._write, Saver.save, loop.train_step = write_later, save_and_keep, step_and_look
 
     return prepare
 

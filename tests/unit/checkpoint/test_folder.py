@@ -23,7 +23,7 @@ from megatron_neobert.checkpoint.folder import (
     prepare_folder,
     prune,
     publish,
-    set_aside,
+    quarantine,
     verify_files,
     write_manifest,
 )
@@ -189,7 +189,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path):
-    written = {"rank_00001.safetensors": checkpoint_files.Fingerprint(10, "0" * 64)}
+    written = {"rank_00001.safetensors": checkpoint_files.Fingerprint(bytes=10, sha256="0" * 64)}
     with pytest.raises(OSError, match="is not seen here; --save must be on a file system that all nodes share"):
         write_manifest(tmp_path, written)
 
@@ -242,14 +242,14 @@ def link_elsewhere(folder: Path) -> None:
         "unsealed",
     ],
 )
-def test_a_damaged_newest_checkpoint_is_passed_over_with_its_file_named_and_can_be_set_aside(tmp_path, damage, said):
+def test_a_damaged_newest_checkpoint_is_passed_over_with_its_file_named_and_can_be_quarantined(tmp_path, damage, said):
     good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
     damage(newest)
     chosen, damaged = find_good_checkpoint(tmp_path)
     assert chosen == good
     assert [folder for folder, _ in damaged] == [newest]
     assert said in str(damaged[0][1])
-    set_aside(newest)
+    quarantine(newest)
     assert find_good_checkpoint(tmp_path) == (good, [])
     assert (tmp_path / "iter_0000002.damaged").is_dir()
 

@@ -14,8 +14,7 @@ from checkpoint_conversion.conversion import ExportOptions, export
 from checkpoint_conversion.mapping import split_halves
 from checkpoint_conversion.megatron_io import read_checkpoint
 from checkpoint_conversion.tensor_rules import shape_of
-from megatron_neobert.checkpoint.tensors import write_tensors
-from megatron_neobert.checkpoint.train_state import write_train_state
+from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer

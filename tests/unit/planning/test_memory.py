@@ -14,8 +14,7 @@ from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
 from megatron_neobert.model.flops import count_parameters
-from megatron_neobert.planning.activations import MicroBatch
-from megatron_neobert.planning.memory import micro_batches_in_flight, plan_memory
+from megatron_neobert.planning.memory import MicroBatch, micro_batches_in_flight, plan_memory
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training.setup import build_run, join
 

@@ -18,11 +18,9 @@ from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
-from megatron_neobert.planning import data
+from megatron_neobert.planning import plan
 from megatron_neobert.planning.costs import kept_checkpoints
-from megatron_neobert.planning.data import sample_iteration
-from megatron_neobert.planning.plan import print_plan
-from megatron_neobert.planning.schedule import draw_curve, learning_rate
+from megatron_neobert.planning.plan import draw_curve, learning_rate, print_plan, sample_iteration
 from megatron_neobert.text import duration
 
 # ---- the learning rate
@@ -93,7 +91,7 @@ def test_epochs_of_a_corpus_too_long_to_pack_are_those_of_its_first_windows(tiny
     inputs = open_inputs(settings.data)
     monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 32)
     some = sample_iteration(settings, inputs)
-    monkeypatch.setattr(data, "_MOST_WINDOWS", 19)
+    monkeypatch.setattr(plan, "_MOST_WINDOWS", 19)
     every = sample_iteration(settings, inputs)
     assert some.epochs != every.epochs
     assert some.epochs[0] == pytest.approx(every.epochs[0], rel=0.1)

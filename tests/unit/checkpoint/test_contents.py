@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_neobert.checkpoint.train_state import read_train_state, write_train_state
+from megatron_neobert.checkpoint.contents import read_train_state, write_train_state
 from megatron_neobert.data.batches.rows import Cursor, read_cursor
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.state import Progress
