@@ -4,6 +4,7 @@ Standard library only; what the machine can do is another question (model/kernel
 the rule and the remedy.
 """
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron_neobert.config.schema import ComputeConfig, Settings, flag_of
@@ -13,209 +14,151 @@ from megatron_neobert.config.schema import ComputeConfig, Settings, flag_of
 # pytorch/tensor/mxfp8_tensor.py and float8_blockwise_tensor.py.
 FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
 # The tokens that are exchanged in FP8 between sequence-parallel ranks; 128 also suits the block-scaled recipes' scales.
-_FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
+FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
 HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
 _ONLY_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _BF16_LAYER_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
-def compute_problems(settings: Settings) -> list[str]:
+def compute_problems(settings: Settings) -> Iterator[str]:
     """Every reason why the compute section cannot stand beside the others; each value alone must be legal."""
-    return (
-        _kernel_problems(settings)
-        + _idle_fp8_problems(settings.compute)
-        + _fp8_problems(settings)
-        + _recompute_problems(settings)
-    )
+    yield from _kernel_problems(settings)
+    yield from _idle_fp8_problems(settings.compute)
+    if settings.compute.fp8_format is not None:
+        yield from _fp8_problems(settings)
+    yield from _recompute_problems(settings)
 
 
-def _kernel_problems(settings: Settings) -> list[str]:
+def _kernel_problems(settings: Settings) -> Iterator[str]:
     compute, bf16 = settings.compute, settings.training.bf16
-    problems = []
     if compute.transformer_impl == "transformer_engine" and not bf16:
-        problems.append(
+        yield (
             "--transformer-impl transformer_engine needs --bf16: its packed attention kernels know no float32; add "
             "that, or use --transformer-impl local."
         )
     if compute.attention_backend != "auto" and not bf16:
-        problems.append(
+        yield (
             f"--attention-backend {compute.attention_backend} needs --bf16: the kernel knows no float32; add that, or "
             "use auto."
         )
     if compute.attention_backend == "fused":
-        problems += _cudnn_problems(settings)
+        yield from _cudnn_problems(settings)
     if compute.cross_entropy_fusion_impl != "native" and not compute.cross_entropy_loss_fusion:
-        problems.append(
+        yield (
             f"--cross-entropy-fusion-impl {compute.cross_entropy_fusion_impl} does nothing without "
             "--cross-entropy-loss-fusion; add that, or leave it out."
         )
     if compute.cross_entropy_loss_fusion and compute.cross_entropy_fusion_impl == "native" and not bf16:
-        problems.append(
+        yield (
             "--cross-entropy-loss-fusion with --cross-entropy-fusion-impl native needs --bf16: Megatron's kernel "
             "rounds the gradient of the logits to bfloat16; add that, or leave the fusion out."
         )
-    return problems
 
 
-def _cudnn_problems(settings: Settings) -> list[str]:
+def _cudnn_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
     width = model.hidden_size // model.num_attention_heads
-    problems = []
     if settings.compute.transformer_impl == "local":
-        problems.append(
+        yield (
             "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local; use "
             "--transformer-impl transformer_engine or --attention-backend auto."
         )
     if width % HEAD_WIDTH_MULTIPLE:
-        problems.append(
+        yield (
             f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not --hidden-size "
             f"{model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}; use "
             "--attention-backend auto."
         )
-    return problems
 
 
-def _idle_fp8_problems(compute: ComputeConfig) -> list[str]:
+def _idle_fp8_problems(compute: ComputeConfig) -> Iterator[str]:
     """Settings that were changed and that nothing reads."""
     precision = [item for item in fields(compute) if item.name.startswith(("fp8_", "first_last_", "num_layers_at_"))]
     changed = {
         item.name: getattr(compute, item.name) for item in precision if getattr(compute, item.name) != item.default
     }
-    if compute.fp8_format is None:
-        return [
-            f"{_as_typed(name, value)} does nothing without --fp8-format; add that, or leave it out."
-            for name, value in changed.items()
-        ]
-    problems = []
-    if compute.fp8_recipe != "delayed":
-        problems += [
-            f"{_as_typed(name, changed[name])} is read by --fp8-recipe delayed alone, not {compute.fp8_recipe}; leave "
-            "it out."
-            for name in _ONLY_DELAYED
-            if name in changed
-        ]
-    if not compute.first_last_layers_bf16:
-        problems += [
-            f"{_as_typed(name, changed[name])} does nothing without --first-last-layers-bf16; add that, or leave it "
-            "out."
-            for name in _BF16_LAYER_COUNTS
-            if name in changed
-        ]
-    return problems
+    for name, value in changed.items():
+        typed = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+        if compute.fp8_format is None:
+            yield f"{typed} does nothing without --fp8-format; add that, or leave it out."
+        elif name in _ONLY_DELAYED and compute.fp8_recipe != "delayed":
+            yield f"{typed} is read by --fp8-recipe delayed alone, not {compute.fp8_recipe}; leave it out."
+        elif name in _BF16_LAYER_COUNTS and not compute.first_last_layers_bf16:
+            yield f"{typed} does nothing without --first-last-layers-bf16; add that, or leave it out."
 
 
-def _as_typed(name: str, value: object) -> str:
-    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
-
-
-def _fp8_problems(settings: Settings) -> list[str]:
+def _fp8_problems(settings: Settings) -> Iterator[str]:
     compute = settings.compute
-    if compute.fp8_format is None:
-        return []
-    problems = []
     if not settings.training.bf16:
-        problems.append(
+        yield (
             f"--fp8-format {compute.fp8_format} needs --bf16: what is not a matrix product is computed in bfloat16; "
             "add that."
         )
     if compute.transformer_impl == "local":
-        problems.append(
+        yield (
             f"--fp8-format {compute.fp8_format} is Transformer Engine's, not with --transformer-impl local; use "
             "--transformer-impl transformer_engine."
         )
     if compute.fp8_param_gather and not settings.parallel.use_distributed_optimizer:
-        problems.append(
+        yield (
             "--fp8-param-gather needs --use-distributed-optimizer, which gathers the weights; add that, or leave it "
             "out."
         )
     if compute.fp8_param_gather and compute.fp8_recipe == "mxfp8":
-        problems.append(
+        yield (
             "--fp8-param-gather does not go with --fp8-recipe mxfp8, whose weights Megatron gathers through the "
             "gradients' memory; leave it out."
         )
     if compute.first_last_layers_bf16:
-        problems += _bf16_layer_problems(settings)
-    return problems + _alignment_problems(settings)
+        yield from _bf16_layer_problems(settings)
+    yield from _alignment_problems(settings)
 
 
-def _bf16_layer_problems(settings: Settings) -> list[str]:
+def _bf16_layer_problems(settings: Settings) -> Iterator[str]:
     compute, layers = settings.compute, settings.model.num_layers
     start, end = compute.num_layers_at_start_in_bf16, compute.num_layers_at_end_in_bf16
-    problems = []
     if compute.fp8_recipe == "delayed":
-        problems.append(
+        yield (
             "--first-last-layers-bf16 does not go with --fp8-recipe delayed, whose scales are updated once for all "
             "layers; use --fp8-recipe tensorwise."
         )
-    of_stage = layers // settings.parallel.pipeline_model_parallel_size  # Megatron's rule; pieces do not count
-    problems += [
-        f"{flag_of(name)} {count} exceeds the {of_stage} layers of a pipeline stage, the first and last of which can "
-        f"stay in bfloat16; use at most {of_stage}."
-        for name, count in zip(_BF16_LAYER_COUNTS, (start, end), strict=True)
-        if count > of_stage
-    ]
+    of_stage = layers // settings.parallel.pipeline_model_parallel_size  # Megatron's rule; model chunks do not count
+    for name, count in zip(_BF16_LAYER_COUNTS, (start, end), strict=True):
+        if count > of_stage:
+            yield (
+                f"{flag_of(name)} {count} exceeds the {of_stage} layers of a pipeline stage, the first and last of "
+                f"which can stay in bfloat16; use at most {of_stage}."
+            )
     if start + end >= layers:
-        problems.append(
+        yield (
             f"--num-layers-at-start-in-bf16 {start} and --num-layers-at-end-in-bf16 {end} leave none of "
             f"--num-layers {layers} in FP8; lower them, or leave out --fp8-format."
         )
-    return problems
 
 
-def _alignment_problems(settings: Settings) -> list[str]:
-    recipe, tp = settings.compute.fp8_recipe, settings.parallel.tensor_model_parallel_size
+def _alignment_problems(settings: Settings) -> Iterator[str]:
+    """Each tensor-parallel rank has an equal part of the attention's output and of the feed-forward.
+
+    The other sides of the matrices are multiples of these; the tokens are judged with the batch (rules.py).
+    """
+    model, recipe, tp = settings.model, settings.compute.fp8_recipe, settings.parallel.tensor_model_parallel_size
     block = FP8_BLOCK[recipe]
-    problems = _token_problems(settings)
-    for what, size, remedy in _matrix_sides(settings):
+    for what, size, flag in (
+        ("--hidden-size", model.hidden_size, "--hidden-size"),
+        ("the feed-forward width (--ffn-hidden-size)", model.ffn_width, "--ffn-hidden-size"),
+    ):
         if size % (block * tp):
             per_rank = f" over --tensor-model-parallel-size {tp} = {size / tp:g}" if tp > 1 else ""
-            problems.append(
+            fewer = "" if size % block else " or --tensor-model-parallel-size 1"
+            coarser = " or --fp8-recipe tensorwise" if block > 16 else ""
+            yield (
                 f"--fp8-recipe {recipe} needs matrices whose sides are multiples of {block}: {what} {size}{per_rank} "
-                f"is not. {remedy}"
+                f"is not. Use {flag} {-(-size // (block * tp)) * block * tp}{fewer}{coarser}."
             )
-    return problems
 
 
-def _matrix_sides(settings: Settings) -> list[tuple[str, int, str]]:
-    """Sizes that tensor-parallel ranks share, what they are called, and how to mend them.
-
-    Each rank has an equal part of the attention's output (as wide as the hidden size) and of the feed-forward; the
-    other sides of the matrices are multiples of these.
-    """
-    model, tp = settings.model, settings.parallel.tensor_model_parallel_size
-    block = FP8_BLOCK[settings.compute.fp8_recipe]
-    multiple = block * tp
-    coarser = " or --fp8-recipe tensorwise" if block > 16 else ""
-    return [
-        (what, size, f"Use {flag} {-(-size // multiple) * multiple}{_or_fewer_ranks(size, block)}{coarser}.")
-        for what, size, flag in (
-            ("--hidden-size", model.hidden_size, "--hidden-size"),
-            ("the feed-forward width (--ffn-hidden-size)", model.ffn_width, "--ffn-hidden-size"),
-        )
-    ]
-
-
-def _or_fewer_ranks(size: int, block: int) -> str:
-    return "" if size % block else " or --tensor-model-parallel-size 1"
-
-
-def _token_problems(settings: Settings) -> list[str]:
-    recipe, parallel = settings.compute.fp8_recipe, settings.parallel
-    ranks = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    multiple = _FP8_TOKENS[recipe] * ranks
-    if settings.slots_per_micro_batch % multiple == 0:
-        return []
-    seq_length, rows = settings.data.seq_length, settings.training.micro_batch_size
-    shared = f" x {ranks} ranks that share them" if ranks > 1 else ""
-    return [
-        f"--fp8-recipe {recipe} needs a multiple of {_FP8_TOKENS[recipe]}{shared} = {multiple} tokens per micro-batch, "
-        f"not --micro-batch-size {rows} x --seq-length {seq_length} = {settings.slots_per_micro_batch}. Use "
-        f"--seq-length {-(-seq_length // multiple) * multiple}."
-    ]
-
-
-def _recompute_problems(settings: Settings) -> list[str]:
-    compute = settings.compute
+def _recompute_problems(settings: Settings) -> Iterator[str]:
+    compute, layers = settings.compute, settings.layers_per_stage
     granularity, method, number = (
         compute.recompute_granularity,
         compute.recompute_method,
@@ -223,30 +166,21 @@ def _recompute_problems(settings: Settings) -> list[str]:
     )
     if granularity != "full":
         given = "" if granularity is None else f", not with {granularity}"
-        return [
-            f"{flag_of(name)} {value} belongs to --recompute-granularity full{given}; add that, or leave it out."
-            for name, value in (("recompute_method", method), ("recompute_num_layers", number))
-            if value is not None
-        ]
-    if method is None or number is None:
+        for name, value in (("recompute_method", method), ("recompute_num_layers", number)):
+            if value is not None:
+                typed = f"{flag_of(name)} {value}"
+                yield f"{typed} belongs to --recompute-granularity full{given}; add that, or leave it out."
+    elif method is None or number is None:
         missing = [name for name, value in (("method", method), ("num-layers", number)) if value is None]
-        return [
+        yield (
             f"--recompute-granularity full needs --recompute-{' and --recompute-'.join(missing)}; use "
             "--recompute-method uniform --recompute-num-layers 1 to save the most memory."
-        ]
-    return _recomputed_layer_problems(settings, method, number)
-
-
-def _recomputed_layer_problems(settings: Settings, method: str, number: int) -> list[str]:
-    layers = settings.layers_per_stage
-    if method == "uniform" and layers % number:
+        )
+    elif method == "uniform" and layers % number:
         fitting = [group for group in range(1, layers + 1) if layers % group == 0]
-        return [
+        yield (
             f"--recompute-num-layers {number} does not divide the {layers} layers of a pipeline stage into equal "
             f"groups (--recompute-method uniform); use one of {', '.join(map(str, fitting))}."
-        ]
-    if method == "block" and number > layers:
-        return [
-            f"--recompute-num-layers {number} exceeds the {layers} layers of a pipeline stage; use at most {layers}."
-        ]
-    return []
+        )
+    elif method == "block" and number > layers:
+        yield f"--recompute-num-layers {number} exceeds the {layers} layers of a pipeline stage; use at most {layers}."

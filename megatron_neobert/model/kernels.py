@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_neobert.errors import ConfigError
 # What a GPU must be for a recipe: lowest capability, first capability that is too new, lowest CUDA version.
 # Source: TransformerEngine 2.11 pytorch/quantization.py, check_fp8_support and the like (capability 10.0: CUDA 12.8).
 _ANY_NEWER = (99, 0)
+_CPU_INFO = Path("/proc/cpuinfo")  # Linux's; elsewhere bfloat16 is believed to be there
 _FP8_NEEDS = {
     "delayed": ((8, 9), _ANY_NEWER, (12, 1)),
     "tensorwise": ((8, 9), _ANY_NEWER, (12, 1)),
@@ -69,27 +71,20 @@ class Kernels:
 def detect_hardware() -> Hardware:
     """What is here; packages for CUDA are tried only where there is CUDA."""
     if not torch.cuda.is_available():
-        return Hardware(foreign_apex=_foreign_apex(), cpu_bf16=_cpu_has_bf16(Path("/proc/cpuinfo")))
+        # By the names of its features: avx512_bf16, amx_bf16, on ARM bf16. Not by torch, which also counts emulation.
+        has_bf16 = not _CPU_INFO.exists() or "bf16" in _CPU_INFO.read_text()
+        return Hardware(foreign_apex=_foreign_apex(), cpu_bf16=has_bf16)
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
     return Hardware(
         gpu=torch.cuda.get_device_name(),
         capability=torch.cuda.get_device_capability(),
-        cuda=_version_pair(torch.version.cuda or "0.0"),
+        cuda=(int(major), int(minor)),
         transformer_engine=_try_import("transformer_engine.pytorch", distribution="transformer-engine"),
         flash_attn=_try_import("flash_attn", distribution="flash-attn"),
         apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
         apex_optimizers=_try_import("apex.optimizers", distribution="apex"),
         foreign_apex=_foreign_apex(),
     )
-
-
-def _cpu_has_bf16(cpuinfo: Path) -> bool:
-    """By the names of its features: avx512_bf16, amx_bf16, on ARM bf16. Not by torch, which also counts emulation."""
-    return not cpuinfo.exists() or "bf16" in cpuinfo.read_text()
-
-
-def _version_pair(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _try_import(module: str, *, distribution: str) -> Library:
@@ -122,20 +117,40 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     """The kernels that serve these settings here; whether what was asked for is possible, `check_hardware` judges."""
     hardware = detect_hardware() if hardware is None else hardware
     compute = settings.compute
-    engine = _uses_transformer_engine(settings, hardware)
-    attention = _attention(settings, engine=engine)
+    bf16 = settings.training.bf16
+    if compute.transformer_impl == "auto":
+        # In float32 Transformer Engine has no packed attention but one that writes out all scores.
+        engine = bf16 and hardware.transformer_engine.version is not None
+    else:
+        engine = compute.transformer_impl == "transformer_engine"
+    width = settings.model.hidden_size // settings.model.num_attention_heads
+    if engine and width % HEAD_WIDTH_MULTIPLE == 0:
+        attention = "transformer_engine"
+        names = {"auto": "Transformer Engine's choice", "flash": "flash-attn", "fused": "cuDNN"}
+        attention_name = names[compute.attention_backend]
+    elif compute.attention_backend == "flash":
+        attention, attention_name = "flash_attn", f"flash-attn {hardware.flash_attn.version}"
+    else:
+        attention = "torch"
+        attention_name = "torch's packed kernel" if hardware.gpu and bf16 else "torch document by document"
+    precision = "bfloat16" if bf16 else "float32"
+    if compute.fp8_format is not None:
+        precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
     fusion = compute.gradient_accumulation_fusion
     if fusion is None:
         fusion = hardware.apex_weight_gradients.version is not None
-    optimizer = _optimizer(hardware)
+    # In the order in which Megatron takes them; torch's through FusedAdam of megatron_patches.py.
+    optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
+    if hardware.transformer_engine.version is not None:
+        optimizer = "Transformer Engine"
     parts = [
         f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers",
-        f"attention by {_attention_name(attention, compute.attention_backend, hardware, bf16=settings.training.bf16)}",
-        _precision_name(settings),
+        f"attention by {attention_name}",
+        precision,
         f"weight gradients accumulated {'in the product (Apex)' if fusion else 'after the product'}",
         f"Adam by {optimizer}",
     ]
-    is_slow = settings.training.bf16 and hardware.gpu is None and not hardware.cpu_bf16
+    is_slow = bf16 and hardware.gpu is None and not hardware.cpu_bf16
     warning = (
         "\nwarning: this CPU has no instructions for bfloat16, with --bf16 it may take 50 times as long as without"
     )
@@ -150,42 +165,6 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     )
 
 
-def _uses_transformer_engine(settings: Settings, hardware: Hardware) -> bool:
-    if settings.compute.transformer_impl != "auto":
-        return settings.compute.transformer_impl == "transformer_engine"
-    # In float32 Transformer Engine has no packed attention but one that writes out all scores.
-    return settings.training.bf16 and hardware.transformer_engine.version is not None
-
-
-def _attention(settings: Settings, *, engine: bool) -> str:
-    width = settings.model.hidden_size // settings.model.num_attention_heads
-    if engine and width % HEAD_WIDTH_MULTIPLE == 0:
-        return "transformer_engine"
-    return "flash_attn" if settings.compute.attention_backend == "flash" else "torch"
-
-
-def _attention_name(attention: str, backend: str, hardware: Hardware, *, bf16: bool) -> str:
-    if attention == "transformer_engine":
-        return {"auto": "Transformer Engine's choice", "flash": "flash-attn", "fused": "cuDNN"}[backend]
-    if attention == "flash_attn":
-        return f"flash-attn {hardware.flash_attn.version}"
-    return "torch's packed kernel" if hardware.gpu and bf16 else "torch document by document"
-
-
-def _precision_name(settings: Settings) -> str:
-    compute = settings.compute
-    if compute.fp8_format is not None:
-        return f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
-    return "bfloat16" if settings.training.bf16 else "float32"
-
-
-def _optimizer(hardware: Hardware) -> str:
-    """In the order in which Megatron takes them; torch's through FusedAdam of megatron_patches.py."""
-    if hardware.transformer_engine.version is not None:
-        return "Transformer Engine"
-    return "Apex" if hardware.apex_optimizers.version is not None else "torch"
-
-
 def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:
     """Refuses what was asked for by name and cannot be had here. No collective; all ranks find the same.
 
@@ -193,108 +172,93 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
         ConfigError: With every reason.
     """
     hardware = detect_hardware() if hardware is None else hardware
-    problems = (
-        _apex_problems(settings.compute, hardware)
-        + _engine_problems(settings, hardware)
-        + _attention_problems(settings, hardware)
-        + _precision_problems(settings, hardware)
-    )
+    problems = [
+        *_apex_problems(settings.compute, hardware),
+        *_engine_problems(settings, hardware),
+        *_attention_problems(settings, hardware),
+        *_precision_problems(settings, hardware),
+    ]
     if problems:
         raise ConfigError(problems)
 
 
-def _apex_problems(compute: ComputeConfig, hardware: Hardware) -> list[str]:
-    problems = []
+def _apex_problems(compute: ComputeConfig, hardware: Hardware) -> Iterator[str]:
     if hardware.foreign_apex is not None:
-        problems.append(
+        yield (
             f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
             "nor amp_C. The registry's package of that name is another project, and Megatron would import it. "
             "Run `pip uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
         )
     elif compute.gradient_accumulation_fusion and hardware.apex_weight_gradients.version is None:
-        problems.append(
+        yield (
             "--gradient-accumulation-fusion needs fused_weight_gradient_mlp_cuda of NVIDIA Apex, for the decoder "
             f"whatever the other layers are ({hardware.apex_weight_gradients.why_not}). Leave the flag out, or build "
             "Apex from github.com/NVIDIA/apex; the registry's package apex is another project."
         )
-    return problems
 
 
-def _engine_problems(settings: Settings, hardware: Hardware) -> list[str]:
-    missing = _why_no_engine(hardware)
-    if missing is None:
-        return []
-    return [f"{what} needs Transformer Engine: {missing}; {remedy}." for what, remedy in _asked_of_engine(settings)]
-
-
-def _asked_of_engine(settings: Settings) -> list[tuple[str, str]]:
-    """What the settings want of Transformer Engine by name, and how to do without."""
-    compute, asked = settings.compute, []
+def _engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+    """What the settings want of Transformer Engine by name, and how to do without it."""
+    if hardware.gpu is None:
+        missing = "this machine has no CUDA device"
+    elif hardware.transformer_engine.version is None:
+        missing = f"{hardware.transformer_engine.why_not} (pip install 'megatron-neobert[gpu]')"
+    else:
+        return
+    compute = settings.compute
     if compute.transformer_impl == "transformer_engine":
-        asked.append(("--transformer-impl transformer_engine", "use --transformer-impl local"))
+        what = "--transformer-impl transformer_engine"
+        yield f"{what} needs Transformer Engine: {missing}; use --transformer-impl local."
     if compute.attention_backend == "fused":
-        asked.append(("--attention-backend fused", "use --attention-backend auto"))
+        yield f"--attention-backend fused needs Transformer Engine: {missing}; use --attention-backend auto."
     if compute.cross_entropy_loss_fusion and compute.cross_entropy_fusion_impl == "te":
-        asked.append(("--cross-entropy-fusion-impl te", "use --cross-entropy-fusion-impl native"))
+        yield (
+            f"--cross-entropy-fusion-impl te needs Transformer Engine: {missing}; use --cross-entropy-fusion-impl "
+            "native."
+        )
     if compute.fp8_format is not None:
-        asked.append((f"--fp8-format {compute.fp8_format}", "leave it out"))
-    return asked
+        yield f"--fp8-format {compute.fp8_format} needs Transformer Engine: {missing}; leave it out."
 
 
-def _why_no_engine(hardware: Hardware) -> str | None:
-    if hardware.gpu is None:
-        return "this machine has no CUDA device"
-    if hardware.transformer_engine.version is None:
-        return f"{hardware.transformer_engine.why_not} (pip install 'megatron-neobert[gpu]')"
-    return None
-
-
-def _attention_problems(settings: Settings, hardware: Hardware) -> list[str]:
+def _attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     if settings.compute.attention_backend != "flash":
-        return []
+        return
     if hardware.gpu is None:
-        return ["--attention-backend flash needs a CUDA device, and this machine has none; use auto."]
-    if hardware.flash_attn.version is None:
-        return [
+        yield "--attention-backend flash needs a CUDA device, and this machine has none; use auto."
+    elif hardware.flash_attn.version is None:
+        yield (
             f"--attention-backend flash needs the package flash-attn ({hardware.flash_attn.why_not}); install it, or "
             "use auto."
-        ]
-    return []
+        )
 
 
-def _precision_problems(settings: Settings, hardware: Hardware) -> list[str]:
+def _precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     if hardware.gpu is None:
-        return []
-    here = f"{hardware.gpu} (compute capability {_dotted(hardware.capability)}, CUDA {_dotted(hardware.cuda)})"
-    problems = []
+        return
+
+    def dotted(pair: tuple[int, int]) -> str:
+        return f"{pair[0]}.{pair[1]}"
+
+    here = f"{hardware.gpu} (compute capability {dotted(hardware.capability)}, CUDA {dotted(hardware.cuda)})"
     if settings.training.bf16 and hardware.capability < (8, 0):
-        problems.append(
+        yield (
             f"--bf16 needs compute capability 8.0 or higher for the packed attention kernels, not {here}; use "
             "--no-bf16."
         )
-    if settings.compute.fp8_format is not None:
-        recipe = settings.compute.fp8_recipe
-        lowest, too_new, cuda = _FP8_NEEDS[recipe]
-        if not (lowest <= hardware.capability < too_new and hardware.cuda >= cuda):
-            below = "" if too_new == _ANY_NEWER else f" and below {_dotted(too_new)}"
-            problems.append(
-                f"--fp8-recipe {recipe} needs compute capability {_dotted(lowest)} or higher{below} and CUDA "
-                f"{_dotted(cuda)} or newer, not {here}. {_fp8_remedy(hardware)}"
-            )
-    return problems
-
-
-def _dotted(pair: tuple[int, int]) -> str:
-    return f"{pair[0]}.{pair[1]}"
-
-
-def _fp8_remedy(hardware: Hardware) -> str:
+    recipe = settings.compute.fp8_recipe
     possible = [
-        recipe
-        for recipe, (lowest, too_new, cuda) in _FP8_NEEDS.items()
+        name
+        for name, (lowest, too_new, cuda) in _FP8_NEEDS.items()
         if lowest <= hardware.capability < too_new and hardware.cuda >= cuda
     ]
-    return f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
+    if settings.compute.fp8_format is not None and recipe not in possible:
+        lowest, too_new, cuda = _FP8_NEEDS[recipe]
+        below = "" if too_new == _ANY_NEWER else f" and below {dotted(too_new)}"
+        remedy = f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
+        yield (
+            f"--fp8-recipe {recipe} needs compute capability {dotted(lowest)} or higher{below} and CUDA "
+            f"{dotted(cuda)} or newer, not {here}. {remedy}"
+        )
 
 
 def fp8_arguments(compute: ComputeConfig) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
-from torch import nn
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
@@ -74,11 +73,11 @@ def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, Bat
 
 
 def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:
-    """This rank's pieces of the model, one without interleaving. Collective: all ranks."""
-    pieces = settings.virtual_stages_per_rank
+    """This rank's model chunks, one without interleaving. Collective: all ranks."""
+    chunks = settings.virtual_stages_per_rank
     models = []
-    for number in range(pieces):
-        vp_stage = number if pieces > 1 else None
+    for number in range(chunks):
+        vp_stage = number if chunks > 1 else None
         model = NeoBERTModel(
             settings,
             vocab_size=vocab_size,
@@ -86,15 +85,15 @@ def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) 
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             vp_stage=vp_stage,
         )
-        models.append(_wrap_model(settings, model.to(device), is_first_piece=number == 0))
+        models.append(_wrap_model(settings, model.to(device), is_first_chunk=number == 0))
     config = models[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if settings.parallel.overlap_grad_reduce:
-        config.no_sync_func = [model.no_sync for model in models] if pieces > 1 else models[0].no_sync
+        config.no_sync_func = [model.no_sync for model in models] if chunks > 1 else models[0].no_sync
     return models
 
 
-def _wrap_model(settings: Settings, model: Any, *, is_first_piece: bool) -> DistributedDataParallel:
+def _wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> DistributedDataParallel:
     """A model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
     parallel, config = settings.parallel, model.config
     if settings.training.bf16:
@@ -110,7 +109,7 @@ def _wrap_model(settings: Settings, model: Any, *, is_first_piece: bool) -> Dist
             fp8_param_gather=settings.compute.fp8_param_gather,
         ),
         model,
-        disable_bucketing=not is_first_piece,  # as Megatron: the pieces' schedule overlaps already
+        disable_bucketing=not is_first_chunk,  # as Megatron: the chunks' schedule overlaps already
     )
 
 
@@ -133,21 +132,11 @@ def _build_optimizer(settings: Settings, models: list[DistributedDataParallel]) 
         overlap_param_gather=settings.parallel.overlap_param_gather,
         fp8_recipe=settings.compute.fp8_recipe if settings.compute.fp8_format is not None else None,
     )
-    return get_megatron_optimizer(
-        config, models, config_overrides=_decay_overrides(cfg.weight_decay_scope), use_gloo_process_groups=True
-    )
-
-
-def _decay_overrides(scope: str) -> dict[ParamKey, ParamGroupOverride]:
-    """Which parameters are not decayed; an empty table decays all, as the paper's code does."""
-    if scope == "all":
-        return {}
-    vectors = ParamPredicate(name="vectors", fn=_is_vector)
-    return {ParamKey(predicate=vectors): ParamGroupOverride(wd_mult=0.0)}
-
-
-def _is_vector(param: nn.Parameter) -> bool:
-    return param.dim() == 1
+    overrides: dict[ParamKey, ParamGroupOverride] = {}  # an empty table decays all, as the paper's code does
+    if cfg.weight_decay_scope == "matrices":
+        vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
+        overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
+    return get_megatron_optimizer(config, models, config_overrides=overrides, use_gloo_process_groups=True)
 
 
 def _build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:

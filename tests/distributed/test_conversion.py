@@ -39,7 +39,7 @@ def _save_on_rank(settings: Settings, logits: Path | None) -> None:
     run.models[0].zero_grad_buffer()
     run.optimizer.step()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
     run.progress = replace(run.progress, iteration=7)
-    Saver(run, say=print).save()
+    Saver(run, log=print).save()
 
 
 def test_saved_weights_read_into_the_reference_give_megatrons_logits(settings, tmp_path):

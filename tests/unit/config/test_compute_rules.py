@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_neobert.config.compute_rules import compute_problems
+from megatron_neobert.config.rules import find_problems
 from megatron_neobert.config.schema import Settings
 
 
@@ -16,11 +16,17 @@ def settings(compute: dict[str, Any], **sections: dict[str, Any]) -> Settings:
     return built
 
 
+def problems_of(chosen: Settings) -> list[str]:
+    """On as few ranks as can hold it, with the inputs that every run needs."""
+    chosen = chosen.with_section("data", data_path=("corpus",), tokenizer_model="tokenizer")
+    return find_problems(chosen, world_size=chosen.parallel.ranks_per_model)
+
+
 def test_the_defaults_are_fine():
-    assert compute_problems(Settings()) == []
+    assert problems_of(Settings()) == []
 
 
-# What is refused, the words (with the values) that say so, and the change that mends it.
+# What is refused, the words (with the values), and the change that fixes it.
 REFUSED = {
     "engine_in_float32": (
         ({"transformer_impl": "transformer_engine"}, {"training": {"bf16": False}}),
@@ -118,8 +124,8 @@ REFUSED = {
     ),
     "tensorwise_tokens": (
         ({"fp8_format": "hybrid"}, {"training": {"micro_batch_size": 1}, "data": {"seq_length": 1000}}),
-        "multiple of 16 = 16 tokens per micro-batch, not --micro-batch-size 1 x --seq-length 1000 = 1000. Use "
-        "--seq-length 1008.",
+        "--micro-batch-size 1 x --seq-length 1000 = 1000 tokens cannot be shared by 1 rank (--context-parallel-size 1) "
+        "in multiples of 16 (--fp8-recipe tensorwise); every rank needs the same number. Use --seq-length 1008.",
         ({"fp8_format": "hybrid"}, {"training": {"micro_batch_size": 2}, "data": {"seq_length": 1000}}),
     ),
     "blockwise_tokens_of_ranks_that_share_them": (
@@ -131,8 +137,9 @@ REFUSED = {
                 "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
             },
         ),
-        "multiple of 128 x 2 ranks that share them = 256 tokens per micro-batch, not --micro-batch-size 1 x "
-        "--seq-length 1152 = 1152. Use --seq-length 1280.",
+        "1152 tokens cannot be shared by 2 ranks (--context-parallel-size 1 x --tensor-model-parallel-size 2, for "
+        "--sequence-parallel) in multiples of 128 (--fp8-recipe blockwise); every rank needs the same number. Use "
+        "--seq-length 1280.",
         (
             {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
             {
@@ -151,7 +158,7 @@ REFUSED = {
                 "parallel": {"context_parallel_size": 2},
             },
         ),
-        "multiple of 16 x 2 ranks that share them = 32 tokens",
+        "1040 tokens cannot be shared by 2 ranks (--context-parallel-size 2) in multiples of 16 (",
         (
             {"fp8_format": "hybrid"},
             {
@@ -175,7 +182,10 @@ REFUSED = {
         "or --tensor-model-parallel-size 1.",
         (
             {"fp8_format": "hybrid"},
-            {"model": {"hidden_size": 1024, "ffn_hidden_size": 2752}, "parallel": {"tensor_model_parallel_size": 2}},
+            {
+                "model": {"hidden_size": 1024, "num_attention_heads": 8, "ffn_hidden_size": 2752},
+                "parallel": {"tensor_model_parallel_size": 2},
+            },
         ),
     ),
     "feed_forward_width": (
@@ -222,17 +232,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_combination_is_refused_with_its_values_and_the_mended_one_is_not(case):
-    (compute, sections), words, (mended, mended_sections) = REFUSED[case]
-    found = compute_problems(settings(compute, **sections))
+def test_a_combination_is_refused_with_its_values_and_the_fixed_one_is_not(case):
+    (compute, sections), words, (fixed, fixed_sections) = REFUSED[case]
+    found = problems_of(settings(compute, **sections))
     assert sum(words in problem for problem in found) == 1, found
-    assert compute_problems(settings(mended, **mended_sections)) == []
+    assert problems_of(settings(fixed, **fixed_sections)) == []
 
 
 def test_every_idle_setting_of_fp8_is_named():
-    found = compute_problems(
-        settings({"fp8_recipe": "delayed", "fp8_margin": 1, "fp8_amax_compute_algo": "most_recent"})
-    )
+    found = problems_of(settings({"fp8_recipe": "delayed", "fp8_margin": 1, "fp8_amax_compute_algo": "most_recent"}))
     assert len(found) == 3
 
 
@@ -240,4 +248,4 @@ def test_every_idle_setting_of_fp8_is_named():
 def test_the_base_model_suits_every_recipe_on_one_rank_and_on_two(recipe):
     for ranks in (1, 2):
         parallel = {"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1}
-        assert compute_problems(settings({"fp8_format": "hybrid", "fp8_recipe": recipe}, parallel=parallel)) == []
+        assert problems_of(settings({"fp8_format": "hybrid", "fp8_recipe": recipe}, parallel=parallel)) == []

@@ -54,7 +54,7 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
         (1, {"data": {"seq_length": 8192}}, ["--seq-length 8192", "--max-position-embeddings 4096", "to 8192"]),
         (6, {"parallel": {"tensor_model_parallel_size": 4}}, ["6 ranks", "--tensor-model-parallel-size 4"]),
         (8, {"parallel": {"tensor_model_parallel_size": 8}}, ["size 8", "--num-attention-heads 12"]),
-        (3, {}, ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 rows", "Use 2112"]),
+        (3, {}, ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 packed sequences", "Use 2112"]),
         (
             1,
             {"optimizer": {"lr_warmup_iters": 50}, "training": {"train_iters": 50}},
@@ -78,7 +78,7 @@ def test_the_vocabulary_is_padded_to_the_next_multiple_for_every_rank():
                 "parallel": {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 1},
                 "training": {"global_batch_size": 192},
             },
-            ["3 micro-batches", "192 / 64 rows", "size 4", "--global-batch-size 256"],
+            ["3 micro-batches", "192 / 64 packed sequences", "size 4", "--global-batch-size 256"],
         ),
         (1, {"parallel": {"sequence_parallel": True}}, ["--sequence-parallel", "size 1"]),
         (8, {"parallel": {"context_parallel_size": 8}}, ["size 8 x", "--num-attention-heads 12"]),

@@ -12,10 +12,10 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_neobert.config.schema import ComputeConfig, Settings
 from megatron_neobert.errors import ConfigError
+from megatron_neobert.model import kernels
 from megatron_neobert.model.kernels import (
     Hardware,
     Library,
-    _cpu_has_bf16,
     check_hardware,
     choose_kernels,
     detect_hardware,
@@ -108,10 +108,13 @@ def test_one_line_says_what_computes():
         (None, True, False),  # no Linux
     ],
 )
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_in_one_line(tmp_path, features, bf16, warned):
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_in_one_line(
+    tmp_path, monkeypatch, features, bf16, warned
+):
     if features is not None:
         (tmp_path / "cpuinfo").write_text(features)
-    hardware = replace(CPU, cpu_bf16=_cpu_has_bf16(tmp_path / "cpuinfo"))
+    monkeypatch.setattr(kernels, "_CPU_INFO", tmp_path / "cpuinfo")
+    hardware = detect_hardware.__wrapped__()
     _, *more = choose_kernels(settings(bf16=bf16), hardware).summary.splitlines()
     assert [line.startswith("warning: this CPU has no instructions for bfloat16") for line in more] == [True] * warned
     assert "warning" not in choose_kernels(settings(), replace(H100, cpu_bf16=False)).summary
