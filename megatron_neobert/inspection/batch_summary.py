@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.data.batches.inputs import token_ids_of
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, MicroBatch, Share
+from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, FoundMicroBatch, Share
 from megatron_neobert.text import percent, visible
 
 
 @dataclass(frozen=True)
-class Bin:
+class LengthBin:
     """Pieces of documents that take `first` to `last` slots."""
 
     first: int
@@ -70,7 +70,7 @@ def summarize(found: FoundBatch) -> Summary:
     )
 
 
-def _fates_of(part: MicroBatch, mask: int, unknown: int, is_special_v: NDArray[np.bool_]) -> Counter[str]:
+def _fates_of(part: FoundMicroBatch, mask: int, unknown: int, is_special_v: NDArray[np.bool_]) -> Counter[str]:
     seen_t = part.batch.tokens_t.numpy()[: part.batch.real_tokens]
     labels_t = part.labels_t[: part.batch.real_tokens]
     predicted_t = labels_t != NO_LABEL
@@ -86,7 +86,7 @@ def _fates_of(part: MicroBatch, mask: int, unknown: int, is_special_v: NDArray[n
     return Counter({name: int(values.sum()) for name, values in counts.items()})
 
 
-def _shortened(found: FoundBatch, part: MicroBatch) -> int:
+def _shortened(found: FoundBatch, part: FoundMicroBatch) -> int:
     segments = part.rows.segments
     tags_n, numbers_n = segments.documents_n >> COMPONENT_SHIFT, segments.documents_n & ((1 << COMPONENT_SHIFT) - 1)
     ends_n = segments.starts_n + segments.lengths_n
@@ -97,13 +97,13 @@ def _shortened(found: FoundBatch, part: MicroBatch) -> int:
     )
 
 
-def histogram(summary: Summary, *, seq_length: int) -> list[Bin]:
+def histogram(summary: Summary, *, seq_length: int) -> list[LengthBin]:
     """Lengths by powers of two, up to a whole row."""
     bins, first, last = [], 1, 8
     while first <= seq_length:
         last = min(last, seq_length)
         inside = (summary.lengths_n >= first) & (summary.lengths_n <= last)
-        bins.append(Bin(first, last, int(inside.sum())))
+        bins.append(LengthBin(first, last, int(inside.sum())))
         first, last = last + 1, 2 * last
     return bins
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_neobert.inspection.batch_rows import EXAMPLES, MEANINGS, BatchRow, Fate, TokenView, TokenViews
-from megatron_neobert.inspection.batch_summary import Bin, Summary, describe, histogram
+from megatron_neobert.inspection.batch_summary import LengthBin, Summary, describe, histogram
 from megatron_neobert.inspection.found_batch import FoundBatch
 from megatron_neobert.text import visible
 
@@ -92,7 +92,7 @@ def _print_indented(console: Console, name: str, line: str) -> None:
     console.print(Text(f"  {name:<{_NAME_WIDTH}}{line}"), soft_wrap=True)
 
 
-def _bar(one: Bin, *, most: int) -> str:
+def _bar(one: LengthBin, *, most: int) -> str:
     width = -(-_BAR_WIDTH * one.pieces // max(most, 1))
     return f"{one.first:>6,} to {one.last:>6,}  {'#' * width} {one.pieces:,}"
 

@@ -44,12 +44,12 @@ class FoundBatch:
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
     cursor: Cursor  # where the batch starts
-    parts: list["MicroBatch"]
+    parts: list["FoundMicroBatch"]
     share: Share | None = None
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class FoundMicroBatch:
     """What the model gets in one forward pass, and of which rows it was made."""
 
     number: int  # in the global batch
@@ -101,7 +101,7 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
         sources=inputs.training,
         cursor=stream.cursor,
         parts=[
-            MicroBatch(number, rows.take(number * size, (number + 1) * size), batch)
+            FoundMicroBatch(number, rows.take(number * size, (number + 1) * size), batch)
             for number, batch in zip(numbers, batches, strict=True)
         ],
         share=share,

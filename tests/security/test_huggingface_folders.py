@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import Canary
+from hostile import Canary, call
 from processes import Ended, run_command
 from transformers import AutoModelForMaskedLM, EuroBertConfig, EuroBertForMaskedLM
 
@@ -46,7 +46,7 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 def verify(folder: Path) -> Ended:
-    return run_command("checkpoint_conversion.verify", folder, folder)
+    return call("checkpoint_conversion.verify", folder, folder)
 
 
 def add_code(folder: Path, canary: Canary, config_class: str) -> None:
@@ -64,7 +64,7 @@ def add_code(folder: Path, canary: Canary, config_class: str) -> None:
 
 
 def test_untouched_folder_is_equal_to_itself(folder: Path):
-    assert verify(folder).code == 0
+    assert run_command("checkpoint_conversion.verify", folder, folder).code == 0
 
 
 def test_model_with_its_own_code_is_refused(folder: Path, canary: Canary):

@@ -1,6 +1,6 @@
 """Hostile Hugging Face folders as the start of training: hf-to-megatron runs nothing of them and trusts no size.
 
-What could run code is given to the command; what can only lie is given to the function behind it, which costs less.
+What could run code is given to the command; what can only lie is given to the function behind it.
 """
 
 import json
@@ -9,12 +9,13 @@ import pickle
 import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hostile import Canary
+from hostile import Canary, call
 from processes import Ended, run_command
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM
@@ -63,8 +64,8 @@ def change_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def convert(folder: Path) -> Ended:
-    return run_command(
+def convert(folder: Path, start: Callable[..., Ended] = call) -> Ended:
+    return start(
         "checkpoint_conversion.convert", "hf-to-megatron", "--load", folder, "--output", folder.parent / "imported"
     )
 
@@ -95,8 +96,8 @@ def assert_nothing_written(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith("imported")] == []
 
 
-def assert_imported(folder: Path) -> None:
-    result = convert(folder)
+def assert_imported(folder: Path, start: Callable[..., Ended] = call) -> None:
+    result = convert(folder, start)
     assert result.code == 0, result.output
     assert (folder.parent / "imported" / "latest_checkpointed_iteration.txt").is_file()
 
@@ -130,7 +131,7 @@ def test_code_that_a_neobert_folder_brings_is_left_alone(folder: Path, canary: C
     )
     classes = {"AutoConfig": "own_code.NeoBERTConfig", "AutoModelForMaskedLM": "own_code.NeoBERTLMHead"}
     change_json(folder / "config.json", auto_map=classes, trust_remote_code=True)
-    assert_imported(folder)
+    assert_imported(folder, run_command)  # which registers our class, in a process of its own
     assert not canary.has_run
     AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     assert canary.has_run
