@@ -129,7 +129,8 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
     import torch
 
-    from checkpoint_conversion.conversion import ExportOptions
+    from checkpoint_conversion.comparison import to_table
+    from checkpoint_conversion.conversion import ExportOptions, export
     from checkpoint_conversion.megatron_io import read_checkpoint
     from checkpoint_conversion.model_card import check_declared
 
@@ -147,7 +148,10 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     written = 0
     for iteration, folder in wanted:
         checkpoint = read_checkpoint(arguments.load, iteration=iteration)
-        _export(checkpoint, folder, _choose_tokenizer(arguments.tokenizer_model, checkpoint), options)
+        tokenizer = _choose_tokenizer(arguments.tokenizer_model, checkpoint)
+        print(f"converting {checkpoint.folder}")
+        if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
+            print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
         written += 1
     return written
 
@@ -183,16 +187,6 @@ def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "T
             "the flag out."
         )
     return tokenizer
-
-
-def _export(checkpoint: "MegatronCheckpoint", folder: Path, tokenizer: "Tokenizer", options: "ExportOptions") -> None:
-    from checkpoint_conversion.comparison import to_table
-    from checkpoint_conversion.conversion import export
-
-    print(f"converting {checkpoint.folder}")
-    checks = export(checkpoint, folder, tokenizer=tokenizer, options=options)
-    if checks:
-        print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
 
 
 def _convert_to_megatron(arguments: argparse.Namespace) -> int:

@@ -35,31 +35,25 @@ class FolderConfig(NamedTuple):
     notes: tuple[str, ...]
 
 
-class Demand(NamedTuple):
-    """A key with the only values that our layers can follow; None among them lets the key be absent."""
-
-    key: str
-    accepted: tuple[object, ...]
-    reason: str
-
-
-_LLAMA_LIKE = (
-    Demand("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
-    Demand("attention_bias", (None, False), "NeoBERT's attention has no biases to hold them"),
+# Keys with the only values that our layers can follow, and why; None among them lets the key be absent.
+_Demands = tuple[tuple[str, tuple[object, ...], str], ...]
+_LLAMA_LIKE: _Demands = (
+    ("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
+    ("attention_bias", (None, False), "NeoBERT's attention has no biases to hold them"),
 )
-_DEMANDS = {
-    "eurobert": (*_LLAMA_LIKE, Demand("mlp_bias", (None, False, True), "it decides whether there are biases")),
+_DEMANDS: dict[str, _Demands] = {
+    "eurobert": (*_LLAMA_LIKE, ("mlp_bias", (None, False, True), "it decides whether there are biases")),
     "llama": (
         *_LLAMA_LIKE,
-        Demand("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases to hold them"),
-        Demand("is_causal", (False,), "NeoBERT's tokens see those after them; a Llama's do so where this is false"),
-        Demand("use_bidirectional_attention", (None, True), "some readers would compute causal attention"),
+        ("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases to hold them"),
+        ("is_causal", (False,), "NeoBERT's tokens see those after them; a Llama's do so where this is false"),
+        ("use_bidirectional_attention", (None, True), "some readers would compute causal attention"),
     ),
     "neobert": (
-        Demand("hidden_act", (None, "swiglu", "SwiGLU"), "the feed-forward must be SwiGLU"),
-        Demand("rms_norm", (None, True), "the norms must be RMSNorm"),
-        Demand("rope", (None, True), "positions must be rotary angles"),
-        Demand("ngpt", (None, False), "the normalised layers of nGPT compute something else"),
+        ("hidden_act", (None, "swiglu", "SwiGLU"), "the feed-forward must be SwiGLU"),
+        ("rms_norm", (None, True), "the norms must be RMSNorm"),
+        ("rope", (None, True), "positions must be rotary angles"),
+        ("ngpt", (None, False), "the normalised layers of nGPT compute something else"),
     ),
 }
 
@@ -92,11 +86,6 @@ class _Fields:
             raise self.wrong(key, value, "true or false is needed")
         return bool(value)
 
-    def demand(self, demand: Demand) -> None:
-        value = self.config.get(demand.key)
-        if not any(type(value) is type(one) and value == one for one in demand.accepted):
-            raise self.wrong(demand.key, value, demand.reason)
-
     def wrong(self, key: str, value: object, rule: str) -> ConversionError:
         found = f"{key} is {quote(value)}" if key in self.config else f"{key} is missing"
         return ConversionError(f"{self.path}: {found}; {rule}.")
@@ -120,20 +109,37 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
         ConversionError: A value is missing, of the wrong kind, or asks for something that NeoBERT's layers are not.
     """
     fields = _Fields(config, path)
-    layout = _read_layout(fields)
-    _refuse_quantization(fields)
-    for demand in _DEMANDS[layout]:
-        fields.demand(demand)
-    is_neobert = layout == "neobert"
+    layout = config.get("model_type")
+    if layout not in LAYOUTS:
+        raise fields.wrong("model_type", layout, f"only folders of {', '.join(LAYOUTS)} hold layers like NeoBERT's")
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None:
+            rule = "weights that are stored quantised cannot be trained further, use the original"
+            raise fields.wrong(key, config[key], rule)
+    for key, accepted, reason in _DEMANDS[layout]:
+        if not any(type(config.get(key)) is type(one) and config.get(key) == one for one in accepted):
+            raise fields.wrong(key, config.get(key), reason)
+    is_neobert, notes = layout == "neobert", []
+    rotary_base = _read_rotary_base(fields)
+    if rotary_base is None and is_neobert:
+        rotary_base = _NEOBERT_ROTARY_BASE
+        notes.append(f"the rotary base is {rotary_base:,}, which NeoBERT's published code fixes; config.json has none")
+    for key in _DROPOUTS:  # no part of what the weights compute
+        if config.get(key) is not None and (rate := fields.number(key)):
+            notes.append(f"{key} {rate:g} of config.json is not kept: training here has none")
+    # What the weights started from: recorded by NeoBERT's own layout alone, without effect on weights that exist.
+    has_start = config.get("embedding_init_range") is not None
     model = ModelConfig(
         num_layers=fields.size("num_hidden_layers"),
         hidden_size=fields.size("hidden_size"),
         num_attention_heads=_read_heads(fields),
         ffn_hidden_size=_read_neobert_width(fields) if is_neobert else fields.size("intermediate_size"),
-        max_position_embeddings=_read_positions(fields, is_neobert=is_neobert),
-        rotary_base=_read_rotary_base(fields, is_neobert=is_neobert),
+        max_position_embeddings=_read_neobert_positions(fields)
+        if is_neobert
+        else fields.size("max_position_embeddings"),
+        rotary_base=fields.size("rope_theta") if rotary_base is None else rotary_base,  # missing: refused
         norm_epsilon=fields.number("norm_eps" if is_neobert else "rms_norm_eps"),
-        init_method_range=_read_init_range(fields),
+        init_method_range=fields.number("embedding_init_range") if has_start else ModelConfig().init_method_range,
     )
     return FolderConfig(
         layout=layout,
@@ -141,24 +147,9 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
         vocab_size=fields.size("vocab_size"),
         tied=fields.flag("tie_word_embeddings"),
         has_biases=fields.flag("mlp_bias"),
-        mask_token_id=fields.config.get("mask_token_id"),
-        notes=(*_describe_dropout(fields), *_describe_rotary_base(fields, is_neobert=is_neobert)),
+        mask_token_id=config.get("mask_token_id"),
+        notes=tuple(notes),
     )
-
-
-def _read_layout(fields: _Fields) -> str:
-    layout = fields.config.get("model_type")
-    if layout not in LAYOUTS:
-        raise fields.wrong("model_type", layout, f"only folders of {', '.join(LAYOUTS)} hold layers like NeoBERT's")
-    return str(layout)
-
-
-def _refuse_quantization(fields: _Fields) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if fields.config.get(key) is not None:
-            raise fields.wrong(
-                key, fields.config[key], "weights that are stored quantised cannot be trained further, use the original"
-            )
 
 
 def _read_heads(fields: _Fields) -> int:
@@ -186,51 +177,40 @@ def _read_neobert_width(fields: _Fields) -> int:
     return 8 * -(-(2 * fields.size("intermediate_size") // 3) // 8)
 
 
-def _read_positions(fields: _Fields, *, is_neobert: bool) -> int:
+def _read_neobert_positions(fields: _Fields) -> int:
     """The longest row; the published NeoBERT calls it max_length, which transformers 5 no longer saves."""
-    legacy = fields.optional_size("max_length") if is_neobert else None
+    legacy = fields.optional_size("max_length")
     if legacy is None:
         return fields.size("max_position_embeddings")
     positions = fields.optional_size("max_position_embeddings")
     if positions not in (None, legacy):
-        raise fields.wrong("max_length", legacy, f"max_position_embeddings says {positions}; remove the wrong one")
+        raise fields.wrong("max_length", legacy, f"max_position_embeddings is {positions}; remove the wrong one")
     return legacy
 
 
-def _read_rotary_base(fields: _Fields, *, is_neobert: bool) -> int:
-    """The base of unscaled rotary angles over whole heads, wherever a version of transformers writes it."""
-    bases = {}
-    if fields.config.get("rope_theta") is not None:
-        bases["rope_theta"] = fields.number("rope_theta")
+def _read_rotary_base(fields: _Fields) -> int | None:
+    """The base of unscaled rotary angles over whole heads, from any place where a version of transformers writes it."""
+    places = {"": fields}
     for key in ("rope_parameters", "rope_scaling"):
         parameters = fields.config.get(key)
-        if parameters is None:
-            continue
-        if not isinstance(parameters, dict):
+        if isinstance(parameters, dict):
+            places[f"{key}."] = _Fields(parameters, fields.path)
+            _refuse_scaling(places[f"{key}."], key)
+        elif parameters is not None:
             raise fields.wrong(key, parameters, "an object with rope_type and rope_theta is needed")
-        inner = _Fields(parameters, fields.path)
-        _refuse_scaling(inner, key)
-        if parameters.get("rope_theta") is not None:
-            bases[f"{key}.rope_theta"] = inner.number("rope_theta")
-    _refuse_partial_rotation(fields)
+    for place in places.values():
+        factor = place.config.get("partial_rotary_factor")
+        if factor is not None and factor != 1:
+            raise place.wrong("partial_rotary_factor", factor, "NeoBERT rotates every channel of a head, which is 1.0")
+    given = {prefix: place for prefix, place in places.items() if place.config.get("rope_theta") is not None}
+    bases = {f"{prefix}rope_theta": place.number("rope_theta") for prefix, place in given.items()}
     if len(set(bases.values())) > 1:
         found = " and ".join(f"{key} {value:g}" for key, value in bases.items())
         raise ConversionError(f"{fields.path}: {found} contradict each other; remove the wrong one.")
-    if not bases and is_neobert:
-        return _NEOBERT_ROTARY_BASE
-    if not bases:
-        return int(fields.number("rope_theta"))  # missing: refused
-    key, base = bases.popitem()
-    if base != int(base) or not 2 <= base <= _LARGEST:
-        raise ConversionError(f"{fields.path}: {key} is {base:g}; a whole number from 2 to {_LARGEST:,} is needed.")
-    return int(base)
-
-
-def _describe_rotary_base(fields: _Fields, *, is_neobert: bool) -> list[str]:
-    """The one convention that a published folder leaves to its code."""
-    if not is_neobert or any(fields.config.get(key) for key in ("rope_theta", "rope_parameters", "rope_scaling")):
-        return []
-    return [f"the rotary base is {_NEOBERT_ROTARY_BASE:,}, which NeoBERT's published code fixes; config.json has none"]
+    for key, base in bases.items():
+        if base != int(base) or not 2 <= base <= _LARGEST:
+            raise ConversionError(f"{fields.path}: {key} is {base:g}; a whole number from 2 to {_LARGEST:,} is needed.")
+    return int(next(iter(bases.values()))) if bases else None
 
 
 def _refuse_scaling(parameters: _Fields, key: str) -> None:
@@ -241,29 +221,9 @@ def _refuse_scaling(parameters: _Fields, key: str) -> None:
                 f"{parameters.path}: {key}.{name} is {quote(kind)}; NeoBERT's rotary angles are not scaled, which is "
                 "'default'."
             )
-    _refuse_partial_rotation(parameters)
     known = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     if unknown := [name for name in parameters.config if name not in known]:
         raise ConversionError(
             f"{parameters.path}: {key} has {quote(unknown[0])}; NeoBERT's rotary angles depend on rope_theta alone. "
             "Only a model without it can be read."
         )
-
-
-def _refuse_partial_rotation(fields: _Fields) -> None:
-    factor = fields.config.get("partial_rotary_factor")
-    if factor is not None and factor != 1:
-        raise fields.wrong("partial_rotary_factor", factor, "NeoBERT rotates every channel of a head, which is 1.0")
-
-
-def _read_init_range(fields: _Fields) -> float:
-    """What the weights started from: recorded by NeoBERT's own layout alone, without effect on weights that exist."""
-    if fields.config.get("embedding_init_range") is None:
-        return ModelConfig().init_method_range
-    return fields.number("embedding_init_range")
-
-
-def _describe_dropout(fields: _Fields) -> list[str]:
-    """Dropout is no part of what the weights compute; NeoBERT is trained without."""
-    rates = {key: fields.number(key) for key in _DROPOUTS if fields.config.get(key) is not None}
-    return [f"{key} {rate:g} of config.json is not kept: training here has none" for key, rate in rates.items() if rate]

@@ -126,7 +126,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         tensors |= found
     if absent := [name for name in weight_map if name not in tensors]:
         raise ConversionError(
-            f"{folder / weight_map[absent[0]]} does not hold {quote(absent[0])}, which {INDEX} says it does; fetch the "
+            f"{folder / weight_map[absent[0]]} does not hold {quote(absent[0])}, which {INDEX} lists there; fetch the "
             "folder again."
         )
     return tensors

@@ -149,9 +149,18 @@ def read_weights(folder: Path, config: FolderConfig) -> FolderWeights:
     for name, source in names.items():
         _check_entry(source, kept[source], shapes[name])
     tensors = load_tensors(kept, names)
-    if config.tied and not absent.tied:
-        _check_tied(folder, layout, tensors)
-    notes = _describe(stored, kept, wrapped) + _widen_halves(tensors)
+    embedding, decoder = tensors[_embedding(layout)], f"{_head(layout)}.weight"
+    if config.tied and not absent.tied and (differing := int((tensors[decoder] != embedding).sum())):
+        raise ConversionError(
+            f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
+            f"{differing:,} of {embedding.numel():,} values; set it to false, or remove the tensor."
+        )
+    notes = _describe(stored, kept, wrapped)
+    if halves := [name for name, tensor in tensors.items() if tensor.dtype == torch.float16]:
+        tensors |= {name: tensors[name].float() for name in halves}  # exactly: nothing here stores float16
+        notes.append(
+            f"{len(halves)} of {len(tensors)} tensors were float16 and are float32 now, their values unchanged"
+        )
     notes += [f"{name} is a copy of the embedding; training does not keep them equal" for name in absent.tied]
     if absent.zero:
         notes.append(f"filled with zeros, as the files lack them: {quote_names(absent.zero)}")
@@ -182,7 +191,7 @@ def _expected_shapes(folder: Path, layout: str, config: FolderConfig, stored: Ma
     model = config.model
     if model.num_layers > len(stored):  # before names are made for each of these
         raise ConversionError(
-            f"{folder}: config.json says num_hidden_layers {model.num_layers:,}, but the files hold {len(stored):,} "
+            f"{folder}: config.json has num_hidden_layers {model.num_layers:,}, but the files hold {len(stored):,} "
             "tensors, fewer than layers; fetch the folder again."
         )
     return published_shapes(TABLES[layout], shape_of(model, vocab_size=config.vocab_size))
@@ -219,7 +228,7 @@ def _find_absent(folder: Path, layout: str, config: FolderConfig, names: dict[st
     biases = [name for name in shapes if name.endswith(".bias") and not config.has_biases]
     if layout == "eurobert" and (ignored := [name for name in biases if name in names]):
         raise ConversionError(
-            f"{folder}: config.json says mlp_bias false, but the files hold {quote_names(ignored)}, which transformers "
+            f"{folder}: config.json has mlp_bias false, but the files hold {quote_names(ignored)}, which transformers "
             "would ignore; set it to true, or remove them."
         )
     tied = [decoder] if config.tied and decoder not in names else []
@@ -230,12 +239,12 @@ def _find_absent(folder: Path, layout: str, config: FolderConfig, names: dict[st
         others = f", but {quote_names(unknown)}" if unknown else ""
         raise ConversionError(
             f"{folder}: there is no {decoder}{others}. Pre-training continues only from a model with its "
-            "masked-language-model head; if the embedding is that decoder, config.json must say "
+            "masked-language-model head; if the embedding is that decoder, config.json must have "
             '"tie_word_embeddings": true.'
         )
     if unknown:
         raise ConversionError(
-            f"{folder}: NeoBERT has no place for {quote_names(unknown)}; config.json says num_hidden_layers "
+            f"{folder}: NeoBERT has no place for {quote_names(unknown)}; config.json has num_hidden_layers "
             f"{config.model.num_layers} and the layout {config.layout}. Fetch the folder again, or save it without."
         )
     if missing:
@@ -259,17 +268,6 @@ def _check_entry(name: str, entry: StoredTensor, shape: tuple[int, ...]) -> None
         )
 
 
-def _check_tied(folder: Path, layout: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuses a decoder that is stored and is not what the config says it is."""
-    name = f"{_head(layout)}.weight"
-    differing = int((tensors[name] != tensors[_embedding(layout)]).sum())
-    if differing:
-        raise ConversionError(
-            f"{folder}: config.json says tie_word_embeddings true, but {name} differs from the embedding in "
-            f"{differing:,} of {tensors[name].numel():,} values; set it to false, or remove the tensor."
-        )
-
-
 def _describe(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTensor], wrapped: list[str]) -> list[str]:
     """Notes on what differs in the files from published ones."""
     notes = []
@@ -284,15 +282,6 @@ def _describe(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTenso
             "weights lie in other files, out of which DeepSpeed's zero_to_fp32.py makes a state dict"
         )
     return notes
-
-
-def _widen_halves(tensors: dict[str, Tensor]) -> list[str]:
-    """float16 becomes float32, exactly: nothing here stores it."""
-    halves = [name for name, tensor in tensors.items() if tensor.dtype == torch.float16]
-    tensors |= {name: tensors[name].float() for name in halves}
-    if not halves:
-        return []
-    return [f"{len(halves)} of {len(tensors)} tensors were float16 and are float32 now, their values unchanged"]
 
 
 def _head(layout: str) -> str:

@@ -123,8 +123,11 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
     published: dict[str, Tensor] = {}
     for entry in entries:
         source = internal[entry.internal]
-        if entry.rule is STRIP_PADDING:
-            _check_padding(entry.internal, source, shape)
+        if entry.rule is STRIP_PADDING and source[shape.vocab_size :].any():
+            raise ConversionError(
+                f"{entry.internal} is not zero in its rows {shape.vocab_size} to {len(source) - 1}, which only pad the "
+                f"vocabulary; a tokenizer of {shape.vocab_size} tokens does not belong to this checkpoint."
+            )
         parts = entry.rule.publish(source, shape)
         for name, part in zip(entry.published, parts, strict=True):
             # Writers of safetensors refuse tensors that share memory, as views of one tensor do.
@@ -146,7 +149,10 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
     internal: dict[str, Tensor] = {}
     for entry in entries:
         for name in entry.zero_biases:
-            _check_no_bias(name, published[name])
+            if nonzero := int(published[name].count_nonzero()):
+                raise ConversionError(
+                    f"{name} has {nonzero} values other than zero; NeoBERT has no such bias to hold them."
+                )
         internal[entry.internal] = entry.rule.restore([published[name] for name in entry.published], shape)
     _check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
     return internal
@@ -207,41 +213,22 @@ def _check_tensors(
     remedy: str = "convert an earlier iteration, from before the loss diverged",
 ) -> None:
     if missing := [name for name in expected if name not in tensors]:
-        raise ConversionError(f"{_count(missing)} missing; a NeoBERT of this shape has {len(expected)} tensors.")
+        raise ConversionError(f"missing: {_list(missing)}; a NeoBERT of this shape has {len(expected)} tensors.")
     if unknown := [name for name in tensors if name not in expected]:
-        raise ConversionError(f"{_count(unknown)} not part of a NeoBERT of this shape; check its number of layers.")
+        raise ConversionError(f"not part of a NeoBERT of this shape: {_list(unknown)}; check its number of layers.")
     for name, wanted in expected.items():
         if tuple(tensors[name].shape) != wanted:
             raise ConversionError(f"{name} has shape {tuple(tensors[name].shape)}; the settings give it {wanted}.")
     # A finite sum has finite terms; it costs a tenth of looking at each.
     suspects = [name for name in expected if not tensors[name].sum().isfinite()]
     if bad := [name for name in suspects if not tensors[name].isfinite().all()]:
-        first = tensors[bad[0]]
-        others = f", and so have {', '.join(bad[1:_LISTED_NAMES])}" * (len(bad) > 1)
-        more = f" and {len(bad) - _LISTED_NAMES} more" * (len(bad) > _LISTED_NAMES)
+        first, others = tensors[bad[0]], f", and so have {_list(bad[1:])}" if bad[1:] else ""
         raise ConversionError(
             f"{bad[0]} has {int((~first.isfinite()).sum())} of {first.numel()} values that are NaN or infinite"
-            f"{others}{more}; {remedy}."
+            f"{others}; {remedy}."
         )
 
 
-def _check_padding(name: str, tensor: Tensor, shape: ModelShape) -> None:
-    if tensor[shape.vocab_size :].any():
-        raise ConversionError(
-            f"{name} is not zero in its rows {shape.vocab_size} to {len(tensor) - 1}, which only pad the vocabulary; "
-            f"a tokenizer of {shape.vocab_size} tokens does not belong to this checkpoint."
-        )
-
-
-def _check_no_bias(name: str, bias: Tensor) -> None:
-    if bias.any():
-        raise ConversionError(
-            f"{name} has {int(bias.count_nonzero())} values other than zero; NeoBERT has no such bias to hold them."
-        )
-
-
-def _count(names: list[str]) -> str:
-    listed = ", ".join(names[:_LISTED_NAMES]) + (
-        f" and {len(names) - _LISTED_NAMES} more" * (len(names) > _LISTED_NAMES)
-    )
-    return f"{listed} {'is' if len(names) == 1 else 'are'}"
+def _list(names: list[str]) -> str:
+    """The first names, and the number of the others."""
+    return ", ".join(names[:_LISTED_NAMES]) + f" and {len(names) - _LISTED_NAMES} more" * (len(names) > _LISTED_NAMES)

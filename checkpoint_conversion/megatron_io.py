@@ -40,8 +40,8 @@ from megatron_neobert.state import Progress
 PROVENANCE = "provenance.json"
 _LARGEST_PROVENANCE_BYTES = 1 << 16
 
-# What megatron.core calls them with its distributed optimizer, and without.
-_MAIN_WEIGHTS = ("param", "fp32_param")
+# What megatron.core calls the optimizer's own fp32 copies with its distributed optimizer, and without.
+_STATE, _MAIN_WEIGHTS = f"{OPTIMIZER_PREFIX}state.", ("param", "fp32_param")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,12 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     settings = read_record(folder / "settings.yaml")
     _refuse_other_layers(folder, settings.model)
     tensors = _read_tensors(folder)
-    _check_depth(folder, tensors, settings.model.num_layers)
+    layers = {name.split(".")[2] for name in tensors if name.startswith(LAYERS_PREFIX)}
+    if len(layers) != settings.model.num_layers:  # before names are made for each of these
+        raise ConversionError(
+            f"{folder} holds the tensors of {len(layers)} layers; settings.yaml has --num-layers "
+            f"{settings.model.num_layers}. One of the files belongs to another checkpoint."
+        )
     return MegatronCheckpoint(
         folder=folder,
         settings=settings,
@@ -174,30 +179,20 @@ def _refuse_other_layers(folder: Path, model: ModelConfig) -> None:
     """Refuses a run of an ablation whose function no published layout computes."""
     if model.is_neobert:
         return
+
+    def flag_with(name: str, value: object) -> str:
+        if isinstance(value, bool):
+            return flag_of(name) if value else flag_of(f"no_{name}")
+        return f"{flag_of(name)} {value}"
+
     neobert = ModelConfig()
     names = ("swiglu", "normalization", "position_embedding_type")
     differing = [name for name in names if getattr(model, name) != getattr(neobert, name)]
-    found, needed = (", ".join(_flag(name, getattr(one, name)) for name in differing) for one in (model, neobert))
+    found, needed = (", ".join(flag_with(name, getattr(one, name)) for name in differing) for one in (model, neobert))
     raise ConversionError(
         f"{folder} was trained with {found}; the reference and every published layout have the layers of {needed}. "
         "Convert a run with these; this checkpoint can only be trained further."
     )
-
-
-def _check_depth(folder: Path, tensors: dict[str, Tensor], num_layers: int) -> None:
-    """Refuses tensors of another number of layers than the settings, before names are made for each of these."""
-    layers = {name.split(".")[2] for name in tensors if name.startswith(LAYERS_PREFIX)}
-    if len(layers) != num_layers:
-        raise ConversionError(
-            f"{folder} holds the tensors of {len(layers)} layers; settings.yaml has --num-layers {num_layers}. One of "
-            "the files belongs to another checkpoint."
-        )
-
-
-def _flag(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return flag_of(name) if value else flag_of(f"no_{name}")
-    return f"{flag_of(name)} {value}"
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -210,12 +205,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     names = [name for name in stored.shapes if not name.startswith(OPTIMIZER_PREFIX)]
     if not names:
         raise CheckpointError(f"{folder} holds no weights; use another checkpoint.")
-    return {name: stored.read_whole(_main_weight(name, stored)) for name in names}
-
-
-def _main_weight(name: str, stored: StoredTensors) -> str:
-    """The name of the optimizer's own fp32 copy of a weight, where there is one."""
-    if stored.dtypes[name] is torch.float32:
-        return name
-    candidates = [f"{OPTIMIZER_PREFIX}state.{kind}.{name}" for kind in _MAIN_WEIGHTS]
-    return next((one for one in candidates if stored.shapes.get(one) == stored.shapes[name]), name)
+    chosen = {}
+    for name in names:
+        copies = [] if stored.dtypes[name] is torch.float32 else [f"{_STATE}{kind}.{name}" for kind in _MAIN_WEIGHTS]
+        found = (copy for copy in copies if stored.shapes.get(copy) == stored.shapes[name])
+        chosen[name] = stored.read_whole(next(found, name))
+    return chosen

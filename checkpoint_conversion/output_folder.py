@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron_neobert.errors import OutputError, SaveError
-from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.runtime.atomic_files import lock_if_possible, sync_to_disk
 
 
 def refuse_inside(output: Path, source: Path) -> None:
@@ -103,11 +103,10 @@ def _lock(folder: Path) -> int | None:
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock_if_possible(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return descriptor
     except BlockingIOError:
         os.close(descriptor)
         raise
-    except OSError:  # some network file systems lock no folders
-        os.close(descriptor)
-        return None
-    return descriptor
+    os.close(descriptor)
+    return None

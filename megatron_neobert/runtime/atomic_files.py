@@ -66,7 +66,7 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock_if_possible(file: IO[bytes], operation: int) -> bool:
+def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
     """`fcntl.flock`, or False where the file system has no locks.
 
     Raises:

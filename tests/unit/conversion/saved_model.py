@@ -72,6 +72,15 @@ class SavedModel:
         manifest.write_text(json.dumps({"format": 1, "files": listed}))
 
 
+def save_model(place: Path, tensors: dict[str, Tensor]) -> SavedModel:
+    vocabulary = place / "vocab.txt"
+    vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
+    model = SavedModel(save=place / "checkpoints", reference=build_reference(), vocabulary=vocabulary)
+    model.write(tensors)
+    (model.save / "latest_checkpointed_iteration.txt").write_text("30")
+    return model
+
+
 def build_reference() -> ReferenceNeoBERT:
     config = ReferenceConfig(
         num_layers=2,

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,11 @@ from megatron_neobert.errors import (
     CheckpointError,
     ConfigError,
     ConversionError,
-    MissingInputError,
     OutputError,
     run_command,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-def run_convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, REPOSITORY / "checkpoint_conversion" / "convert.py", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def test_wrong_mapping_is_refused_and_leaves_nothing(
@@ -89,16 +81,6 @@ def test_weight_that_transformers_would_invent_is_refused(
     assert_nothing_written(tmp_path)
 
 
-def test_value_that_is_not_finite_is_refused_and_leaves_nothing(
-    saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path
-):
-    internal["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = float("nan")
-    saved.write(internal)
-    with pytest.raises(ConversionError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight has 1 of 1536 values"):
-        convert(saved, tmp_path / "model")
-    assert_nothing_written(tmp_path)
-
-
 def test_all_tensors_with_values_that_are_not_finite_are_named(
     saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path
 ):
@@ -109,6 +91,7 @@ def test_all_tensors_with_values_that_are_not_finite_are_named(
         ConversionError, match=r"0\.mlp\.linear_fc2\.weight has 2 of 1536 .*, and so have decoder\.layers\.1"
     ):
         convert(saved, tmp_path / "model")
+    assert_nothing_written(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +121,7 @@ def test_settings_of_another_depth_are_refused_with_both_numbers(saved: SavedMod
 
 def test_tensor_that_no_neobert_has_is_refused(saved: SavedModel, internal: dict[str, Tensor], tmp_path: Path):
     saved.write(internal | {"embedding.position_embeddings.weight": torch.ones(64, 32)})
-    with pytest.raises(ConversionError, match=r"^embedding\.position_embeddings\.weight is not part of a NeoBERT"):
+    with pytest.raises(ConversionError, match=r"^not part of .*: embedding\.position_embeddings\.weight;"):
         convert(saved, tmp_path / "model")
 
 
@@ -187,11 +170,6 @@ def test_empty_output_folder_is_filled(saved: SavedModel, tmp_path: Path):
 # --- what is read ---
 
 
-def test_iteration_that_was_not_saved_is_a_missing_input(saved: SavedModel):
-    with pytest.raises(MissingInputError, match="no checkpoint of iteration 20"):
-        read_checkpoint(saved.save, iteration=20)
-
-
 def test_flipped_bit_is_a_damaged_checkpoint(saved: SavedModel):
     shard = next(saved.iteration_folder.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
@@ -233,21 +211,17 @@ def test_a_shard_size_that_is_none_is_refused_before_anything_is_read(size: str,
         main()
 
 
-def test_command_converts_and_prints_the_comparison(saved: SavedModel, tmp_path: Path):
-    result = run_convert("megatron-to-hf", "--load", saved.save, "--output", tmp_path / "model")
-    assert result.returncode == 0, result.stderr
-    assert "iter_0000030" in result.stdout
-    assert "same token" in result.stdout
-    assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", result.stdout)
+def test_command_converts_and_prints_the_comparison(
+    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["convert.py", "megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    main()
+    shown = capsys.readouterr().out
+    assert "iter_0000030" in shown
+    assert "same token" in shown
+    assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", shown)
     assert (tmp_path / "model" / "conversion_report.json").is_file()
-
-
-def test_command_answers_help_without_importing_torch():
-    started = time.monotonic()
-    result = run_convert("megatron-to-hf", "--help")
-    assert result.returncode == 0
-    assert "--tokenizer-model" in result.stdout
-    assert time.monotonic() - started < 5, "torch alone takes longer on a busy machine"
 
 
 @pytest.mark.parametrize(
@@ -301,12 +275,11 @@ def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
 def test_conversion_without_verification_imports_neither_transformers_nor_megatron_core(
-    saved: SavedModel, tmp_path: Path, layout: str
+    saved: SavedModel, tmp_path: Path
 ):
     """They take 7 of the 25 CPU-seconds that the full model once took, and nothing of them is needed."""
-    words = ["megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model"), "--format", layout]
+    words = ["megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model"), "--format", "neobert"]
     program = (
         f"import sys; sys.argv = ['convert.py', '--no-verification']; sys.argv[1:1] = {words!r}\n"
         "from checkpoint_conversion.convert import main; main()\n"

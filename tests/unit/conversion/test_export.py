@@ -1,36 +1,58 @@
 """What a conversion writes: complete, right and loadable by anybody."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saved_model import MODEL, WORDS, SavedModel, convert
-from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
+from saved_model import MODEL, SHAPE, WORDS, SavedModel, build_reference, convert
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
-from checkpoint_conversion.comparison import compare_logits
+from checkpoint_conversion.comparison import Checks, compare_logits
+from checkpoint_conversion.hf_config import LAYOUTS
+from checkpoint_conversion.hf_writer import FolderSpec, build_config
+from checkpoint_conversion.mapping import NEOBERT, published_shapes
+from checkpoint_conversion.megatron_io import model_shape
 from megatron_neobert.config.cli import write_record
-from megatron_neobert.config.schema import CheckpointConfig, Settings
+from megatron_neobert.config.schema import CheckpointConfig, ModelConfig, Settings
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import ConversionError
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+# Of the published config.json: loading options that leaked into it, and versions.
+NOT_OF_THE_MODEL = {
+    "architectures",
+    "auto_map",
+    "kwargs",
+    "pretrained_model_name_or_path",
+    "transformers_version",
+    "trust_remote_code",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(exported: Callable[..., tuple[Path, Checks]]) -> Path:
+    """The export without any option."""
+    return exported()[0]
 
 
 @torch.no_grad()
-def test_exported_model_computes_the_logits_of_the_saved_weights(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "model", trust_remote_code=False).eval()
+def test_exported_model_computes_the_logits_of_the_saved_weights(folder: Path):
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False).eval()
     tokens_bs = torch.arange(len(WORDS)).roll(3)[None]
-    comparison = compare_logits(saved.reference(tokens_bs), model(tokens_bs).logits, torch.ones_like(tokens_bs))
+    comparison = compare_logits(build_reference()(tokens_bs), model(tokens_bs).logits, torch.ones_like(tokens_bs))
     assert comparison.relative < 1e-5  # measured 5.8e-7 on logits up to 3.4
 
 
-def test_exported_config_says_everything_that_differs_from_a_default(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
+def test_exported_config_says_everything_that_differs_from_a_default(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
     expected = {
         "architectures": ["EuroBertForMaskedLM"],
         "model_type": "eurobert",
@@ -59,9 +81,8 @@ def test_exported_config_says_everything_that_differs_from_a_default(saved: Save
     assert not {"auto_map", "max_length", "use_cache", "trust_remote_code", "_name_or_path"} & config.keys()
 
 
-def test_exported_tokenizer_frames_a_text_and_knows_the_longest_input(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=False)
+def test_exported_tokenizer_frames_a_text_and_knows_the_longest_input(folder: Path):
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     encoded = tokenizer("The cats [MASK].")
     assert tokenizer.convert_ids_to_tokens(encoded["input_ids"]) == [
         "[CLS]",
@@ -76,51 +97,48 @@ def test_exported_tokenizer_frames_a_text_and_knows_the_longest_input(saved: Sav
     assert tokenizer.model_max_length == 64
 
 
-def test_exported_folder_answers_a_fill_mask_pipeline(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    answers = pipeline("fill-mask", model=str(tmp_path / "model"), device="cpu")("the [MASK] sat", top_k=3)
+def test_exported_folder_answers_a_fill_mask_pipeline(folder: Path):
+    answers = pipeline("fill-mask", model=str(folder), device="cpu")("the [MASK] sat", top_k=3)
     assert len(answers) == 3
     assert all(answer["token_str"] in WORDS for answer in answers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(saved: SavedModel, tmp_path: Path, dtype: str):
-    checks = convert(saved, tmp_path / "model", dtype=getattr(torch, dtype))
-    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(exported: Any, dtype: str):
+    folder, checks = exported(dtype=getattr(torch, dtype))
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
     assert max(checks[how].relative for how in ("padded", "packed")) < 1e-5, "after rounding, so as exact as fp32"
     assert ("padded in bfloat16" in checks) == (dtype == "bfloat16")
 
 
-def test_exported_files_can_be_read_by_the_same_people(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+def test_exported_files_can_be_read_by_the_same_people(folder: Path, tmp_path: Path):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     (tmp_path / "plain").touch()
     assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode & 0o777}, modes
 
 
-def test_report_names_the_source_the_files_and_the_difference(saved: SavedModel, tmp_path: Path):
-    checks = convert(saved, tmp_path / "model")
-    report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
+def test_report_names_the_source_the_files_and_the_difference(exported: Any):
+    folder, checks = exported()
+    report = json.loads((folder / "conversion_report.json").read_text())
     assert report["source"]["iteration"] == 30
-    assert report["source"]["manifest_sha256"] == sha256_of(saved.iteration_folder / "MANIFEST.json")
+    manifest = folder.parent / "checkpoints" / "iter_0000030" / "MANIFEST.json"
+    assert report["source"]["manifest_sha256"] == sha256_of(manifest)
     assert {how: figures["max_abs"] for how, figures in report["verification"].items()} == {
         "padded": checks["padded"].max_abs,
         "packed": checks["packed"].max_abs,
     }
     assert report["compared"]["weights"] == 16
     assert {"rotary_base", "norm_epsilon"} <= set(report["compared"]["settings"])
-    written = {path.name for path in (tmp_path / "model").iterdir()} - {"conversion_report.json", "README.md"}
-    assert report["files"] == {name: sha256_of(tmp_path / "model" / name) for name in written}
+    written = {path.name for path in folder.iterdir()} - {"conversion_report.json", "README.md"}
+    assert report["files"] == {name: sha256_of(folder / name) for name in written}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= written
 
 
-def test_large_weights_are_cut_into_files_that_transformers_puts_together(saved: SavedModel, tmp_path: Path):
-    whole, cut = tmp_path / "whole", tmp_path / "model"
-    convert(saved, whole)
-    convert(saved, cut, max_shard_size="20KB")
+def test_large_weights_are_cut_into_files_that_transformers_puts_together(exported: Any, folder: Path):
+    whole, (cut, _) = folder, exported(max_shard_size="20KB")
     files = sorted(cut.glob("*.safetensors"))
     assert len(files) > 2
     index = json.loads((cut / "model.safetensors.index.json").read_text())
@@ -132,35 +150,28 @@ def test_large_weights_are_cut_into_files_that_transformers_puts_together(saved:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_llama_folder_is_an_encoder_with_its_head_beside_it(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model", layout="llama")
-    model = AutoModel.from_pretrained(tmp_path / "model", trust_remote_code=False).eval()
+def test_llama_folder_is_an_encoder_with_its_head_beside_it(exported: Any):
+    folder, _ = exported(layout="llama")
+    model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
     tokens_bs = torch.arange(len(WORDS))[None]
     changed_bs = tokens_bs.clone()
     changed_bs[0, -1] = 5
     with torch.no_grad():
         first, second = (model(tokens).last_hidden_state[0, 0] for tokens in (tokens_bs, changed_bs))
     assert not torch.allclose(first, second), "the first token does not see the last one"
-    assert set(load_file(tmp_path / "model" / "mlm_head" / "model.safetensors")) == {"decoder.weight", "decoder.bias"}
+    assert set(load_file(folder / "mlm_head" / "model.safetensors")) == {"decoder.weight", "decoder.bias"}
 
 
-def test_neobert_folder_carries_the_modelling_file_and_maps_every_class_to_it(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model", layout="neobert")
+def test_neobert_folder_carries_the_modelling_file_and_maps_every_class_to_it(exported: Any):
+    folder, _ = exported(layout="neobert")
     source = (REPOSITORY / "megatron_neobert" / "huggingface" / "modeling_neobert.py").read_text()
-    assert (tmp_path / "model" / "modeling_neobert.py").read_text() == source
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (folder / "modeling_neobert.py").read_text() == source
+    config = json.loads((folder / "config.json").read_text())
     assert all(f"class {name.removeprefix('modeling_neobert.')}(" in source for name in config["auto_map"].values())
 
 
-def test_sentence_transformers_loads_the_folder_when_asked_for(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model", sentence_transformers=True)
-    model = SentenceTransformer(str(tmp_path / "model"), device="cpu", local_files_only=True)
-    assert model.encode(["the cat sat", "on a mat"]).shape == (2, 32)
-
-
-def test_report_of_a_trained_checkpoint_holds_its_settings_without_paths(saved: SavedModel, tmp_path: Path):
-    convert(saved, tmp_path / "model")
-    report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
+def test_report_of_a_trained_checkpoint_holds_its_settings_without_paths(folder: Path):
+    report = json.loads((folder / "conversion_report.json").read_text())
     assert report["training"]["model"]["rotary_base"] == 5000
     assert report["source"]["consumed_tokens"] == 9_000
     assert not {"data_path", "tokenizer_model"} & report["training"]["data"].keys()
@@ -176,3 +187,77 @@ def test_a_run_that_began_from_other_weights_says_so(saved: SavedModel, tmp_path
     card = (tmp_path / "model" / "README.md").read_text()
     assert "It began from the weights of another run or model" in card
     assert "base_model: chandar-lab/NeoBERT" in card
+
+
+# --- config.json ---
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    return load_tokenizer(tmp_path / "vocab.txt")
+
+
+def test_neobert_folder_has_the_published_keys_and_shapes(shared_data: Path):
+    lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text().splitlines()
+    expected = {name: shape for name, shape, dtype in (line.split("\t") for line in lines)}
+    shape = model_shape(Settings(), vocab_size=30_522)
+    found = {name: str(sizes) for name, sizes in published_shapes(NEOBERT, shape).items()}
+    assert found == expected
+    assert len(found) == 172
+
+
+def test_neobert_config_has_the_published_fields(shared_data: Path):
+    published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text())
+    bert = load_tokenizer(shared_data / "tokenizers" / "bert-base-uncased" / "vocab.txt")
+    shape = model_shape(Settings(), vocab_size=bert.vocab_size)
+    config = build_config("neobert", FolderSpec(ModelConfig(), shape, bert))
+    expected = {name: value for name, value in published.items() if name not in NOT_OF_THE_MODEL}
+    assert {name: config.get(name) for name in expected} == expected
+    assert config["max_position_embeddings"] == published["max_length"]
+    assert config["auto_map"].keys() >= published["auto_map"].keys()
+    assert not {"trust_remote_code", "kwargs"} & config.keys()
+
+
+def test_neobert_config_is_saved_again_by_the_class_of_the_folder(tokenizer: Tokenizer, tmp_path: Path):
+    """transformers 5 refuses to save a config with max_length, which the published class needs."""
+    written = build_config("neobert", FolderSpec(MODEL, SHAPE, tokenizer))
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = NeoBERTConfig.from_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    assert written["max_length"] == config.max_position_embeddings == 64
+    assert NeoBERTConfig.from_pretrained(tmp_path).max_position_embeddings == 64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_convention_of_the_function_is_written_out(layout: str, tokenizer: Tokenizer):
+    model = replace(MODEL, rotary_base=7_000, norm_epsilon=3e-6)
+    config = build_config(layout, FolderSpec(model, SHAPE, tokenizer, torch.bfloat16))
+    said = json.dumps(config)
+    for value in ("7000.0", "3e-06", "bfloat16", '"vocab_size": 13', '"tie_word_embeddings": false'):
+        assert value in said
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    assert {name: config[name] for name in special} == special
+
+
+@pytest.mark.parametrize("layout", ["eurobert", "llama"])
+def test_transformers_reads_the_config_as_it_was_meant(layout: str, tokenizer: Tokenizer, tmp_path: Path):
+    written = build_config(layout, FolderSpec(MODEL, SHAPE, tokenizer))
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+    assert config.rms_norm_eps == 1e-5
+    assert config.head_dim == 8
+    assert getattr(config, "is_causal", False) is False
+
+
+def test_llama_config_asks_every_reader_for_attention_in_both_directions(tokenizer: Tokenizer):
+    config = build_config("llama", FolderSpec(MODEL, SHAPE, tokenizer))
+    assert (config["is_causal"], config["use_bidirectional_attention"]) == (False, True)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
+
+
+def test_a_width_that_the_published_fields_cannot_say_is_refused(tokenizer: Tokenizer):
+    shape = replace(SHAPE, ffn_hidden_size=44)
+    with pytest.raises(ConversionError, match="--ffn-hidden-size 44 is not a multiple of 8"):
+        build_config("neobert", FolderSpec(MODEL, shape, tokenizer))

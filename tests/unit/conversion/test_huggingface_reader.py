@@ -127,22 +127,6 @@ def test_llama_that_transformers_wrote_is_read_with_the_head_beside_it(tmp_path:
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_fork_without_decoder_is_read_with_the_embedding_and_a_bias_of_zeros(write: WriteFolder):
-    def tie(weights: dict[str, Tensor]) -> None:
-        del weights["decoder.weight"], weights["decoder.bias"]
-
-    fork = {"rms_norm": True, "rope": True, "hidden_act": "swiglu", "ngpt": False, "base_scale": 0.03, "max_length": 64}
-    found = read_folder(write("neobert-unpacked", tie, tie_word_embeddings=True, **fork))
-    assert found.layout == "neobert-unpacked"
-    assert torch.equal(found.weights["decoder.weight"], found.weights["model.encoder.weight"])
-    assert found.weights["decoder.weight"].data_ptr() != found.weights["model.encoder.weight"].data_ptr()
-    assert torch.equal(found.weights["decoder.bias"], torch.zeros(len(WORDS)))
-    assert found.notes == (
-        "decoder.weight is a copy of the embedding; training does not keep them equal",
-        "filled with zeros, as the files lack them: 'decoder.bias'",
-    )
-
-
 @pytest.mark.parametrize(
     ("layout", "change"),
     [
@@ -190,14 +174,6 @@ def test_dtypes_are_kept_but_float16_which_becomes_float32_unchanged(write: Writ
     assert found.notes == ("1 of 16 tensors were float16 and are float32 now, their values unchanged",)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")])
-def test_dtype_that_would_be_rounded_or_is_quantised_is_refused(write: WriteFolder, dtype: torch.dtype, name: str):
-    def change(weights: dict[str, Tensor]) -> None:
-        weights["decoder.weight"] = weights["decoder.weight"].to(dtype)
-
-    assert f"'decoder.weight' is stored as {name}; only F32, BF16, F16" in refusal(write("neobert", change))
-
-
 def test_shards_and_links_are_read_as_one_file_is(write: WriteFolder, tmp_path: Path):
     folder = write("neobert")
     whole = read_folder(folder).weights
@@ -241,7 +217,7 @@ def test_index_and_shards_must_name_the_same_tensors(write: WriteFolder, where: 
     weight_map = cut_into_shards(folder)
     if where == "the index":
         write_index(folder, weight_map | {"extra": "model-00001-of-00002.safetensors"})
-        assert "does not hold 'extra', which model.safetensors.index.json says it does" in refusal(folder)
+        assert "does not hold 'extra', which model.safetensors.index.json lists there" in refusal(folder)
     else:
         del weight_map["decoder.bias"]
         write_index(folder, weight_map)
@@ -256,12 +232,6 @@ def test_one_file_beside_an_index_is_refused(write: WriteFolder):
     assert "model.safetensors and model.safetensors.index.json are both there" in refusal(folder)
 
 
-def test_pickled_weights_are_refused(write: WriteFolder):
-    folder = write("neobert")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "the weights are pickled ('pytorch_model.bin'). Beside safetensors, one file of the names" in refusal(folder)
-
-
 def test_what_is_not_there_is_named(write: WriteFolder, tmp_path: Path):
     assert "without config.json" in refusal(tmp_path / "nowhere", MissingInputError)
     folder = write("neobert")
@@ -270,22 +240,6 @@ def test_what_is_not_there_is_named(write: WriteFolder, tmp_path: Path):
     (tmp_path / "vocab.txt").rename(folder / "vocab.txt")
     (folder / "model.safetensors").unlink()
     assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder, MissingInputError)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            WORDS[:-1],
-            "the tokenizer has 12 ids and the embedding 13 rows (vocab_size of config.json); rows that belong",
-        ),
-        ([*WORDS, "dog"], "the tokenizer has 14 ids and the embedding 13 rows (vocab_size of config.json); every id"),
-    ],
-)
-def test_vocabulary_of_another_size_is_refused_with_both_numbers(write: WriteFolder, words: list[str], reason: str):
-    folder = write("neobert")
-    add_tokenizer(folder, words)
-    assert reason in refusal(folder)
 
 
 @pytest.mark.parametrize("layout", ["eurobert", "neobert", "neobert-unpacked"])
@@ -325,7 +279,7 @@ def test_decoder_that_is_stored_equal_to_the_embedding_is_taken_for_tied(write: 
 
 
 def test_biases_that_transformers_would_ignore_are_refused(write: WriteFolder):
-    assert "config.json says mlp_bias false, but the files hold 'model" in refusal(write("eurobert", mlp_bias=False))
+    assert "config.json has mlp_bias false, but the files hold 'model" in refusal(write("eurobert", mlp_bias=False))
 
 
 def test_biases_that_the_config_promises_are_missed(write: WriteFolder):
@@ -338,48 +292,7 @@ def test_biases_that_the_config_promises_are_missed(write: WriteFolder):
     [
         ({"num_hidden_layers": 1}, "NeoBERT has no place for 'model.transformer_encoder.1"),
         ({"num_hidden_layers": 3}, "the files lack 'model.transformer_encoder.2"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1,000,000, but the files hold 16 tensors, fewer than layers"),
-        (
-            {"hidden_size": 2**24, "dim_head": None},
-            "has shape (13, 32); the sizes in config.json give it (13, 16777216)",
-        ),
-        ({"intermediate_size": 3 * 2**20}, "has shape (96, 32); the sizes in config.json give it (4194304, 32)"),
     ],
 )
 def test_sizes_that_are_not_those_of_the_weights_are_refused(write: WriteFolder, fields: dict[str, Any], reason: str):
     assert reason in refusal(write("neobert", **fields))
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\x80\x04K\x01.", (2**40).to_bytes(8, "little"), b"\x08" + bytes(7) + b"{" * 8]
-)
-def test_file_that_is_no_safetensors_is_refused(write: WriteFolder, content: bytes):
-    folder = write("neobert")
-    (folder / "model.safetensors").write_bytes(content)
-    assert "not a safetensors file" in refusal(folder)
-
-
-def test_file_that_is_cut_off_is_refused(write: WriteFolder):
-    folder = write("neobert")
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-1])
-    assert "not a safetensors file" in refusal(folder)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b'{"a": 1, "a": 2}', "not JSON ('a' is there twice)"),
-        (b"[" * 900 + b"]" * 900, "expected a JSON object, found list"),
-        (b'{"model_type": ' + b"[" * 900 + b"]" * 900 + b"}", "model_type is of 1 entries; only folders of"),
-        (b'{"attn_implementation": ' + b"[" * 900 + b"]" * 900 + b"}", "attn_implementation is of 1 entries, which"),
-        (b'{"num_labels": 2147483647}', "num_labels is 2147483647, and at most 10,000 are accepted"),
-        (b'{"model_type": "\\u001b[2J"}', r"model_type is '\x1b[2J'; only folders of"),
-        (b" " * ((64 << 20) + 1), "67,108,865 bytes are more than 67,108,864"),
-    ],
-    ids=["twice", "nested", "nested value", "nested attention", "labels", "control characters", "large"],
-)
-def test_config_that_is_nonsense_is_refused(write: WriteFolder, content: bytes, reason: str):
-    folder = write("neobert")
-    (folder / "config.json").write_bytes(content)
-    assert reason in refusal(folder)

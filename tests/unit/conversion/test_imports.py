@@ -19,7 +19,7 @@ from checkpoint_conversion.conversion import ExportOptions, export, import_folde
 from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, Settings
-from megatron_neobert.errors import ConversionError, OutputError
+from megatron_neobert.errors import ConversionError
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
 LAYOUTS = ("eurobert", "neobert", "llama")
@@ -76,15 +76,6 @@ def test_a_folder_survives_the_way_to_a_checkpoint_and_back_bit_for_bit(
     assert_same_bits(all_weights(second), all_weights(first))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         assert (second / name).read_bytes() == (first / name).read_bytes(), name
-
-
-def test_padded_rows_of_the_vocabulary_are_created_again_as_zeros(exported: Export, tmp_path: Path):
-    import_folder(exported("neobert"), tmp_path / "imported")
-    tensors = read_checkpoint(tmp_path / "imported").tensors
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
-        assert len(tensors[name]) == MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1) == 128
-        assert tensors[name][: len(WORDS)].any()
-        assert not tensors[name][len(WORDS) :].any()
 
 
 @pytest.fixture
@@ -298,14 +289,6 @@ def test_a_wrong_mapping_is_refused_and_leaves_nothing(
     with pytest.raises(ConversionError, match=r"the written checkpoint, padded: its logits differ"):
         import_folder(exported("eurobert"), tmp_path / "imported")
     assert not list(tmp_path.glob("imported*"))
-
-
-def test_an_existing_output_is_refused_and_kept(exported: Export, tmp_path: Path):
-    (tmp_path / "imported").mkdir()
-    (tmp_path / "imported" / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="imported exists already"):
-        import_folder(exported("eurobert"), tmp_path / "imported")
-    assert (tmp_path / "imported" / "notes.txt").read_text() == "mine"
 
 
 def test_the_command_says_what_to_continue_with(

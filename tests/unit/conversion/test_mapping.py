@@ -122,13 +122,13 @@ def test_halves_of_swiglu_are_stored_apart_and_joined_in_order():
 def test_missing_tensor_is_refused_by_name():
     internal = build_internal()
     del internal["decoder.final_layernorm.weight"]
-    with pytest.raises(ConversionError, match=r"^decoder\.final_layernorm\.weight is missing; .* has 16 tensors"):
+    with pytest.raises(ConversionError, match=r"^missing: decoder\.final_layernorm\.weight; .* has 16 tensors"):
         to_published(internal, SHAPE, NEOBERT)
 
 
 def test_layer_too_many_is_refused_with_the_number_of_its_tensors():
     internal = build_internal(replace(SHAPE, num_layers=3))
-    with pytest.raises(ConversionError, match=r"^decoder\.layers\.2\..* and 2 more are not part of"):
+    with pytest.raises(ConversionError, match=r"^not part of .*: decoder\.layers\.2\..* and 2 more;"):
         to_published(internal, SHAPE, EUROBERT)
 
 

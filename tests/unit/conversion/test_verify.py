@@ -1,25 +1,23 @@
 """The verify command: a checkpoint and its export are equal, and two models are not."""
 
 import json
-import os
-import subprocess
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from saved_model import WORDS, SavedModel
 from torch import Tensor
 
 from checkpoint_conversion import comparison, verify
-from checkpoint_conversion.comparison import LogitModel, build_prompts
+from checkpoint_conversion.comparison import LogitModel, build_prompts, compare_logits
 from checkpoint_conversion.conversion import ExportOptions, export
 from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.errors import ConversionError, MissingInputError
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -133,16 +131,45 @@ def test_damaged_export_is_refused(exported: Path, damage: str, monkeypatch: pyt
     elif damage == "a truncated file":
         weights.write_bytes(weights.read_bytes()[:-100])
     else:
-        (exported / "config.json").write_text('{"model_type": "bart"}')
+        (exported / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(ConversionError, match=r"lm_head\.bias|not a safetensors file|cannot load it"):
         run_verify(monkeypatch, exported, exported)
 
 
-def test_command_ends_with_exit_code_1_for_two_models(saved: SavedModel, exported: Path, internal: dict[str, Tensor]):
-    internal["output_layer.bias"][0] += 1.0
-    saved.write(internal)
-    command = [sys.executable, REPOSITORY / "checkpoint_conversion" / "verify.py", saved.save, exported]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert result.returncode == 1, result.stderr
-    assert "NOT equal" in result.stdout
+# --- the comparison ---
+
+
+def test_figures_follow_from_the_logits():
+    first = torch.tensor([[[4.0, 0.0], [0.0, 2.0]]])
+    second = torch.tensor([[[4.0, 0.0], [1.0, 0.5]]])
+    comparison = compare_logits(first, second, torch.ones(1, 2))
+    assert comparison.tokens == 2
+    assert comparison.largest_logit == 4.0
+    assert comparison.max_abs == 1.5
+    assert comparison.relative == 1.5 / 4.0
+    assert comparison.cosine == pytest.approx(0.5 / math.sqrt(1.25))
+    assert comparison.argmax_agreement == 0.5
+
+
+def test_padding_is_left_out():
+    first = torch.zeros(1, 2, 3)
+    first[0, 0, 0] = 1.0
+    second = first.clone()
+    second[0, 1] = 100.0
+    assert compare_logits(first, second, torch.tensor([[1, 0]])).max_abs == 0.0
+    assert compare_logits(first, second, torch.tensor([[1, 1]])).max_abs == 100.0
+
+
+def test_logits_that_are_not_numbers_are_never_within_a_tolerance():
+    first = torch.ones(1, 1, 3)
+    assert not compare_logits(first, first * math.nan, torch.ones(1, 1)).within(1e9)
+
+
+@pytest.mark.parametrize("longest", [4096, 50])
+def test_prompts_are_padded_the_same_every_time_and_never_too_long(longest: int):
+    first, second = (build_prompts(300, longest=longest) for _ in range(2))
+    assert torch.equal(first.tokens_bs, second.tokens_bs)
+    lengths = first.attention_mask_bs.sum(1)
+    assert lengths.tolist() == [min(tokens, longest) for tokens in (7, 23, 64, 128)]
+    assert first.tokens_bs.min() >= 0
+    assert first.tokens_bs.max() < 300
