@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from processes import Ended, run_command
 from unit.data.small_corpus import write_vocabulary
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -31,6 +32,11 @@ def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
     options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 600, **options}
     ended = subprocess.run(command_line(tool, *arguments), check=False, **options)
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def run_forked(tool: str, *arguments: object) -> Ended:
+    """The same in a tenth of a second, with both streams in one."""
+    return run_command(f"{file_of(tool).parent.name}.{tool}", *arguments)
 
 
 def import_tool(tool: str) -> ModuleType:

@@ -22,11 +22,6 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 
 
-@pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path)
-
-
 def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place, monkeypatch):
     add_mixed_shards(place)
     for name, workers in {"1": None, "2": 2, "4": 4}.items():

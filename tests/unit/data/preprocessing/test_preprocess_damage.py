@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.data.preprocess_place import Place, cut_small, decoded
+from unit.data.preprocess_place import cut_small, decoded
 
 from megatron_neobert.data.corpus.format import BackendRecord
 from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
@@ -16,11 +16,6 @@ from megatron_neobert.data.preprocessing.plan import is_complete, plan_preproces
 from megatron_neobert.data.tokenizer import fast_backends
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
 from megatron_neobert.errors import DataError, MissingInputError
-
-
-@pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path)
 
 
 def test_missing_column_is_found_before_anything_is_written(place):

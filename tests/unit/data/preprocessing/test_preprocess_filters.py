@@ -1,16 +1,10 @@
 """Which documents a corpus keeps, the volumes that it is cut into, and settings that contradict each other."""
 
 import pytest
-from unit.data.preprocess_place import Place, add_mixed_shards, decoded
+from unit.data.preprocess_place import add_mixed_shards, decoded
 
 from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.errors import ConfigError
-
-
-@pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path)
-
 
 # --- which documents are kept
 

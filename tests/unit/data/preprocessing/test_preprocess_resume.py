@@ -1,17 +1,12 @@
 """A run that goes on where another one stopped: the same bytes, and nothing done twice without need."""
 
 import pytest
-from unit.data.preprocess_place import Place, add_mixed_shards, decoded
+from unit.data.preprocess_place import add_mixed_shards, decoded
 
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
-
-
-@pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path)
 
 
 class StoppedByTest(Exception):

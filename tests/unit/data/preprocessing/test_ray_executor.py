@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from unit.data.preprocess_place import Place, add_mixed_shards
+from unit.data.preprocess_place import add_mixed_shards
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
@@ -21,11 +21,6 @@ psutil = pytest.importorskip("psutil")
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 ON_RAY = {"executor": "ray", "ray_address": "local", "workers": 2}
-
-
-@pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path)
 
 
 def test_ray_gives_the_bytes_of_a_local_run(place):
