@@ -11,7 +11,7 @@ import struct
 import pytest
 from bad_inputs.refusals import assert_refused, outcome_of, start_checks
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
-from unit.tools.commands import ENVIRONMENT, run
+from unit.tools.commands import ENVIRONMENT, run, run_forked
 
 from megatron_neobert.data.corpus.reader import Corpus, check_content, check_ends
 
@@ -190,23 +190,11 @@ FILES = [
     pytest.param(link_to_itself, ["small.bin missing beside the rest"], id="link to itself"),
     *(
         pytest.param(flip_bit(".bin", byte, bit), ["small.bin, byte"], id=f"bit {bit} of byte {byte} of .bin")
-        for byte, bit in ((0, 0), (0, 3), (1, 0), (9, 7), (19, 1), (18, 2))
+        for byte, bit in ((0, 0), (9, 7), (18, 2))
     ),
     *(
         pytest.param(flip_bit(".idx", byte, bit), ["small"], id=f"bit {bit} of byte {byte} of .idx")
-        for byte, bit in (
-            (0, 0),
-            (9, 0),
-            (16, 7),
-            (17, 2),
-            (18, 1),
-            (25, 7),
-            (26, 3),
-            (34, 0),
-            (37, 7),
-            (50, 1),
-            (121, 7),
-        )
+        for byte, bit in ((16, 7), (17, 2), (25, 7), (37, 7), (121, 7))
     ),
 ]
 
@@ -261,7 +249,7 @@ def test_corpus_whose_path_is_no_text_is_checked_and_named_with_escapes(corpus, 
 def test_real_command_ends_with_65_for_a_lying_manifest_and_66_for_a_folder(corpus):
     path = corpus.prefix.with_suffix(".json")
     path.write_text(edited(vocab_size=2**40)(path.read_text()))
-    code, output, errors = run("validate_data", corpus.prefix, "--full")
-    assert (code, output) == (65, "") and errors.startswith(f"error: {path}: expected a vocab_size")
-    code, output, errors = run("validate_data", f"{corpus.folder}/")
-    assert (code, output) == (66, "") and errors.startswith(f"error: no corpus {corpus.folder}: that is a folder")
+    ended = run_forked("validate_data", corpus.prefix, "--full")
+    assert ended.refused(65) and ended.output.startswith(f"error: {path}: expected a vocab_size")
+    ended = run_forked("validate_data", f"{corpus.folder}/")
+    assert ended.refused(66) and ended.output.startswith(f"error: no corpus {corpus.folder}: that is a folder")

@@ -6,7 +6,7 @@ refuses a volume whose index contradicts itself or the size of its .bin.
 
 Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
 boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
-Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_corpus.py reads it with that class.
+Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_volumes.py reads it with that class.
 """
 
 import hashlib

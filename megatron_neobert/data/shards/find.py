@@ -85,8 +85,19 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _local_files(pattern: str) -> list[str]:
-    matches = [pattern] if Path(pattern).exists() else sorted(_glob(pattern))
-    return [file for match in matches for file in _files_of(Path(match))]
+    files = []
+    for match in [pattern] if Path(pattern).exists() else sorted(_glob(pattern)):
+        top = Path(match)
+        if top.is_dir():
+            paths = (Path(folder, name) for folder, names in _walk(match, hidden="._") for name in names)
+            below = [path.relative_to(top).as_posix() for path in paths]
+            files += [top / name for name in _data_among(match, below, lambda path: Path(path).read_bytes())]
+        else:
+            files.append(top)
+    for file in files:
+        if not file.is_file():
+            raise MissingInputError(f"{file} is neither a file nor a folder; repair the link, or remove it")
+    return [str(file) for file in files]
 
 
 def _glob(pattern: str) -> list[str]:
@@ -103,34 +114,18 @@ def _glob(pattern: str) -> list[str]:
     return [str(Path(match)) for folder in below for match in _glob("/".join([glob.escape(folder), *after]))]
 
 
-def _files_of(path: Path) -> list[str]:
-    files = [path]
-    if path.is_dir():
-        names = _data_among(str(path), _names_below(path), lambda name: (path / name).read_bytes())
-        files = [path / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise MissingInputError(f"{file} is neither a file nor a folder; mend the link, or remove it")
-    return [str(file) for file in files]
-
-
-def _names_below(top: Path) -> list[str]:
-    """All but folders, also behind links."""
-    return [
-        Path(folder, file).relative_to(top).as_posix()
-        for folder, files in _walk(str(top), hidden="._")
-        for file in files
-    ]
-
-
 def _walk(top: str, *, hidden: str) -> Iterator[tuple[str, list[str]]]:
     """All folders with the names of their files; one that leads back to itself, or is linked twice, is entered once.
 
     Args:
         hidden: Characters; folders whose names begin with one of them are left out.
     """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     entered = {os.path.realpath(top)}
-    for folder, inner, files in os.walk(top, followlinks=True, onerror=_raise):
+    for folder, inner, files in os.walk(top, followlinks=True, onerror=refuse):
         yield folder, files
         candidates = sorted(name for name in inner if name[0] not in hidden)
         inner.clear()
@@ -139,10 +134,6 @@ def _walk(top: str, *, hidden: str) -> Iterator[tuple[str, list[str]]]:
             if target not in entered:
                 entered.add(target)
                 inner.append(name)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -161,34 +152,29 @@ def _remote_files(url: str) -> list[str]:
     with named_errors(url):
         if file_system.isfile(path):
             return [url]
-        matches = _remote_glob(file_system, path) if glob.has_magic(path) else [path]
+        matches = [path]
+        if glob.has_magic(path):  # as among local files, no hidden ones, unless the pattern spells them out
+            spelt = set(PurePosixPath(path).parts)
+            found = ((match, PurePosixPath(match).parts) for match in sorted(file_system.glob(path)))
+            matches = [match for match, parts in found if not any(p[0] == "." and p not in spelt for p in parts)]
         files = []
         for match in matches:
-            below = [match] if file_system.isfile(match) else _remote_files_below(file_system, match)
+            below = [match]
+            if not file_system.isfile(match):
+                top = match.rstrip("/") + "/"
+                names = [file.removeprefix(top) for file in file_system.find(match)] if file_system.isdir(match) else []
+                below = [top + name for name in _data_among(top, names, file_system.cat_file)]
             files += [file_system.unstrip_protocol(file) for file in below]
         return files
 
 
-def _remote_glob(file_system: Any, pattern: str) -> list[str]:
-    """As a glob of files gives them: no hidden ones, unless the pattern spells them out."""
-    spelt = set(PurePosixPath(pattern).parts)
-    matches = sorted(file_system.glob(pattern))
-    return [match for match in matches if not any(p[0] == "." and p not in spelt for p in PurePosixPath(match).parts)]
-
-
-def _remote_files_below(file_system: Any, folder: str) -> list[str]:
-    prefix = folder.rstrip("/") + "/"
-    below = [file.removeprefix(prefix) for file in file_system.find(folder)] if file_system.isdir(folder) else []
-    return [prefix + name for name in _data_among(prefix, below, lambda name: file_system.cat_file(prefix + name))]
-
-
 def _data_among(top: str, names: Sequence[str], read: Callable[[str], bytes]) -> list[str]:
-    """The shards among the files below the folder `top`, all given by their paths within it."""
+    """The shards among the files below the folder `top`, given by their paths within it; `read` takes a whole path."""
     paths = sorted(path for path in map(PurePosixPath, names) if not any(part[0] in "._" for part in path.parts))
     paths = [path for path in paths if not _ABOUT_THE_DATA.fullmatch(path.name)]
-    states = [path for path in paths if path.name == "state.json"]
-    saved = {path.parent: _saved_shards(PurePosixPath(top, path), read(str(path))) for path in states}
-    saved = {folder: shards for folder, shards in saved.items() if shards}
+    states = [PurePosixPath(top, path) for path in paths if path.name == "state.json"]
+    shards_of = {path.parent: _saved_shards(path, read(str(path))) for path in states}
+    saved = {folder.relative_to(top): shards for folder, shards in shards_of.items() if shards}
     found: dict[str, None] = {}
     present = set(names) if saved else set()
     for path in paths:
@@ -212,7 +198,7 @@ def _saved_shards(path: PurePosixPath, state: bytes) -> list[str]:
         return []
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
-            raise DataError(f"{path} names the file {name!r}; only names of files beside it are read: mend it")
+            raise DataError(f"{path} names the file {name!r}; only names of files beside it are read: correct it")
     return names
 
 

@@ -14,7 +14,6 @@ from operator import itemgetter
 
 import orjson
 
-from megatron_neobert.data.shards.recognise import says_json
 from megatron_neobert.data.shards.records import (
     BATCH_BYTES,
     BYTE_ORDER_MARK,
@@ -28,6 +27,7 @@ from megatron_neobert.data.shards.records import (
     add_value,
     decode,
     reject,
+    says_json,
     utf8_size,
 )
 from megatron_neobert.data.shards.separated import Records, group_records, read_records

@@ -1,13 +1,28 @@
-"""From a shard to its parts, and from a part to its records. A further format is one more reader in the table below."""
+"""From a shard to its parts, and from a part to its records. A further format is one more reader in the table below.
 
+The format follows from the first bytes: first the compression, then what the decompressed bytes look like. The name
+counts only where the content leaves a doubt. What would be read as a flood of malformed lines or as a text of rubbish
+is refused with the way to make a shard of it.
+"""
+
+import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import PurePosixPath
 
 from megatron_neobert.data.shards.json_objects import read_json
-from megatron_neobert.data.shards.recognise import recognise
-from megatron_neobert.data.shards.records import PART_BYTES, Format, ReadSettings, RecordBatch, ShardPart
+from megatron_neobert.data.shards.records import (
+    BYTE_ORDER_MARK,
+    PART_BYTES,
+    Format,
+    ReadSettings,
+    RecordBatch,
+    ShardPart,
+    says_json,
+)
 from megatron_neobert.data.shards.separated import find_cuts, read_text
-from megatron_neobert.data.shards.streams import DamagedStream
+from megatron_neobert.data.shards.streams import DamagedStream, PartStream, compression_of, named_errors, open_shard
 from megatron_neobert.data.shards.tables import RowGroup, read_column, row_groups
 from megatron_neobert.data.shards.web_archives import read_archive
 from megatron_neobert.errors import DataError
@@ -20,6 +35,50 @@ _READERS: dict[Format, Callable[[ShardPart, ReadSettings], Iterator[RecordBatch]
     "text": read_text,
     "warc": read_archive,
 }
+
+_HEAD_BYTES = 64 << 10
+_FORMAT_MAGIC: dict[bytes, Format] = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\xff\xff\xff\xff": "arrow",  # a stream, as the `datasets` library saves it
+    b"WARC/": "warc",
+}
+_UTF_16 = ("UTF-16 text", "convert it (iconv -f UTF-16 -t UTF-8)")
+_UNREADABLE_MAGIC = {  # with a remedy of its own; other binary files have NUL bytes or other junk, see _refuse_junk
+    b"\xff\xfe": _UTF_16,
+    b"\xfe\xff": _UTF_16,
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7-zip archive", "unpack it"),
+    b"Rar!": ("a rar archive", "unpack it"),
+    b"\x04\x22\x4d\x18": ("lz4-compressed", "decompress it (unlz4)"),
+    b"\xff\x06\x00\x00sNaPpY": ("snappy-compressed", "decompress it (snzip -d)"),
+    b"FEA1": ("a Feather file of version 1", "write it again as parquet"),
+    b"ORC": ("an ORC table", "write it again as parquet"),
+    b"Obj\x01": ("an Avro file", "write it again as parquet"),
+    b"filedesc://": ("an ARC archive", "convert it to WARC"),
+    b"\x80\x04\x95": ("a pickle", "write its texts as parquet"),
+    b"%PDF-": ("a PDF document", "extract its text"),
+    b"{\\rtf": ("an RTF document", "extract its text"),
+}
+_TAR_MAGIC = (b"ustar\0", b"ustar  \0")  # after the first 257 bytes
+_MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
+_TEXT_NAMES = (".txt", ".text", ".md")
+_KEEP_MARKUP = "extract its text (or take it as it is: --input-format text)"
+_UNREADABLE_NAMES = {  # of what cannot be told from plain text by its content
+    ".csv": ("a CSV table", "write it again as parquet or JSON lines"),
+    ".tsv": ("a TSV table", "write it again as parquet or JSON lines"),
+    ".arc": ("an ARC archive", "convert it to WARC"),
+    ".htm": ("an HTML page", _KEEP_MARKUP),
+    ".html": ("an HTML page", _KEEP_MARKUP),
+    ".xhtml": ("an HTML page", _KEEP_MARKUP),
+    ".xml": ("an XML document", _KEEP_MARKUP),
+}
+# No file of these formats is empty, not even one without records: it is what a transfer that broke off has left.
+_NEVER_EMPTY = (".parquet", ".arrow", ".feather", ".gz", ".zst", ".bz2", ".xz")
+_COMPRESSED_NAME = re.compile(r"\.(gz|zst|bz2|xz)$")
+_READ_HERE = "shards are parquet, Arrow, JSON, plain text in UTF-8 or WARC"
+_CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # white space and escape occur in texts
+_JUNK_SHARE = 0.1  # of the first characters that are no UTF-8 or control codes; a text of another encoding has more
 
 
 def split_into_parts(path: str, settings: ReadSettings, *, part_bytes: int = PART_BYTES) -> list[ShardPart]:
@@ -77,3 +136,111 @@ def read_part(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
             f"{part.path}: the {stream} breaks off or is damaged after {position} ({damage}); "
             "how many documents are lost is unknown: fetch the shard again, or leave it out"
         ) from damage
+
+
+def recognise(path: str, settings: ReadSettings) -> ShardPart:
+    """The whole of a shard as one part.
+
+    Raises:
+        DataError: The bytes belong to a format that is not read here.
+    """
+    with named_errors(path), open_shard(path) as file:
+        head = file.read(_HEAD_BYTES)
+    if not head and PurePosixPath(path).suffix.lower() in _NEVER_EMPTY:
+        raise DataError(f"{path} is empty, which no file of this kind is; fetch the shard again, or leave it out")
+    compression = compression_of(head)
+    if compression is not None:
+        head = _decompressed_head(ShardPart(path, "text", compression))
+        if compression_of(head) is not None:
+            raise DataError(f"{path} is compressed twice; {_READ_HERE}: decompress it once")
+    # Tables and archives show by their first bytes what they are; asking for another format is a mistake.
+    table = next((name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), None)
+    shard_format: Format
+    if settings.input_format == "auto":
+        shard_format = table or _format_of_text(path, head)
+    else:
+        shard_format = settings.input_format
+        if head and shard_format in _FORMAT_MAGIC.values() and shard_format != table:
+            raise DataError(
+                f"{path} does not begin like {shard_format}, which --input-format asks for; leave --input-format out"
+            )
+    if compression is not None and shard_format in ("parquet", "arrow"):
+        raise DataError(f"{path} is a {compression}-compressed {shard_format} file, which has to be decompressed")
+    return ShardPart(path, shard_format, compression)
+
+
+def _decompressed_head(part: ShardPart) -> bytes:
+    with PartStream(part) as stream:
+        try:
+            return stream.read(_HEAD_BYTES)
+        except DamagedStream as damage:
+            raise DataError(
+                f"{part.path}: the {part.compression} stream is damaged from its beginning ({damage}); "
+                "fetch the shard again, or leave it out"
+            ) from damage
+
+
+def _format_of_text(path: str, head: bytes) -> Format:
+    for magic, (kind, remedy) in _UNREADABLE_MAGIC.items():
+        if head.startswith(magic):
+            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
+    if head.startswith(_TAR_MAGIC, 257):
+        raise DataError(f"{path} is a tar archive; {_READ_HERE}: unpack it (tar -xf)")
+    found = _json_or_text(path, head)
+    if found == "text":
+        suffix = PurePosixPath(_COMPRESSED_NAME.sub("", path.lower())).suffix
+        kind, remedy = _UNREADABLE_NAMES.get(suffix, ("", ""))
+        if not kind and (markup := _MARKUP.match(head.removeprefix(BYTE_ORDER_MARK).lstrip())):
+            kind, remedy = "an XML document" if b"?" in markup[0] else "an HTML page", _KEEP_MARKUP
+        if kind:
+            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
+    return found
+
+
+def _json_or_text(path: str, head: bytes) -> Format:
+    content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+    if not content:
+        return "jsonl"  # without a record
+    if re.match(rb"\[\s*[{\]]", content):
+        return "json"
+    lines = content.splitlines()
+    first = _first_object(content, cut=len(head) == _HEAD_BYTES)
+    if first is not None and "\n" in first:
+        return "json"
+    if first is not None and first == lines[0].decode(errors="replace").rstrip():
+        return "jsonl"
+    has_objects = any(_first_object(line) == line.decode(errors="replace").strip() for line in lines)
+    if b"\0" in head or not has_objects:
+        _refuse_junk(path, head)
+    if _COMPRESSED_NAME.sub("", path.lower()).endswith(_TEXT_NAMES):
+        return "text"
+    if has_objects and not says_json(path) and _MARKUP.match(content):
+        return "text"  # a page with some data in it
+    return "jsonl" if has_objects or content.startswith(b"{") or says_json(path) else "text"
+
+
+def _first_object(content: bytes, *, cut: bool = False) -> str | None:
+    """The JSON object that some bytes begin with, some invalid UTF-8 in it notwithstanding; None: there is none.
+
+    With `cut`, all of them where the object may end behind them.
+    """
+    text = content.decode(errors="replace").strip()
+    if not text.startswith("{"):
+        return None
+    try:
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
+    except json.JSONDecodeError as error:
+        # Where only the cut is wrong with it, the parser comes to the end, or to a string that has none.
+        return text if cut and (error.msg.startswith("Unterminated") or error.pos >= len(text) - 6) else None
+    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of nested brackets
+        return None
+
+
+def _refuse_junk(path: str, head: bytes) -> None:
+    text = head[:-3].decode(errors="replace") if len(head) == _HEAD_BYTES else head.decode(errors="replace")
+    junk = text.count("\ufffd") + len(_CONTROL.findall(text))
+    if "\0" in text or junk > _JUNK_SHARE * len(text):
+        raise DataError(
+            f"{path} is neither a format that is read here nor UTF-8 text ({junk:,} of its first {len(text):,} "
+            f"characters are none); {_READ_HERE}: convert it (other encodings: iconv -t UTF-8), or leave it out"
+        )

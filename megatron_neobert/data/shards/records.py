@@ -8,6 +8,7 @@ of records is a DataError instead.
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 MALFORMED_JSON = "malformed JSON"
@@ -129,3 +130,8 @@ def utf8_size(text: str) -> int:
 
 def reject(batch: RecordBatch, reason: str, number: int, detail: str, raw: bytes) -> None:
     batch.rejected.append(Rejected(reason, number, detail, raw[:RAW_BYTES]))
+
+
+def says_json(path: str) -> bool:
+    name = PurePosixPath(path).name.lower()
+    return any(ending in name for ending in (".jsonl", ".ndjson", ".json"))

@@ -5,7 +5,7 @@ import json
 from statistics import median
 
 import pytest
-from commands import import_tool, run
+from commands import import_tool, run, run_forked
 
 HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 OURS = "this project, in process"
@@ -75,6 +75,5 @@ def test_ratios_are_taken_within_a_round_and_the_median_counts(tool):
 
 
 def test_a_corpus_without_its_tokenizer_is_refused():
-    code, _, said = run("benchmark_loader", "--data-path", "corpus")
-    assert code == 2
-    assert "--data-path and --tokenizer-model belong together" in said
+    ended = run_forked("benchmark_loader", "--data-path", "corpus")
+    assert ended.refused(2) and "--data-path and --tokenizer-model belong together" in ended.output

@@ -5,7 +5,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 import torch
-from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings, web_like_lengths
+from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
 
 from megatron_neobert.data.batches.masking import MaskingScheme
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, PackedBatch, Source, StepBatches
@@ -176,30 +176,6 @@ def test_a_packed_batch_keeps_its_promises(corpus, masking):
             starts = bounds[bounds < batch.real_tokens]
             assert (batch.tokens_t[starts] == IDS.cls).all()
             assert not torch.isin(batch.masked_positions_m, starts).any()
-
-
-def test_what_the_model_sees_differs_from_the_documents_only_at_masked_positions(corpus):
-    pieces = {tuple(corpus.document(number)[:62].tolist()) for number in range(len(corpus.lengths))}
-    for step in first_steps(stream(corpus, masking=BERT), 10):
-        for batch in step.micro_batches:
-            assert set(documents_of(batch)) <= pieces
-
-
-def test_at_probability_one_every_ordinary_token_is_selected(corpus):
-    batch = first_steps(stream(corpus, masking=MaskingScheme(probability=1.0)), 1)[0].micro_batches[0]
-    assert set(batch.tokens_t.tolist()) <= set(IDS.special)
-    ordinary = sum(token not in IDS.special for piece in documents_of(batch) for token in piece)
-    assert len(batch.labels_m) == ordinary
-
-
-def test_no_row_exceeds_its_length_and_little_is_unused(monkeypatch):
-    """At most 0.3 %; windows of 4,096 web-like documents in rows of 1,024 (measured 0.07 %)."""
-    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 4096)
-    corpus = MemoryCorpus(web_like_lengths(4096))
-    rows, _ = next(stream(corpus, seq_length=1024, micro_batch_size=2, global_batch_size=1600).global_batches())
-    tokens_per_row = np.add.reduceat(rows.segments.lengths_n + 2, rows.row_offsets[:-1])
-    assert tokens_per_row.max() <= 1024
-    assert 1 - tokens_per_row.mean() / 1024 <= 0.003
 
 
 def test_a_corpus_smaller_than_a_row_still_fills_batches_with_one_document_per_row():

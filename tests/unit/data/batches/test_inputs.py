@@ -1,7 +1,5 @@
 """What training opens: one corpus cut in two, one for training and one for validation, or a blend."""
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 from unit.data.preprocess_place import Place
@@ -155,7 +153,3 @@ def test_limits_that_no_document_for_validation_meets_are_refused(place):
 def test_malformed_data_path_is_refused_before_anything_is_opened():
     with pytest.raises(ConfigError, match="'nowhere', where the weight of nothing should stand"):
         open_inputs(DataConfig(data_path=("nowhere", "nothing"), tokenizer_model="no tokenizer"))
-
-
-def test_data_config_still_compares_by_value(place):
-    assert asdict(settings(place))["data_path"] == (prefix(place),)

@@ -85,18 +85,6 @@ def test_special_tokens_are_never_selected():
     assert masked.positions_m.tolist() == np.flatnonzero(tokens > UNKNOWN).tolist()
 
 
-def test_tokens_outside_the_segments_are_never_selected():
-    """Lengths and starts of every remainder modulo 8, the block in which draws are made, with 3 tokens between."""
-    parts, positions, inside = [], [], []
-    for place, (start, length) in enumerate((start, length) for start in range(9) for length in range(1, 18)):
-        positions.append(place * 20 + 3)
-        parts.append((place, 0, start, length))
-        inside += range(positions[-1], positions[-1] + length)
-    tokens = ordinary_tokens(positions[-1] + 17)
-    masked = mask(tokens, segments(*parts), positions, scheme=MaskingScheme(probability=1.0))
-    assert masked.positions_m.tolist() == inside
-
-
 def test_shares_of_mask_random_and_kept_tokens_are_those_of_bert():
     """Binomial among the selected; a random token equals the original with probability 1 / 995 and counts as kept."""
     n = 1_000_000

@@ -105,13 +105,6 @@ def test_rows_are_shuffled_differently_for_each_seed_epoch_and_window(other):
     assert first.segments.documents_n.tolist() != second.segments.documents_n.tolist()
 
 
-def test_packing_the_same_window_again_gives_the_same_rows():
-    segments = cut(web_like_lengths(500))
-    first, second = pack(segments), pack(segments)
-    assert first.segments.documents_n.tolist() == second.segments.documents_n.tolist()
-    assert first.row_offsets.tolist() == second.row_offsets.tolist()
-
-
 def test_taken_rows_joined_again_are_the_rows():
     rows = pack(cut(web_like_lengths(300)))
     joined = join_rows([rows.take(0, 7), rows.take(7, 8), rows.take(8, len(rows))])

@@ -56,15 +56,6 @@ def test_documents_are_those_that_a_plain_loop_selects(
     assert (validation.records, validation.dropped) == (manifest.records, manifest.dropped)
 
 
-def test_no_text_is_in_training_and_validation_even_without_deduplication(place):
-    training, held_out, _ = selected(place.texts, place.documents, validation_fraction=0.4)
-    place.write(validation_fraction=0.4)
-    found = [documents_of(place.folder / name) for name in ("P", "P_validation")]
-    assert found == [training, held_out]
-    assert len(place.texts) > len(set(place.texts))
-    assert not {tuple(document) for document in found[0]} & {tuple(document) for document in found[1]}
-
-
 @pytest.mark.parametrize("options", [{}, {"deduplicate": True, "validation_fraction": 0.4}], ids=str)
 def test_bytes_do_not_depend_on_the_parts_that_the_documents_came_in(tmp_path, options):
     cut = Place(tmp_path / "cut")
@@ -244,12 +235,6 @@ def test_each_piece_of_a_corpus_is_replaced_only_when_asked(tmp_path, name):
     with pytest.raises(OutputError, match=rf"{name} exists already; choose another --output-prefix, or .*--overwrite"):
         refuse_existing(files, overwrite=False)
     refuse_existing(files, overwrite=True)
-
-
-def test_many_volumes_that_exist_are_counted_and_not_all_named(place):
-    manifest = place.write(shard_bytes=2).manifest
-    with pytest.raises(OutputError, match=rf"P_00001\.idx and {2 * len(manifest.volumes) - 3} more files exist"):
-        refuse_existing(place.files, overwrite=False)
 
 
 @pytest.mark.parametrize(

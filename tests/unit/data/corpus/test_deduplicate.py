@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_neobert.data.corpus import deduplicate
-from megatron_neobert.data.corpus.deduplicate import find_duplicates
+from megatron_neobert.data.corpus.join import find_duplicates
 
 
 def write_hashes(folder, hashes, files=3):

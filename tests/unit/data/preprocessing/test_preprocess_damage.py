@@ -17,13 +17,6 @@ from megatron_neobert.data.tokenizer import fast_backends
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
 from megatron_neobert.errors import DataError, MissingInputError
 
-
-def test_missing_column_is_found_before_anything_is_written(place):
-    pq.write_table(pa.table({"content": ["hello"]}), place.shards / "a.parquet")
-    with pytest.raises(DataError, match="no column 'text'; its text columns: content"):
-        plan_preprocessing(place.settings(text_key="text"))
-
-
 # --- damaged shards
 
 

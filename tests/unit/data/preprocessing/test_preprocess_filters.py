@@ -57,12 +57,6 @@ def test_corpus_of_several_volumes_has_the_same_documents(place, cut):
     check_content(several)
 
 
-def test_text_below_a_path_of_keys_is_found_and_names_the_corpus(place):
-    place.add_lines("a.jsonl", '{"data": {"text": "hello"}}')
-    place.run(text_key="data.text")
-    assert (place.folder / "out" / "run_data.text_document.bin").exists()
-
-
 # --- settings that contradict each other
 
 
@@ -84,9 +78,3 @@ def test_text_below_a_path_of_keys_is_found_and_names_the_corpus(place):
 def test_contradictory_settings_are_refused(place, settings, message):
     with pytest.raises(ConfigError, match=message):
         place.settings(**settings)
-
-
-def test_all_contradictions_are_reported_at_once(place):
-    with pytest.raises(ConfigError) as refused:
-        place.settings(min_tokens=9, max_tokens=8, keep_shards=True, shard_size=10)
-    assert len(refused.value.problems) == 2

@@ -53,21 +53,6 @@ def test_resumed_run_does_the_rest_and_ends_with_the_same_bytes(place, done, fin
     assert place.contents() == place.contents("whole")
 
 
-def test_resuming_needs_no_earlier_run(place):
-    place.add_texts("a.jsonl", "hello")
-    place.run(resume=True)
-    assert decoded(place) == ["hello"]
-
-
-def test_finished_parts_are_neither_used_nor_lost_unasked(place, done):
-    add_mixed_shards(place)
-    stop_after(place, done, 2)
-    with pytest.raises(OutputError, match="holds 2 finished parts"):
-        place.run()
-    place.run(overwrite=True)
-    assert len(done) == 7
-
-
 def test_mended_shard_alone_is_done_again(place, done):
     for name in ("a", "b", "c"):
         place.add_texts(f"{name}.jsonl", f"hello {name}")
@@ -237,13 +222,6 @@ def test_task_of_an_array_leaves_the_error_rate_to_the_merge(place):
     with pytest.raises(DataError, match=r"10,000 of 20,000 records .*--max-error-rate 0\.4"):
         place.run(merge=True, max_error_rate=0.4)
     place.run(merge=True, max_error_rate=0.5)
-
-
-def test_merge_without_any_task_is_a_missing_input(place):
-    add_mixed_shards(place)
-    with pytest.raises(MissingInputError, match="7 of 7 parts"):
-        place.run(merge=True)
-    assert list((place.folder / "out").iterdir()) == []
 
 
 def test_task_that_is_started_again_does_nothing_twice(place, done):

@@ -13,7 +13,7 @@ import pytest
 from backports import zstd
 from unit.data.shards.reading import TEXTS, read, texts_of
 
-from megatron_neobert.data.shards.recognise import recognise
+from megatron_neobert.data.shards.parts import recognise
 from megatron_neobert.data.shards.records import MALFORMED_JSON, ReadSettings
 from megatron_neobert.errors import DataError
 

@@ -13,8 +13,7 @@ import pytest
 from backports import zstd
 from unit.data.shards.reading import TEXTS, read, texts_of
 
-from megatron_neobert.data.shards.parts import read_part
-from megatron_neobert.data.shards.recognise import recognise
+from megatron_neobert.data.shards.parts import read_part, recognise
 from megatron_neobert.data.shards.records import ReadSettings, ShardPart
 from megatron_neobert.data.shards.streams import PartStream
 from megatron_neobert.errors import DataError

@@ -132,15 +132,6 @@ def test_byte_level_ids_of_books_are_the_reference_ids_with_gigatoken(shared_dat
     assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), texts[200:1000])
 
 
-def test_nanotoken_gives_the_published_ids_of_bert_base_uncased(shared_data):
-    encoder = open_encoder(load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt"), "fast")
-    lines = (shared_data / "fixtures/bert_uncased_pairs.jsonl").read_text(encoding="utf-8").splitlines()
-    pairs = [json.loads(line) for line in lines]
-    batch = encoder.encode_batch([pair["text"] for pair in pairs])
-    found = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
-    assert [ids.tolist() for ids in found] == [pair["ids"] for pair in pairs]
-
-
 @pytest.mark.parametrize("backend", ["fast", "reference"])
 def test_special_token_literals_stay_text_with_every_back_end(tmp_path, backend):
     for tokenizer in (wordpiece(tmp_path), byte_level_bpe(["<mask> <s> </s> <pad> <unk>"] * 20)):
@@ -346,9 +337,3 @@ def test_backend_that_fails_the_probe_is_not_used(two_tokenizers, monkeypatch):
     assert open_encoder(right, "auto", probe=False).is_reference is False  # control: it is the probe that decides
     encoder = open_encoder(right, "auto")
     assert encoder.is_reference and "differs from tokenizers" in (encoder.note or "")
-
-
-def test_reference_asked_for_is_the_reference_without_a_note(tmp_path):
-    encoder = open_encoder(wordpiece(tmp_path), "reference")
-    assert (encoder.is_reference, encoder.note) == (True, None)
-    assert encoder.encode_batch(["hello worlds"]).ids.dtype == np.int32

@@ -128,12 +128,6 @@ def test_empty_batch_and_texts_without_tokens_give_lengths_of_zero(vocab_txt):
     assert (batch.lengths.tolist(), batch.ids.size, batch.ids.dtype) == ([0, 1, 0], 1, np.int32)
 
 
-def test_decoding_shows_special_tokens(vocab_txt):
-    tokenizer = load_tokenizer(vocab_txt)
-    ids = np.array([tokenizer.cls_id, *encode(tokenizer, "worlds"), tokenizer.mask_id, tokenizer.sep_id])
-    assert tokenizer.decode(ids) == "[CLS] worlds [MASK] [SEP]"
-
-
 # --- lower case
 
 
@@ -158,25 +152,6 @@ def test_windows_line_ends_change_nothing(vocab_txt, tmp_path):
     windows = tmp_path / "windows.txt"
     windows.write_bytes(vocab_txt.read_bytes().replace(b"\n", b"\r\n"))
     assert load_tokenizer(windows).fingerprint == load_tokenizer(vocab_txt).fingerprint
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[PAD]\n[UNK]\na\nb\na\n", r"vocab\.txt, line 5: 'a' stands on line 3 too"),
-        (b"[PAD]\n[UNK]\n\na\n", r"vocab\.txt, line 3: empty"),
-        (b"[PAD]\n[UNK]\na\xff\n", r"vocab\.txt, line 3: not UTF-8"),
-        (
-            b"[PAD]\n[UNK]\n[CLS]\na\n",
-            r"vocab\.txt: \[SEP\], \[MASK\] missing among 4 ids; .*tools/train_tokenizer\.py",
-        ),
-        (b"", r"vocab\.txt: \[CLS\], \[SEP\], \[PAD\], \[MASK\], \[UNK\] missing among 0 ids"),
-    ],
-)
-def test_bad_vocab_txt_is_refused_with_its_line(tmp_path, content, message):
-    (tmp_path / "vocab.txt").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(tmp_path)
 
 
 def tokenizer_json(vocab_txt) -> dict:
@@ -214,13 +189,6 @@ def test_truncated_tokenizer_json_is_refused_with_line_and_column(vocab_txt, tmp
         load_tokenizer(tmp_path)
 
 
-def test_tokenizer_that_asks_for_its_own_code_is_refused(vocab_txt):
-    config = {"auto_map": {"AutoTokenizer": ["tokenization.Mine", None]}}
-    (vocab_txt.parent / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="auto_map asks for the tokenizer's own Python code, which is never run"):
-        load_tokenizer(vocab_txt)
-
-
 @pytest.mark.parametrize("name", ["bert-base-uncased", "folder"])
 def test_missing_tokenizer_is_a_missing_input(tmp_path, name):
     (tmp_path / "folder").mkdir()
@@ -255,12 +223,6 @@ def test_names_in_the_configuration_win_over_the_standard_ones(tmp_path):
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|mask|>"]
     config = {"mask_token": {"content": "<|mask|>", "lstrip": True}, "cls_token": "</s>"}
     assert byte_level(tmp_path, special, config).special_tokens == {"cls": 2, "pad": 1, "sep": 2, "unk": 3, "mask": 5}
-
-
-def test_name_in_the_configuration_that_the_vocabulary_lacks_is_missing(tmp_path):
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    with pytest.raises(DataError, match=r"<\|mask\|> missing among 261 ids"):
-        byte_level(tmp_path, special, {"mask_token": "<|mask|>"})
 
 
 # --- fingerprint and saved files

@@ -1,6 +1,5 @@
 """Rows of parquet and Arrow tables in, texts and accounted rejects out."""
 
-import json
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -91,11 +90,6 @@ def test_invalid_utf8_is_replaced(tmp_path, write, arrow_type):
     write(tmp_path / "shard", pa.table({"content": pa.Array.from_buffers(arrow_type, 2, [None, offsets, content])}))
     reading = read(tmp_path / "shard")
     assert (reading.texts, reading.repaired) == (["a\ufffdb", "ok"], 1)
-
-
-def test_table_without_rows_has_no_records(tmp_path, write):
-    write(tmp_path / "shard", texts_table([], pa.string()))
-    assert read(tmp_path / "shard").numbers == 0
 
 
 # --- which column
@@ -371,12 +365,3 @@ def test_real_shard_gives_the_texts_that_pyarrow_reads_whole_or_in_parts(shared_
     split = read(shard, part_bytes=1 << 20)
     assert len(split.parts) > 5
     assert split.texts == expected
-
-
-def test_real_texts_are_the_same_as_json_lines(shared_data, tmp_path):
-    shard = sorted((shared_data / "text" / "books").glob("*.parquet"))[1]
-    expected = texts_of(shard)
-    for ascii_only in (True, False):
-        lines = (json.dumps({"content": text}, ensure_ascii=ascii_only) + "\n" for text in expected)
-        (tmp_path / "shard").write_text("".join(lines), encoding="utf-8")
-        assert texts_of(tmp_path / "shard", part_bytes=1 << 20) == expected
