@@ -77,7 +77,7 @@ def read_documents(path: Path, *, name: str) -> Iterator[Document]:
         source = path.read_bytes().decode("utf-8")
         texts = _metadata_texts(source) if path.name == "METADATA" else _source_texts(source)
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
-        return  # some packages ship templates, Python 2 sources or sources in other encodings; the corpus goes on
+        return  # some packages ship templates, Python 2 sources or sources in other encodings; they are skipped
     for anchor, text in texts:
         text = _clean(text)
         if MINIMUM_CHARACTERS <= len(text) <= MAXIMUM_CHARACTERS:

@@ -86,7 +86,7 @@ def describe_kept_parts(settings: "PreprocessSettings") -> str:
 
     job = JobFolder(settings.files.partial)
     parts = job.finished_parts()
-    return f"{parts:,} finished parts are kept in {job.path}; --resume goes on from there" if parts else ""
+    return f"{parts:,} finished parts are kept in {job.path}; --resume continues from there" if parts else ""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -200,7 +200,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--shard-size", type=_bytes, metavar="SIZE", help="a new .bin and .idx after so many bytes, under one manifest")
     add("--overwrite", action="store_true", help="replace an existing corpus, and parts of another run")
     add("--resume", action="store_true", help="keep what an earlier run of the same command has finished")
-    add("--dry-run", action="store_true", help="say what would be read and written, and write nothing")
+    add("--dry-run", action="store_true", help="print what would be read and written, and write nothing")
 
     add = parser.add_argument_group("where it runs").add_argument
     add("--workers", type=_positive, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
@@ -295,7 +295,7 @@ class ProgressLine:
             return
         self._shown = now
         line = self._describe(progress, now - self._started)
-        with suppress(OSError):  # nobody reads it any more; the run goes on
+        with suppress(OSError):  # nobody reads it any more; the run continues
             print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
             sys.stderr.flush()
 

@@ -26,7 +26,7 @@ class Inputs:
     tokenizer: Tokenizer
     training: tuple[Source, ...]
     validation: tuple[Source, ...] | None  # None: --split has one share, or the second is 0
-    identity: str  # equal for the same documents in the same proportions, whatever the paths; of --data-path as a whole
+    identity: str  # equal for the same documents in the same proportions, under any paths; of --data-path as a whole
     description: list[str]  # a line for each component of --data-path
 
 
@@ -61,7 +61,8 @@ def open_inputs(data: DataConfig) -> Inputs:
         validation=held_out or None,
         identity=_identity(components, corpora),
         description=[
-            _describe(component, corpus, source)
+            f"{component}: {len(source.documents):,} of {corpus.manifest.documents:,} documents "
+            f"({corpus.manifest.tokens:,} tokens)"
             for component, corpus, source in zip(components, corpora, training, strict=True)
         ],
     )
@@ -81,23 +82,19 @@ def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
 
 def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
     """What decides the batches of a run."""
+    mask, random, keep = _MASKING[settings.data.mask_replacement]
     return BatchSettings(
         seq_length=settings.data.seq_length,
         micro_batch_size=settings.training.micro_batch_size,
         global_batch_size=settings.training.global_batch_size,
         long_documents=settings.data.long_documents,  # type: ignore[arg-type]
-        masking=_masking_scheme(settings.data),
+        masking=MaskingScheme(settings.data.mask_prob, mask_share=mask, random_share=random, keep_share=keep),
         token_ids=token_ids_of(tokenizer),
         seed=settings.training.seed,
         batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
         document_block_size=settings.data.document_block_size,
         fixed_shapes=fixed_shapes,
     )
-
-
-def _masking_scheme(data: DataConfig) -> MaskingScheme:
-    mask, random, keep = _MASKING[data.mask_replacement]
-    return MaskingScheme(data.mask_prob, mask_share=mask, random_share=random, keep_share=keep)
 
 
 def _split_sources(
@@ -142,9 +139,3 @@ def _identity(components: Sequence[Component], corpora: Sequence[Corpus]) -> str
         for weight, component, corpus in zip(whole_weights(components), components, corpora, strict=True)
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _describe(component: Component, corpus: Corpus, source: Source) -> str:
-    """One component: how many documents of how many, and the tokens of all."""
-    manifest = corpus.manifest
-    return f"{component}: {len(source.documents):,} of {manifest.documents:,} documents ({manifest.tokens:,} tokens)"

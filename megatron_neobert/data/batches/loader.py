@@ -85,7 +85,7 @@ def _leave_the_run_alone(worker: int) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends this process when its parent says so, or within a second of its parent's end.
+    """Ends this process at its parent's signal, or within a second of its parent's end.
 
     DataLoader's own watch does not suffice: a worker that is sending a batch when its parent is killed waits for ever,
     because its siblings hold the other end of the pipe open.

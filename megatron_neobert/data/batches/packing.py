@@ -180,8 +180,8 @@ def _shuffled_rows(rows: int, *, seed: int, epoch: int, window: int) -> NDArray[
 def best_fit_decreasing(tokens: list[int], *, row_tokens: int) -> list[int]:
     """The row of each segment: the fullest row that still has room, else a new one.
 
-    Bit c of an integer says that some row has exactly c free slots. Shifting it by the segment's size and taking the
-    lowest bit finds the fullest row in one step of big-integer arithmetic, whatever the number of rows.
+    Bit c of an integer marks that some row has exactly c free slots. Shifting it by the segment's size and taking the
+    lowest bit finds the fullest row in one step of big-integer arithmetic, for any number of rows.
 
     Args:
         tokens: Size of each segment, decreasing, at most row_tokens.

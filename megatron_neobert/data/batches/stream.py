@@ -50,7 +50,7 @@ class PackedBatch:
     labels_m: Tensor  # int64, original ids at the masked positions
     masked_positions_m: Tensor  # int64 in tokens_t, increasing up to those that only fill up
     cu_seqlens_n: Tensor  # int32, from 0 to all slots; entries i and i + 1 bound document i
-    max_seqlen: int  # tokens; the row length whatever the documents, so that kernels need not be chosen anew
+    max_seqlen: int  # tokens; the row length for any documents, so that kernels need not be chosen anew
     real_tokens: int  # tokens of tokens_t that are not in a dummy document
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
@@ -159,7 +159,7 @@ class BatchStream:
         return [rows.take(first, first + size) for first in firsts]
 
     def _announce(self, batches: Iterator[tuple[PackedRows, Cursor]]) -> Iterator[tuple[PackedRows, Cursor]]:
-        """The same batches, each after the operating system has been told to read this rank's part of the next."""
+        """The same batches, each after the operating system was asked to read this rank's part of the next."""
         ahead = next(batches)
         for following in batches:
             for part in self._own_micro_batches(following[0]):

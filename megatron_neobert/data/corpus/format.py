@@ -2,7 +2,7 @@
 
 One volume is PREFIX.bin and PREFIX.idx, several are PREFIX_00000.bin and so on; the manifest is PREFIX.json. A document
 is one sequence, whole, without special tokens. The manifest is written last, so its absence marks a corpus that is not
-finished, and it says the same whichever machine wrote it, in whatever way.
+finished, and it is the same for any machine and way that it was written by.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Every .bin and .idx that is called like one of this prefix, sorted, whoever wrote it."""
+        """Every .bin and .idx that is called like one of this prefix, sorted, also those of other programs."""
         folder = self.manifest.parent
         pattern = re.compile(rf"{re.escape(self.name)}(_\d{{5}})?\.(bin|idx)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
@@ -87,7 +87,7 @@ class Statistics:
     percentiles: dict[str, int]  # by percent: the smallest length that so many percent of the documents do not exceed
     longest: int
     documents_above: dict[str, float]  # by cut: share of the documents that are longer
-    tokens_above: dict[str, float]  # by cut: share of all tokens that lie behind the cut of their document
+    tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
 
     def describe(self) -> dict[str, str]:
         """Rows of a table: name and value."""
@@ -101,7 +101,7 @@ class Statistics:
             ),
             **{
                 f"over {int(cut):,} tokens": (
-                    f"{share:.2%} of the documents, with {self.tokens_above[cut]:.2%} of the tokens behind the cut"
+                    f"{share:.2%} of the documents, with {self.tokens_above[cut]:.2%} of the tokens truncated"
                 )
                 for cut, share in self.documents_above.items()
             },
@@ -198,7 +198,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a corpus that its volumes do not say. Of the run that wrote it, the tokenizer back ends alone.
+    """Everything about a corpus that its volumes do not hold. Of the run that wrote it, the tokenizer back ends alone.
 
     records, repaired_documents, rejected and dropped are of all that was read; where a part of the documents is held
     out for validation, both corpora have the same.
@@ -334,7 +334,7 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """The value as `kind`, a class or annotation of this module; ValueError says where it does not fit."""
+    """The value as `kind`, a class or annotation of this module; ValueError names what does not fit."""
     if is_dataclass(kind) and isinstance(value, dict):
         hints, names = get_type_hints(kind), [entry.name for entry in fields(kind)]
         optional = {entry.name for entry in fields(kind) if entry.default_factory is not MISSING}

@@ -1,7 +1,7 @@
 """Which documents of the finished parts go into a corpus, and their way into its volumes.
 
 Duplicates are left out and a share is held out here and not where texts are tokenised: a duplicate is known by all
-parts alone, and workers write the same files whatever the share. Memory: constant, but for deduplication.
+parts alone, and workers write the same files for any share. Memory: constant, but for deduplication.
 
 Duplicates are found from 16 bytes of hash per document, for more of them than memory holds. Hashes are spread over
 bucket files by their first bits and each bucket is sorted alone, so that memory is about three buckets and one byte per

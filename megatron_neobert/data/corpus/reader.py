@@ -6,7 +6,7 @@ a corpus of 10^9 documents costs a process no more memory of its own than one of
 
 import hashlib
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -213,10 +213,12 @@ def check_content(corpus: Corpus) -> None:
         DataError: With the file, and for an id its byte, document and position.
     """
     for volume, recorded in zip(corpus.volumes, corpus.manifest.volumes, strict=True):
-        digest = hashlib.sha256()
-        for first, ids in _chunks(volume, corpus.dtype):
-            digest.update(ids.data)
-            _check_ids(corpus, volume, first, ids)
+        digest, first = hashlib.sha256(), 0
+        with volume.bin.open("rb") as stream:  # read and not mapped, so that what has been checked takes no memory
+            while (ids := np.fromfile(stream, corpus.dtype, _CHECKED_BYTES // corpus.dtype.itemsize)).size:
+                digest.update(ids.data)
+                _check_ids(corpus, volume, first, ids)
+                first += ids.size
         for path, expected, found in (
             (volume.bin, recorded.bin.sha256, digest.hexdigest()),
             (volume.idx, recorded.idx.sha256, sha256_of(volume.idx)),
@@ -235,15 +237,6 @@ def check_ends(corpus: Corpus, *, read_bytes: int = 64 << 20) -> None:
     for volume in corpus.volumes:
         for first in {0, max(0, volume.tokens.size - tokens)}:
             _check_ids(corpus, volume, first, volume.tokens[first : first + tokens])
-
-
-def _chunks(volume: MappedVolume, dtype: np.dtype[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Number of the first token, and tokens; read and not mapped, so that what has been checked takes no memory."""
-    with volume.bin.open("rb") as stream:
-        first = 0
-        while (ids := np.fromfile(stream, dtype, _CHECKED_BYTES // dtype.itemsize)).size:
-            yield first, ids
-            first += ids.size
 
 
 def _check_ids(corpus: Corpus, volume: MappedVolume, first: int, ids: NDArray[Any]) -> None:

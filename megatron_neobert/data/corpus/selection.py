@@ -1,7 +1,7 @@
 """The documents of a corpus whose lengths lie within limits, without a list of them.
 
-One count per 256 documents says where the n-th of them must be, and the lengths of those 256 where exactly: 31 MB for
-10^9 documents whatever share of them is kept. Counting them reads every length once, 0.1 s for 10^8 that the page cache
+One count per 256 documents leads to the block of the n-th of them, and the lengths of those 256 to its place: 31 MB for
+10^9 documents for any share that is kept. Counting them reads every length once, 0.1 s for 10^8 that the page cache
 holds, and looking up a window of 4,096 takes about 6 ms.
 """
 

@@ -180,7 +180,7 @@ class MappedVolume:
         tokens = _check_pointers(idx_path, self.lengths, self.pointers, self.dtype)
         size, end = bin_path.stat().st_size, tokens * self.dtype.itemsize
         if size != end:
-            wanted = f"{end} bytes for {tokens} tokens of {self.dtype}, as {idx_path.name} says"
+            wanted = f"{end} bytes for {tokens} tokens of {self.dtype}, as {idx_path.name} has it"
             raise damage(bin_path, min(end, size), wanted, f"a file of {size} bytes")
         for first in range(0, boundaries.size, _CHUNK):
             some = boundaries[first : first + _CHUNK]

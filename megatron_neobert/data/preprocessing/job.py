@@ -1,8 +1,8 @@
 """PREFIX.partial, where an unfinished run keeps its finished parts: who may work there, and what may be taken over.
 
 A run takes over the parts of an earlier one only where they would come out the same: job.json has the settings that
-decide their bytes, and each part's own record says which range of which version of a shard it holds. So shards may be
-added, mended and left out between two runs. Several tasks of one array share the folder, each with its own parts.
+decide their bytes, and each part's own record names the range of which version of a shard it holds. So shards may be
+added, repaired and left out between two runs. Several tasks of one array share the folder, each with its own parts.
 """
 
 import fcntl
@@ -67,7 +67,7 @@ class JobFolder:
             overwrite: Throw away the parts of an earlier run, unless they can be taken over. Tasks and merges never do.
 
         Raises:
-            OutputError: Finished parts are there, and neither resume nor overwrite says what to do with them.
+            OutputError: Finished parts are there, and neither resume nor overwrite is set.
             ConfigError: The folder belongs to a run with other settings.
         """
         settings = json.loads(json.dumps(settings))
@@ -80,19 +80,21 @@ class JobFolder:
                 replace_file(self.path / _JOB, json.dumps(settings))
 
     def _takes_over(self, settings: dict[str, Any], *, resume: bool, overwrite: bool, may_clear: bool) -> bool:
-        earlier, finished = self._read_settings(), self.finished_parts()
+        earlier = json.loads((self.path / _JOB).read_bytes()) if self.has_begun else None
+        finished = self.finished_parts()
         if earlier == settings:
             if finished and may_clear and not resume and not overwrite:
                 raise OutputError(
-                    f"{self.path} holds {finished:,} finished parts of an earlier run; go on with --resume, or start "
-                    "anew with --overwrite"
+                    f"{self.path} holds {finished:,} finished parts of an earlier run; continue with --resume, or "
+                    "start anew with --overwrite"
                 )
             return resume or not may_clear
         if earlier is not None and (not may_clear or (finished and not overwrite)):
+            name = next(name for name in [*settings, *earlier] if earlier.get(name) != settings.get(name))
             remedy = "start anew with --overwrite" if may_clear else f"delete {self.path.name}"
             raise ConfigError(
-                f"{self.path} belongs to a run with {_describe_difference(earlier, settings)}; start with the same, "
-                f"or {remedy}"
+                f"{self.path} belongs to a run with {name} {earlier.get(name)} where this one has "
+                f"{settings.get(name)}; start with the same, or {remedy}"
             )
         return False
 
@@ -142,12 +144,6 @@ class JobFolder:
         if not (self.path / name).exists() or os.fstat(lock.fileno()).st_ino != (self.path / name).stat().st_ino:
             raise OutputError(f"{self.path} belonged to a run that has just ended; start again")
 
-    def _read_settings(self) -> Any:
-        try:
-            return json.loads((self.path / _JOB).read_bytes())
-        except FileNotFoundError:
-            return None
-
     def _clear(self) -> None:
         """Removes what an earlier run has left, but not the copy of standard input that this one has made."""
         for leftover in self.path.iterdir():
@@ -155,9 +151,3 @@ class JobFolder:
                 shutil.rmtree(leftover)
             elif not leftover.name.startswith("lock") and leftover != self.standard_input:
                 leftover.unlink()
-
-
-def _describe_difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:
-    """ "min_tokens 0 where this one has 5", of the first difference."""
-    name = next(name for name in [*now, *earlier] if earlier.get(name) != now.get(name))
-    return f"{name} {earlier.get(name)} where this one has {now.get(name)}"

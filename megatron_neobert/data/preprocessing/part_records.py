@@ -2,7 +2,7 @@
 
 The record KEY.done is written last, when a part's other files are on disk; a part without it is done again from its
 beginning, and so is one whose shard has changed. Small parts do not wait for the disk, since that costs more than they
-do: their record has a checksum instead, by which a part that the machine's crash has spoilt is found and done again.
+do: their record has a checksum instead, by which a part that a crash of the machine has damaged is found and redone.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def too_many_errors(counts: Counts, max_error_rate: float, first_error: str | No
 
 def error_record(first_error: str) -> DataError:
     """What ends a run that is to fail on errors."""
-    return DataError(f"{first_error}; mend the record, or leave such records out with --on-error skip")
+    return DataError(f"{first_error}; correct the record, or leave such records out with --on-error skip")
 
 
 @dataclass(frozen=True)

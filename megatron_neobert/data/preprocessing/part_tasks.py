@@ -1,6 +1,6 @@
 """What one worker does: one part of a shard becomes token ids, lengths and rejects, in files that count once complete.
 
-Memory: one batch of about 1 MB of text and its ids, whatever the size of the part.
+Memory: one batch of about 1 MB of text and its ids, for any size of the part.
 """
 
 import base64
@@ -52,7 +52,7 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult | PartDamage:
     """Writes the files of a task; a fast back end that differs from the reference tokenizer is replaced by it.
 
     Raises:
-        DataError: A record is in error and the task says to fail, or the tokenizer has changed.
+        DataError: A record is in error and --on-error is fail, or the tokenizer has changed.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
     settings = task.settings
@@ -219,7 +219,7 @@ def remember(tokenizer: Tokenizer, encoder: Encoder) -> None:
 
 
 def load_early(path: str, tokenizer_type: str, backend: Literal["auto", "fast", "reference"]) -> None:
-    """Loads in a worker what its first task will probably need. What goes wrong is told by the parent, and once."""
+    """Loads in a worker what its first task will probably need. What goes wrong is reported by the parent, once."""
     with suppress(NeoBERTError, OSError):
         tokenizer = load_tokenizer(path, tokenizer_type=tokenizer_type)
         remember(tokenizer, open_encoder(tokenizer, backend, probe=False))

@@ -1,7 +1,7 @@
 """What a preprocessing run will read and write: its settings, the plan made of them before any text is read, a preview.
 
-The plan cuts the shards into parts, in an order that depends on nothing but the inputs; what is done in parts, by
-whomever and in whatever order, is joined in this one.
+The plan cuts the shards into parts, in an order that depends on nothing but the inputs; what workers do in any order is
+joined in this one.
 """
 
 import shutil
@@ -37,7 +37,7 @@ _PLANNING_THREADS = 16  # shards are opened one by one, and most of that is wait
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """What the command line of tools/preprocess_data.py says; its --help explains each."""
+    """The command line of tools/preprocess_data.py, whose --help explains each."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -128,7 +128,7 @@ class Plan:
 
 
 def plan_preprocessing(settings: PreprocessSettings) -> Plan:
-    """Finds shards and tokenizer, and whatever would make the run fail early.
+    """Finds shards and tokenizer, and what would make the run fail early.
 
     Writes nothing, but for the copy of standard input in PREFIX.partial.
 
@@ -273,7 +273,7 @@ def _receive_standard_input(settings: PreprocessSettings) -> str:
         if target.exists() and not settings.overwrite:
             if not settings.resume:
                 raise OutputError(
-                    f"{job.path} holds the standard input of an earlier run; go on with it by --resume, or read "
+                    f"{job.path} holds the standard input of an earlier run; continue with it by --resume, or read "
                     "another by --overwrite"
                 )
             return str(target)

@@ -96,7 +96,7 @@ class Progress:
         self._tell()
 
     def begin_again(self, results: Iterable[PartResult]) -> None:
-        """Counts these parts and no others; nothing is told of a count that is half done."""
+        """Counts these parts and no others; a count that is half done is not reported."""
         self.in_work.clear()
         self.finished, self.finished_bytes, self.first_error = Counts(), 0.0, None
         for result in results:
@@ -147,7 +147,7 @@ def preprocess(
 
     Raises:
         DataError: Too many records are in error, shards are damaged, or there is no document at all.
-        OutputError: Finished parts of an earlier run are there, and the settings do not say what to do with them.
+        OutputError: Finished parts of an earlier run are there, and the settings neither resume nor overwrite.
         MissingInputError: Parts to be merged are not finished.
         ChildProcessError: A worker process died.
     """
@@ -169,7 +169,7 @@ def preprocess(
         parts.do_missing(workers)
         on_progress(progress)
         finished_parts = sum(task.record.exists() for task in all_tasks)
-        # Of a shard with several damaged parts the first, and all in the order of the inputs, whoever was first.
+        # Of a shard with several damaged parts the first, and all in the order of the inputs, not of their failing.
         reasons = {plan.parts[number].path: parts.damaged[number].reason for number in sorted(parts.damaged)[::-1]}
         damaged = {path: reason for path in plan.versions if (reason := (plan.damaged | reasons).get(path))}
         refuse_damaged(plan, damaged)
@@ -209,7 +209,7 @@ class _Parts:
 
         Raises:
             MissingInputError: This is a merge, and there is more to do.
-            DataError: A record is in error, and the settings say to fail.
+            DataError: A record is in error, and --on-error is fail.
         """
         settings = self._progress.plan.settings
         self.results = {task.number: result for task in self._tasks if (result := read_result(task))}

@@ -80,7 +80,7 @@ class Workers(Generic[Task, Result]):
             raise
 
     def close(self) -> None:
-        """Ends all of them, whatever they are at."""
+        """Ends all of them, also those at work."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -91,7 +91,7 @@ class Workers(Generic[Task, Result]):
 
         Args:
             tasks: Handed out in order.
-            on_report: Called here with whatever a function reports. A function that reports often ends soon when its
+            on_report: Called here with each report of a function. A function that reports often ends soon when its
                 parent is killed.
 
         Raises:
@@ -193,7 +193,7 @@ def run_on_ray(
     Args:
         tasks: Each needs one CPU of the cluster.
         workers: At most so many at once; None: as many as the cluster has room for.
-        address: "auto" or host:port of a cluster, "local" for a new one on this machine; None: what RAY_ADDRESS says,
+        address: "auto" or host:port of a cluster, "local" for a new one on this machine; None: what RAY_ADDRESS names,
             or the cluster that runs on this machine, or a new one.
 
     Raises:

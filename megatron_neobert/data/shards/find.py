@@ -25,7 +25,7 @@ _VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "Last
 
 
 class ShardVersion(NamedTuple):
-    """Changes when the content of a shard changes, as far as its file system or server tells."""
+    """Changes when the content of a shard changes, as far as its file system or server reports it."""
 
     bytes: int
     version: str
@@ -62,7 +62,7 @@ def shard_version(path: str) -> ShardVersion:
     with named_errors(path):
         facts: dict[str, Any] = file_system.info(inner)
     if facts.get("size") is None:
-        raise DataError(f"{path}: its server does not tell how large it is; copy it to a disk and name that file")
+        raise DataError(f"{path}: its server does not report its size; copy it to a disk and name that file")
     versions = (str(facts[key]) for key in _VERSION_KEYS if facts.get(key))
     return ShardVersion(int(facts["size"]), next(versions, ""))
 

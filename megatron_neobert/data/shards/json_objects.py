@@ -1,6 +1,6 @@
 """Texts out of JSON objects: JSON lines, and files that are arrays of objects or pretty-printed objects.
 
-orjson reads what is faultless; everything else is read again by the standard library, which tells precisely what is
+orjson reads what is faultless; everything else is read again by the standard library, which reports precisely what is
 wrong and forgives more (NaN, numbers of any size). A key `data.text` names the key of that spelling or, where there is
 none, `text` within `data`. A file of arrays is cut into its values without parsing them, by its strings and brackets
 alone, so that one faulty value costs itself and the file streams.

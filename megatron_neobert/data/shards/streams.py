@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from megatron_neobert.data.shards.records import BATCH_BYTES, Compression, ShardPart
 from megatron_neobert.errors import ConfigError, MissingInputError, NeoBERTError
@@ -27,7 +27,7 @@ _MAGIC_BYTES = 6  # at most
 _ZSTD_FRAME_TO_SKIP = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # may stand in front of the others
 _READ_BYTES = 256 << 10
 _STEP_BYTES = 128 << 10  # decompressed at a time; what a step has done is lost when it meets damage
-_ZSTD_WINDOW_LOG = 31  # archives written with `zstd --long=31` need windows of 2 GiB, and say so in their header
+_ZSTD_WINDOW_LOG = 31  # archives written with `zstd --long=31` need windows of 2 GiB, as their header declares
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")
 
 
@@ -70,7 +70,7 @@ def _remote_errors(url: str) -> Iterator[None]:
 
 
 def open_shard(path: str) -> BinaryIO:
-    """The bytes of a file or URL, unbuffered: whoever reads reads large blocks.
+    """The bytes of a file or URL, unbuffered, since it is read in large blocks.
 
     Raises:
         MissingInputError: The URL has no content.
@@ -92,24 +92,12 @@ def compression_of(head: bytes) -> Compression | None:
 
 
 def file_size(file: Any, path: str) -> int:
-    """Bytes in an open file; 0 where a server does not say."""
+    """Bytes in an open file; 0 where a server does not report it."""
     return file.size or 0 if is_url(path) else os.fstat(file.fileno()).st_size
 
 
-class _Decoder(Protocol):
-    """The common interface of the decompressors of bz2, lzma and zstd."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _Inflate:
-    """zlib's decompressor with that interface."""
+    """zlib's decompressor with the interface that those of bz2, lzma and zstd share."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(wbits=31)  # 31: gzip header and trailer, checksum verified
@@ -129,7 +117,7 @@ class _Inflate:
         return self._zlib.unused_data
 
 
-def _new_decoder(compression: Compression) -> tuple[_Decoder, type[Exception]]:
+def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
     """A decompressor for one member of a stream, and the exception that damage raises in it."""
     if compression == "gzip":
         return _Inflate(), zlib.error
@@ -146,7 +134,7 @@ def _new_decoder(compression: Compression) -> tuple[_Decoder, type[Exception]]:
 class PartStream:
     """The bytes of one part of a shard, decompressed.
 
-    `progress` counts the bytes taken from the file, so it says how much of the part is left even when compressed.
+    `progress` counts the bytes taken from the file, so it is right for compressed parts too.
     """
 
     def __init__(self, part: ShardPart) -> None:
@@ -155,7 +143,7 @@ class PartStream:
         self._size = part.end or file_size(self._file, part.path)
         self._position = self._file.seek(part.start) if part.start else 0  # a URL may give a stream that cannot seek
         self._file_ended = False
-        self._decoder: _Decoder | None = None
+        self._decoder: Any = None
         self._damage: type[Exception] = DamagedStream
         self._ahead = b""  # compressed bytes read but not yet given to a decoder
         self._broken: DamagedStream | None = None
@@ -204,7 +192,7 @@ class PartStream:
         while True:
             if self._decoder is None and not self._begin_member():
                 return b""
-            decoder = cast(_Decoder, self._decoder)
+            decoder = self._decoder
             content = self._step(decoder, size)
             if decoder.eof:
                 self._ahead, self._decoder = decoder.unused_data, None
@@ -213,7 +201,7 @@ class PartStream:
             if content:
                 return content
 
-    def _step(self, decoder: _Decoder, size: int) -> bytes:
+    def _step(self, decoder: Any, size: int) -> bytes:
         data = b""
         if decoder.needs_input:
             data, self._ahead = self._ahead or self._read_file(_READ_BYTES), b""

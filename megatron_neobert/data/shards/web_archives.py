@@ -112,7 +112,7 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int) 
             batch.dropped[NOT_HTML] += 1
             return None
         body = record.reader.read(limit + 1)
-    except OSError as error:  # fastwarc's word for whatever it cannot parse; it reads from memory
+    except OSError as error:  # raised by fastwarc for all it cannot parse; it reads from memory
         return reject(batch, MALFORMED_RECORD, number, f"HTTP: {error}", block)
     if len(body) > limit:
         return reject(batch, TOO_LONG, number, f"more than {limit:,} bytes", block)
@@ -128,8 +128,8 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int) 
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str, bool]:
     """The page, and whether something of it became U+FFFD.
 
-    What is valid UTF-8 is UTF-8, whatever server and page say: no other encoding gives that by chance, and many
-    declare the default of their software. Else the byte order mark counts, then the server, the page, a guess.
+    What is valid UTF-8 is UTF-8, even where server or page declare another: no other encoding gives that by chance, and
+    many declare the default of their software. Else the byte order mark counts, then the server, the page, a guess.
     """
     from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 
@@ -201,7 +201,8 @@ def cut_records(stream: PartStream, *, limit: int) -> Iterator[ArchiveRecord]:
             window.skip_to_next_record()
             yield _faulty(start, "no WARC header where a record should begin")
             continue
-        headers = _parse(header)
+        pairs = (line.partition(b":") for line in header.splitlines()[1:])
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
         length = headers.get(b"content-length", b"none")
         window.skip(len(header))
         if not length.isdigit() or len(length) > _LENGTH_DIGITS:
@@ -220,11 +221,6 @@ def cut_records(stream: PartStream, *, limit: int) -> Iterator[ArchiveRecord]:
 def _faulty(start: bytes, detail: str) -> ArchiveRecord:
     following = _NEXT_RECORD.search(start)
     return ArchiveRecord({}, start[: following.start()] if following else start, (MALFORMED_RECORD, detail))
-
-
-def _parse(header: bytes) -> dict[bytes, bytes]:
-    pairs = (line.partition(b":") for line in header.splitlines()[1:])
-    return {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 class _Window:

@@ -21,7 +21,7 @@ Backend = Literal["auto", "fast", "reference"]
 Result = TypeVar("Result")
 EncodeTexts = Callable[[Sequence[str]], EncodedBatch]
 
-_FIRST_DOCUMENTS = 64  # of each part, verified one and all
+_FIRST_DOCUMENTS = 64  # of each part, all verified
 _FIRST_CHARACTERS = 1 << 15  # or the first that have this many characters together: 8 ms of the reference
 _INTERVAL = 2000  # documents, of which one is verified
 _LONGEST = 1 << 20  # characters: a longer document would take the reference seconds and gigabytes
@@ -66,7 +66,7 @@ class Encoder:
 
     Attributes:
         name: The back end and its version, such as "nanotoken 0.1.0".
-        note: One sentence that says why it is not a fast one although "auto" was asked for; or None.
+        note: One sentence about why it is not a fast one although "auto" was asked for; or None.
         is_reference: Whether ids come from the tokenizer itself.
         compared: Documents since start_part() whose ids were compared with the reference's.
     """

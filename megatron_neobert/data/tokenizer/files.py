@@ -235,20 +235,16 @@ def _find_character_maps(normalizer: Any) -> list[bytes]:
             waiting += entry
         elif isinstance(entry, dict):
             if isinstance(text := entry.get("precompiled_charsmap"), str):
-                maps.append(_decode_base64(text))
+                try:
+                    maps.append(base64.b64decode(text, validate=True))
+                except ValueError:
+                    maps.append(b"")
             waiting += entry.values()
     return maps
 
 
-def _decode_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError:
-        return b""
-
-
 def is_character_map(rules: bytes) -> bool:
-    """Whether the lengths in SentencePiece's compiled rules add up: the library allocates what they say, and aborts."""
+    """Whether the lengths in SentencePiece's compiled rules add up: the library would allocate them, and abort."""
     if len(rules) < 4:
         return False
     (table_bytes,) = struct.unpack_from("<I", rules)

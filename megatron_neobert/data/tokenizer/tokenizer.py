@@ -86,7 +86,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> tuple[int, ...]:
-        """All special ids in ascending order: the five roles and whatever else the tokenizer declares special."""
+        """All special ids in ascending order: the five roles and what else the tokenizer declares special."""
         declared = (id_ for id_, token in self.backend.get_added_tokens_decoder().items() if token.special)
         return tuple(sorted({*self.special_tokens.values(), *declared}))
 
@@ -120,7 +120,7 @@ class Tokenizer:
 
     @cached_property
     def is_bert_wordpiece(self) -> bool:
-        """True where vocab.txt and three settings say everything, and white space always separates pieces."""
+        """True where vocab.txt and three settings are all there is, and white space always separates pieces."""
         return (
             isinstance(self.backend.normalizer, normalizers.BertNormalizer)
             and isinstance(self.backend.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
@@ -133,31 +133,27 @@ class Tokenizer:
 
         A model that knows such a literal as an ordinary piece (Unigram does) gets the unknown token there: no
         special id other than the unknown token's is ever returned.
+
+        Raises:
+            DataError: The library fails at what the tokenizer's file holds.
         """
         self.backend.encode_special_tokens = True  # here: a pickled or copied backend has lost the setting
         ids, lengths = [], np.zeros(len(texts), dtype=np.int32)
         for owners, pieces in self._bounded_calls(texts):
-            encodings = self._encode(pieces)
+            try:
+                encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+            except BaseException as error:
+                raise_unless_library(error)
+                raise DataError(
+                    f"the tokenizer with {self.special_names['mask']!r} among {self.vocab_size:,} ids cannot encode a "
+                    f"text ({error}); its file is damaged or incomplete: fetch it again"
+                ) from error
             counts = [len(encoding) for encoding in encodings]
             np.add.at(lengths, owners, counts)
             flat = chain.from_iterable(encoding.ids for encoding in encodings)
             ids.append(np.fromiter(flat, dtype=np.int32, count=sum(counts)))
         joined = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
         return EncodedBatch(self.without_special_ids(joined), lengths)
-
-    def _encode(self, texts: list[str]) -> list[Any]:
-        """
-        Raises:
-            DataError: The tokenizer's file says something that the library fails at.
-        """
-        try:
-            return self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        except BaseException as error:
-            raise_unless_library(error)
-            raise DataError(
-                f"the tokenizer with {self.special_names['mask']!r} among {self.vocab_size:,} ids cannot encode a text "
-                f"({error}); its file is damaged or incomplete: fetch it again"
-            ) from error
 
     def without_special_ids(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
         """The ids a model gave, changed in place where it knows a special token's literal as an ordinary piece."""
@@ -309,7 +305,9 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
     # The trainer numbers the "##" characters in the order of a hash table, and breaks ties between equally frequent
     # pairs by those numbers: handing it all of them as if they were special tokens fixes the order.
     fixed = [names[role] for role in ("pad", "unk", "cls", "sep", "mask")]
-    fixed += [f"##{character}" for character in alphabet if _continues_a_word(character, backend)]
+    # Not punctuation, nor scripts that BERT splits into single characters: they never continue a word.
+    cut, normalize = backend.pre_tokenizer.pre_tokenize_str, backend.normalizer.normalize_str
+    fixed += [f"##{character}" for character in alphabet if len(cut(normalize(f"a{character}"))) == 1]
     if len(fixed) + len(alphabet) > vocab_size:
         raise ConfigError(
             f"--vocab-size {vocab_size:,} is below the {len(fixed) + len(alphabet):,} ids that the special tokens and "
@@ -340,11 +338,6 @@ def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) ->
     frequent = {character for (character, _), before in zip(ranked, covered_before, strict=False) if before < needed}
     ascii_characters = {chr(code) for code in range(33, 127) if normalize(chr(code)) == chr(code)}
     return sorted(frequent | ascii_characters)
-
-
-def _continues_a_word(character: str, backend: tokenizers.Tokenizer) -> bool:
-    """False for punctuation and for scripts that BERT splits into single characters."""
-    return len(backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(f"a{character}"))) == 1
 
 
 def _with_special_tokens(backend: tokenizers.Tokenizer, names: dict[str, str]) -> Tokenizer:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_neobert.data.corpus import deduplicate
+from megatron_neobert.data.corpus import join
 from megatron_neobert.data.corpus.join import find_duplicates
 
 
@@ -25,7 +25,7 @@ def expected_duplicates(hashes):
 def sizes(request, monkeypatch):
     """Documents per chunk and bytes per bucket."""
     chunk, bucket_bytes = request.param
-    monkeypatch.setattr(deduplicate, "_CHUNK", chunk)
+    monkeypatch.setattr(join, "_SPREAD_DOCUMENTS", chunk)
     return bucket_bytes
 
 
@@ -51,10 +51,10 @@ def test_hashes_that_agree_in_one_half_alone_are_different(tmp_path, sizes):
 
 
 def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, monkeypatch):
-    monkeypatch.setattr(deduplicate, "_CHUNK", 100)
+    monkeypatch.setattr(join, "_SPREAD_DOCUMENTS", 100)
     loaded = []
-    original = deduplicate._repeats
-    monkeypatch.setattr(deduplicate, "_repeats", lambda high, low: loaded.append(high.size) or original(high, low))
+    original = join._repeats
+    monkeypatch.setattr(join, "_repeats", lambda high, low: loaded.append(high.size) or original(high, low))
     paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
     found = find_duplicates(paths, folder=tmp_path / "work", bucket_bytes=24 * 10)
     assert found.tolist() == [False] + [True] * 999

@@ -80,7 +80,11 @@ def test_megatron_reads_every_volume_alone(volumes):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("parts_00001.bin", cut(-1), "expected 8 bytes for 4 tokens of uint16, as parts_00001.idx says, found a file"),
+        (
+            "parts_00001.bin",
+            cut(-1),
+            "expected 8 bytes for 4 tokens of uint16, as parts_00001.idx has it",
+        ),
         ("parts_00002.idx", put("<i", HEADER_BYTES, -2), f"byte {HEADER_BYTES}: .* of document 0, found -2"),
         (
             "parts.json",

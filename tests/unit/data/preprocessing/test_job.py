@@ -36,7 +36,7 @@ def test_resumed_run_takes_over_finished_parts_and_leaves_them_where_they_are(fo
 def test_finished_parts_are_neither_used_nor_lost_unasked(folder):
     begin(folder, finish=["a"])
     with pytest.raises(
-        OutputError, match=r"holds 1 finished parts of an earlier run; go on with --resume, or .*--overwr"
+        OutputError, match=r"holds 1 finished parts of an earlier run; continue with --resume, or .*--overwr"
     ):
         begin(folder)
     assert (folder / "a.ids").exists()

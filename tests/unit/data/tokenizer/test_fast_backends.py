@@ -126,6 +126,7 @@ def test_every_document_of_a_shard_of_books_has_the_reference_ids_with_gigatoken
     assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), read_books(shared_data, 1))
 
 
+@pytest.mark.slow
 def test_byte_level_ids_of_books_are_the_reference_ids_with_gigatoken(shared_data):
     texts = read_books(shared_data, 2)
     tokenizer = byte_level_bpe(texts[:200])
