@@ -1,14 +1,15 @@
 """The two spellings of the launch, its exit codes and its signals, with real processes."""
 
-import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from processes import run_command
 from ranks import read_metrics
 from torch.distributed import TCPStore
 from training_command import BASH, REPOSITORY, SCRIPT, TORCHRUN, environment
@@ -54,87 +55,64 @@ def test_script_without_an_environment_is_one_sentence_and_69(tmp_path):
     assert "No module named yaml); make an environment with tools/prepare_environment.sh" in ended.stderr
 
 
-@pytest.mark.slow
-def test_one_rank_needs_no_launcher(tiny_corpus, tmp_path):
-    finished = run([*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=2)])
-    assert finished.returncode == 0, finished.stderr
-    assert "on 1 x cpu" in finished.stdout
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_saved_iteration(tiny_corpus, tmp_path):
-    command = [*TORCHRUN_2, *flags(tiny_corpus, tmp_path, train_iters=100_000)]
+def signal_in_iteration_3(
+    command: list[str], number: int, look: Callable[[psutil.Process], None] = lambda launcher: None, **variables: object
+) -> str:
+    """Output of a launcher of two ranks that is looked at, then gets a signal, and ends with 75."""
     with subprocess.Popen(
-        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, env=environment(2, **variables), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("iteration 3/"))
-        (rank_1,) = [pid for pid in children_of(process.pid) if environment_of(pid).get("RANK") == "1"]
-        os.kill(rank_1, signal.SIGTERM)
-        output = process.stdout.read()
-        process.wait(timeout=600)
-    stopped = next(line for line in output.splitlines() if line.startswith("stopped"))
-    assert stopped.endswith("a signal asked for it")
-    iteration = int(stopped.split()[3])
-    assert (tmp_path / f"iter_{iteration:07d}" / "MANIFEST.json").is_file()
-    assert max(read_metrics(tmp_path)) == iteration
-
-
-def test_nothing_that_one_node_starts_listens_beyond_loopback_and_loader_workers_listen_nowhere(tiny_corpus):
-    command = [*BASH, *flags(tiny_corpus, train_iters=100_000, num_workers=1)]
-    with subprocess.Popen(
-        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if line.startswith("iteration 1/"))
-        launcher = psutil.Process(process.pid)
-        ranks = launcher.children()
-        listeners = {one.pid: listening(one) for one in (launcher, *ranks)}
-        workers = {worker.pid: listening(worker) for rank in ranks for worker in rank.children()}
-        host, port = listeners[launcher.pid][0]
-        keys = TCPStore(host, port, is_master=False).list_keys()
-        process.kill()
-        process.stdout.read()
-    assert len(listeners) == 3 and all(listeners.values())  # the store, and gloo's sockets in each rank
-    assert {host for found in listeners.values() for host, _ in found} == {"127.0.0.1"}
-    assert len(workers) == 2 and not any(workers.values())
-    # torchrun unpickles what it finds under its dynamic rendezvous, wherever that came from; a static one has none.
-    assert keys and not any("torch.rendezvous" in key for key in keys)
-
-
-def listening(process: psutil.Process) -> list[tuple[str, int]]:
-    return [tuple(one.laddr) for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
-
-
-def signal_in_iteration_3(command: list[str], number: int) -> str:
-    """Output of a launcher of two ranks that gets a signal, and ends with 75."""
-    with subprocess.Popen(
-        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if line.startswith("iteration 3/"))
+        look(psutil.Process(process.pid))
         process.send_signal(number)
         output = process.stdout.read()
         assert process.wait(timeout=600) == 75
     return output
 
 
-def test_bash_starts_two_ranks_that_a_signal_stops_with_75_and_torchrun_resumes_them_and_nothing_is_left_elsewhere(
-    tiny_corpus, tmp_path, monkeypatch
-):
-    temporary, save = tmp_path / "temporary", tmp_path / "run with a space"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    output = signal_in_iteration_3([*BASH, *flags(tiny_corpus, save, train_iters=100_000)], signal.SIGTERM)
-    assert "a signal asked for it" in output
-    assert list(temporary.iterdir()) == []
-    last = max(read_metrics(save))
-    checkpoint = save / f"iter_{last:07d}"
-    assert (checkpoint / "MANIFEST.json").is_file()
-    resumed = run([*TORCHRUN_2, *flags(tiny_corpus, save, train_iters=last + 1)], ranks=2)
+@pytest.fixture(scope="module")
+def stopped(tiny_corpus, tmp_path_factory) -> SimpleNamespace:
+    """A run of two ranks that bash has started and SIGTERM has stopped, and what was seen of it meanwhile."""
+    found = SimpleNamespace(temporary=tmp_path_factory.mktemp("tmp"), save=tmp_path_factory.mktemp("run") / "a space")
+
+    def look(launcher: psutil.Process) -> None:
+        ranks = launcher.children()
+        found.listeners = {one.pid: listening(one) for one in (launcher, *ranks)}
+        found.workers = {worker.pid: listening(worker) for rank in ranks for worker in rank.children()}
+        host, port = found.listeners[launcher.pid][0]
+        found.keys = TCPStore(host, port, is_master=False).list_keys()
+
+    command = [*BASH, *flags(tiny_corpus, found.save, train_iters=100_000, num_workers=1)]
+    found.output = signal_in_iteration_3(command, signal.SIGTERM, look, TMPDIR=found.temporary)
+    return found
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    return [tuple(one.laddr) for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+
+
+def test_nothing_that_one_node_starts_listens_beyond_loopback_and_loader_workers_listen_nowhere(stopped):
+    assert len(stopped.listeners) == 3 and all(stopped.listeners.values())  # the store, and gloo's sockets in each rank
+    assert {host for found in stopped.listeners.values() for host, _ in found} == {"127.0.0.1"}
+    assert len(stopped.workers) == 2 and not any(stopped.workers.values())
+    # torchrun unpickles what it finds under its dynamic rendezvous, wherever that came from; a static one has none.
+    assert stopped.keys and not any("torch.rendezvous" in key for key in stopped.keys)
+
+
+def test_a_signal_to_the_launcher_saves_ends_with_75_and_leaves_nothing_elsewhere(stopped):
+    assert "a signal asked for it" in stopped.output
+    assert list(stopped.temporary.iterdir()) == []
+    last = max(read_metrics(stopped.save))
+    assert (stopped.save / f"iter_{last:07d}" / "MANIFEST.json").is_file()
+
+
+def test_torchrun_resumes_what_bash_has_started(stopped, tiny_corpus):
+    last = max(read_metrics(stopped.save))
+    resumed = run([*TORCHRUN_2, *flags(tiny_corpus, stopped.save, train_iters=last + 1)], ranks=2)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"from {checkpoint} on 2 x cpu" in resumed.stdout
-    assert max(read_metrics(save)) == last + 1
+    assert f"from {stopped.save}/iter_{last:07d} on 2 x cpu" in resumed.stdout
+    assert max(read_metrics(stopped.save)) == last + 1
 
 
 @pytest.mark.slow
@@ -143,16 +121,6 @@ def test_other_signals_to_the_launcher_save_and_end_with_75_as_well(tiny_corpus,
     output = signal_in_iteration_3([*BASH, *flags(tiny_corpus, tmp_path, train_iters=100_000)], number)
     assert "a signal asked for it" in output
     assert (tmp_path / f"iter_{max(read_metrics(tmp_path)):07d}" / "MANIFEST.json").is_file()
-
-
-def children_of(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 @pytest.mark.parametrize(
@@ -168,40 +136,21 @@ def environment_of(pid: int) -> dict[str, str]:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_bad_start_ends_in_one_sentence_and_its_exit_code(tiny_corpus, tmp_path, change, code, message):
-    finished = run([*BASH, *flags(tiny_corpus, train_iters=2, **change)], cwd=tmp_path)
-    assert finished.returncode == code, finished.stderr
-    assert message in finished.stderr
-    assert finished.stderr.startswith("error: ")
-    assert "Traceback" not in finished.stderr
+def test_a_bad_start_ends_in_one_sentence_and_its_exit_code(tiny_corpus, tmp_path, monkeypatch, change, code, message):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command("megatron_neobert.launch", SCRIPT, *flags(tiny_corpus, train_iters=2, **change))
+    assert ended.refused(code), ended.output
+    assert message in ended.output
     assert list(tmp_path.iterdir()) == [], "nothing is half written"
 
 
-def test_a_tokenizer_that_did_not_write_the_corpus_is_refused_on_every_rank(tiny_corpus, tmp_path):
+def test_a_tokenizer_that_did_not_write_the_corpus_is_refused_before_any_rank_is_started(tiny_corpus, tmp_path):
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n", encoding="utf-8")
-    finished = run([*BASH, *flags(tiny_corpus, train_iters=2, tokenizer_model=vocabulary)], ranks=2)
-    assert finished.returncode == 65, finished.stderr
-    assert "was written with tokenizer" in finished.stderr
-    assert "Traceback" not in finished.stderr
-
-
-@pytest.mark.slow
-def test_a_fresh_start_into_the_folder_of_another_run_is_refused(tiny_corpus, tmp_path):
-    assert run([*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=1, lr_warmup_iters=0)]).returncode == 0
-    again = run([*BASH, *flags(tiny_corpus, train_iters=1, lr_warmup_iters=0), "--save", str(tmp_path / "run")])
-    assert again.returncode == 73
-    assert "already holds checkpoints" in again.stderr
-
-
-@pytest.mark.slow
-def test_nothing_is_left_to_do_after_the_last_iteration(tiny_corpus, tmp_path):
-    command = [*BASH, *flags(tiny_corpus, tmp_path / "run", train_iters=1, lr_warmup_iters=0)]
-    assert run(command).returncode == 0
-    started = time.monotonic()
-    again = run(command)
-    assert again.returncode == 0, f"{again.stderr} after {time.monotonic() - started:.0f} s"
-    assert "nothing to do: iteration 1 of 1" in again.stdout
+    words = flags(tiny_corpus, train_iters=2, tokenizer_model=vocabulary)
+    ended = run_command("megatron_neobert.launch", SCRIPT, *words, environment={"NPROC_PER_NODE": "2"})
+    assert ended.refused(65), ended.output
+    assert "was written with tokenizer" in ended.output
 
 
 def test_package_called_apex_that_is_not_nvidias_is_refused_before_megatron_imports_it(tiny_corpus, tmp_path):

@@ -10,9 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import run_command
 from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
-from training_command import BASH, environment, flags_of
+from training_command import SCRIPT, environment, flags_of
 
 from megatron_neobert.config.schema import Settings
 
@@ -140,10 +141,9 @@ def test_ranks_without_their_launcher_end_by_themselves(hanging):
         assert f"error: rank {rank}: the launcher that started it has gone." in said
 
 
-def test_restarts_that_could_not_go_on_are_refused_before_any_rank_is_started(tiny_corpus, tmp_path):
+def test_restarts_that_could_not_resume_are_refused_before_any_rank_is_started(tiny_corpus, tmp_path):
     words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
-    finished = subprocess.run(
-        [*BASH, *words], env=environment(2, MAX_RESTARTS=1), capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 2, finished.stderr
-    assert finished.stderr.startswith("error: MAX_RESTARTS is set, but --save is ")
+    environment = {"NPROC_PER_NODE": "2", "MAX_RESTARTS": "1"}
+    ended = run_command("megatron_neobert.launch", SCRIPT, *words, environment=environment)
+    assert ended.refused(2), ended.output
+    assert ended.output.startswith("error: MAX_RESTARTS is set, but --save is ")

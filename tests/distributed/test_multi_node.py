@@ -4,9 +4,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import processes
 import pytest
+from processes import Ended
 from ranks import read_metrics, train_on_ranks
 from test_layouts import largest_relative_gap
 from tests_tiny import ITERATIONS, tiny_settings
@@ -101,38 +104,50 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
     assert gap <= LAYOUT_LOSS.gate
 
 
-def test_node_that_refuses_its_start_ends_all_nodes_with_its_sentence_and_exit_code(tiny_corpus, tmp_path, nodes):
+def start_both(first: list[str], second: list[str], *, seconds: int = 60, ports: tuple[int, int]) -> list[Ended]:
+    """Both launchers, each a forked process, to their end."""
+    processes._ensure_server()  # not by two threads at a time
+
+    def launch(rank: int, words: list[str]) -> Ended:
+        node = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(ports[rank])}
+        environment = {**node, "RENDEZVOUS_TIMEOUT_SECONDS": str(seconds)}
+        return processes.run_command("megatron_neobert.launch", SCRIPT, *words, environment=environment)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(launch, range(2), (first, second)))
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "sentence"),
+    [
+        ("nowhere", 66, "--tokenizer-model nowhere: no such file or folder"),
+        ("/proc/self/mem", 74, "[Errno 5] Input/output error"),  # its first byte cannot be read
+    ],
+)
+def test_node_that_refuses_its_start_ends_all_nodes_with_its_sentence_and_exit_code(
+    tiny_corpus, tmp_path, monkeypatch, file, code, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vocab.txt").symlink_to(file)
     good = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
-    nodes.start(0, good)
-    nodes.start(1, [*good, "--tokenizer-model", "nowhere"])
-    assert nodes.exit_codes() == [66, 66]
-    assert "error: --tokenizer-model nowhere: no such file or folder" in nodes.said(1)
-    assert "error: node 1 (" in nodes.said(0)
-    assert "): --tokenizer-model nowhere: no such file or folder" in nodes.said(0)
-    assert "Traceback" not in nodes.said(0) + nodes.said(1)
+    bad = [*good, "--tokenizer-model", "vocab.txt" if Path(file).is_absolute() else file]
+    port = free_port()
+    first, second = start_both(good, bad, ports=(port, port))
+    assert (first.code, second.code) == (code, code), first.output + second.output
+    assert f"error: {sentence}" in second.output
+    assert "error: node 1 (" in first.output and f"): {sentence}" in first.output
+    assert "Traceback" not in first.output + second.output
     assert list((tmp_path / "run").iterdir()) == [], "no rank was started"
 
 
-def test_node_that_cannot_read_a_file_ends_all_nodes_with_its_sentence_and_74(tiny_corpus, tmp_path, nodes):
-    good = flags_of(tiny_settings(tiny_corpus))
-    (tmp_path / "vocab.txt").symlink_to("/proc/self/mem")  # its first byte cannot be read: EIO
-    nodes.start(0, good, RENDEZVOUS_TIMEOUT_SECONDS=30)
-    nodes.start(1, [*good, "--tokenizer-model", str(tmp_path / "vocab.txt")])
-    assert nodes.exit_codes() == [74, 74], nodes.said(0) + nodes.said(1)
-    assert "error: [Errno 5] Input/output error" in nodes.said(1)
-    assert "): [Errno 5] Input/output error" in nodes.said(0)
-    assert "Traceback" not in nodes.said(0) + nodes.said(1)
-
-
-def test_node_that_never_comes_ends_the_wait_of_the_others_in_one_sentence(tiny_corpus, nodes):
+def test_node_that_never_comes_ends_the_wait_of_the_others_in_one_sentence(tiny_corpus):
     words = flags_of(tiny_settings(tiny_corpus))
-    nodes.start(0, words, RENDEZVOUS_TIMEOUT_SECONDS=2)
-    elsewhere = free_port()
-    nodes.start(1, words, RENDEZVOUS_TIMEOUT_SECONDS=2, MASTER_PORT=elsewhere)
-    assert nodes.exit_codes() == [74, 74]
-    assert f"1 of 2 nodes came to localhost port {nodes.port} within 2 s; missing: node 1" in nodes.said(0)
-    assert f"node 0 could not be reached at localhost port {elsewhere} for " in nodes.said(1)
-    assert "Traceback" not in nodes.said(0) + nodes.said(1)
+    port, elsewhere = free_port(), free_port()
+    first, second = start_both(words, words, seconds=2, ports=(port, elsewhere))
+    assert (first.code, second.code) == (74, 74)
+    assert f"1 of 2 nodes came to localhost port {port} within 2 s; missing: node 1" in first.output
+    assert f"node 0 could not be reached at localhost port {elsewhere} for " in second.output
+    assert "Traceback" not in first.output + second.output
 
 
 def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corpus, nodes):

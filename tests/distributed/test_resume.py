@@ -152,6 +152,14 @@ def test_a_validation_due_where_the_run_stops_is_not_lost(settings):
     assert read_metrics(save, "validation_loss") == expected
 
 
+def test_nothing_is_left_to_do_after_the_last_iteration(settings, capfd):
+    run = settings("run", training={"train_iters": 2})
+    run = run.with_section("checkpoint", load=run.checkpoint.save)
+    for _ in range(2):
+        train_on_ranks(run)
+    assert "nothing to do: iteration 2 of 2 is saved already" in capfd.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_run_crosses_epochs_and_resumes_exactly_in_bfloat16_on_two_ranks(settings):
     half = {"split": "1,1"}  # of the documents: an epoch ends within these iterations, as the cursors show

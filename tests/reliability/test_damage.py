@@ -43,20 +43,3 @@ def test_a_bit_flip_and_a_truncation_are_named_and_the_run_goes_on_exactly_from_
     last = f"iter_{ITERATIONS:07d}"
     assert_same_state(save / last, undisturbed / last)
     assert {"iter_0000250.damaged", "iter_0000200.damaged", "iter_0000250", "iter_0000200"} <= names_in(save)
-
-
-@pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_ends_with_78_and_changes_nothing(start, copy_until):
-    save = copy_until(150)
-    flip_bit(one_of(save / "iter_0000050"))
-    truncate(save / "iter_0000100" / "train_state.json")
-    one_of(save / "iter_0000150").unlink()
-    before = names_in(save)
-    with start(save) as training:
-        assert training.finish() == 78, training.output
-    (error,) = [line for line in training.lines if line.startswith("error: ")]
-    for name in ("iter_0000050/rank_00000", "iter_0000100/train_state.json", "iter_0000150/rank_00000"):
-        assert name in error
-    assert "Traceback" not in training.output
-    assert "iteration " not in training.output
-    assert names_in(save) == before

@@ -1,11 +1,8 @@
 """A disk that is full: the checkpoint is not there, all others are, and the run goes on exactly once there is room."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
-from distributed.training_command import BASH
 from reliability.conftest import ITERATIONS, LAUNCH_FAULTY
 from reliability.states import assert_same_state, names_in
 
@@ -42,27 +39,3 @@ def test_a_disk_that_is_full_for_one_rank_ends_all_with_74_leaves_the_old_checkp
     last = f"iter_{ITERATIONS:07d}"
     assert_same_state(save / last, undisturbed / last)
     assert [name for name in names_in(save) if name.startswith(".")] == []
-
-
-def in_small_file_system(folder: Path, size_kib: int) -> list[str]:
-    """Words before a command that give it a file system of that size at `folder`, and list what is in it at the end."""
-    mount = f'mount -t tmpfs -o size={size_kib}k small "{folder}"'
-    script = f'{mount} || exit 99; "$@"; code=$?; ls -A "{folder}" | sed "s/^/left: /"; exit $code'
-    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
-
-
-@pytest.mark.slow
-def test_a_disk_without_room_for_a_checkpoint_is_noticed_before_it_is_written(start, undisturbed, tmp_path):
-    probe = subprocess.run([*in_small_file_system(tmp_path, 100), "true"], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        pytest.skip(f"this kernel gives users no file system of their own: {probe.stderr.strip()}")
-    used = sum(path.stat().st_size for path in (undisturbed / "iter_0000050").rglob("*"))
-    size_kib = used * 13 // 10 // 1024
-    with start(tmp_path, *OFTEN, command=[*in_small_file_system(tmp_path, size_kib), *BASH]) as training:
-        assert training.finish() == 74, training.output
-    (error,) = [line for line in training.lines if line.startswith("error")]
-    assert "iteration 20 could not be saved: " in error
-    assert "free, but a checkpoint takes" in error
-    left = re.findall("left: (.*)", training.output)
-    assert "iter_0000010" in left
-    assert [name for name in left if name.startswith(".")] == []

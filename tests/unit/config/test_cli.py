@@ -100,26 +100,6 @@ def test_a_yaml_key_in_the_wrong_section_is_told_its_home(tmp_path):
         parse("--config", config)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model:\n  num_layers: 2\n  num_layers: 3\n", "the key 'num_layers' stands twice"),
-        ("model: [1, 2]\n", r"section model holds \[1, 2\]"),
-        ("model:\n  num_layers: [1]\n", "model.num_layers \\[1\\] is not a whole number"),
-        ("training:\n  train_iters: .inf\n", "training.train_iters inf is not a whole number"),
-        ("? [a, b]\n: 1\n", "not readable as YAML"),
-        ("- 1\n", "holds a list; expected the sections model, parallel"),
-        ("traning: {}\n", "unknown section traning; did you mean 'training'"),
-        ("logging:\n  log_interval: true\n", "logging.log_interval True is not a whole number"),
-        ("model: {a: [}\n", "not readable as YAML"),
-        ("model:\n  num_layers: !!python/object/apply:os.system ['true']\n", "not readable as YAML"),
-    ],
-)
-def test_a_yaml_file_that_is_not_settings_is_refused(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
-        read_settings(Path(write(tmp_path, text)))
-
-
 def test_problems_of_file_and_flags_arrive_together(tmp_path):
     config = write(tmp_path, "model:\n  hidden_sise: 1\noptimizer:\n  lr: fast\n")
     with pytest.raises(ConfigError) as caught:
