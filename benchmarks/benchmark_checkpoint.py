@@ -2,8 +2,8 @@
 
     python benchmarks/benchmark_checkpoint.py
 
-One model, the same iterations in every round: without a checkpoint, with one that is written at once, and with one that
-is written beside training (--async-save). The loop stands still while it calls the saver; what it loses beyond that are
+One model, the same iterations in every round: without a checkpoint, with a synchronous one, and with an
+asynchronous one (--async-save). The loop stands still while it calls the saver; what it loses beyond that are
 the cores that the writing takes from a model on the CPU. Verifying is what every start does first: each file's sha256
 against the manifest.
 """
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 from megatron_neobert.errors import CommandParser, run_command
 
 PACKAGES = ("torch", "megatron-core")
-MODES = ("none", "at once", "beside training")
+MODES = ("none", "synchronous", "asynchronous")
 DOCUMENTS = 2000
 VOCABULARY = 8192
 
@@ -97,7 +97,7 @@ def _iterate(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
     from megatron_neobert.checkpoint.save import Saver
     from megatron_neobert.training.step import train_step
 
-    run.settings = run.settings.with_section("checkpoint", async_save=mode == "beside training")
+    run.settings = run.settings.with_section("checkpoint", async_save=mode == "asynchronous")
     saver, steps = Saver(run, log=lambda text: None), run.training_stream.steps()
     started, still_seconds = time.perf_counter(), 0.0
     for number in range(iterations):

@@ -29,7 +29,7 @@ from megatron_neobert.runtime.atomic_files import replace_file
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 DOCUMENTS = 4096
 VOCABULARY = 30_522
-# Else a freed tensor stays with the process and the resident set says less about tensors than about their order.
+# Else a freed tensor stays with the process, and the resident set depends on the order in which tensors are freed.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
@@ -136,18 +136,18 @@ def start_ranks(case: Case, folder: Path) -> list[dict[str, Any]]:
     write_corpus(folder, documents=DOCUMENTS, median_tokens=368, longest=case.row_tokens - 2, vocab_size=VOCABULARY)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     ranks = []
     for rank in range(case.ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), "--measure", json.dumps(vars(case))]
-        environment = {**os.environ, **GIVE_BACK, **place, **meeting_place}
+        environment = {**os.environ, **GIVE_BACK, **place, **rendezvous}
         ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True))
     answers = [rank.communicate()[0] for rank in ranks]
     if codes := [rank.returncode for rank in ranks if rank.returncode]:
         raise ConfigError(
-            f"{case.size}: a process ended with exit code {codes[0]} (-9: most likely no memory was left); what it "
-            "said stands above; name cases that this machine can train after --only."
+            f"{case.size}: a process ended with exit code {codes[0]} (-9: most likely no memory was left); its "
+            "output stands above; name cases that this machine can train after --only."
         )
     return [json.loads(answer.splitlines()[-1]) for answer in answers]
 
@@ -220,7 +220,7 @@ def warm_up(device: Any, dtype: Any) -> None:
 
 
 def plan_of(run: Any, *, world_size: int, masked_tokens: int) -> Any:
-    """What --dry-run would say for the fullest rank."""
+    """What --dry-run would print for the fullest rank."""
     from megatron_neobert.model.kernels import choose_kernels
     from megatron_neobert.planning.memory import plan_memory
 

@@ -1,4 +1,4 @@
-"""How benchmarks show their figures, and what they say about the machine."""
+"""How benchmarks show their figures, and what they record of the machine."""
 
 import datetime
 import importlib.metadata

@@ -1,6 +1,6 @@
-"""Errors that somebody can mend, and the exit code that each one ends a command with.
+"""Errors that a user can fix, and the exit code that each one ends a command with.
 
-Every message says what is wrong with its values, the rule it breaks, and what to do. Anything that is not one of
+Every message holds what is wrong with its values, the rule it breaks, and what to do. Anything that is not one of
 these classes (or an operating-system error) is our own bug and keeps its traceback.
 """
 
@@ -25,9 +25,9 @@ EXIT_UNAVAILABLE = 69  # a package is missing; or another rank has gone or does 
 EXIT_IO_ERROR = 74
 EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
 EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: whoever read our output has left, and the work may be half done
+EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: the reader of our output has left, and the work may be half done
 
-LONGEST_REASON = 500  # characters of what a library says
+LONGEST_REASON = 500  # characters of a library's message
 # Extras of setup.py and the modules they bring; tests/unit/test_errors.py compares them.
 MODULES_OF_EXTRAS = {
     "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "optuna", "accelerate"),
@@ -66,7 +66,7 @@ class ConfigError(NeoBERTError):
 
 
 class LauncherError(NeoBERTError):
-    """What the environment says about this rank. Each rank is told something else, so each of them speaks."""
+    """A contradiction in the environment of this rank or node. Each has another one, so each of them reports it."""
 
     exit_code = 2
 
@@ -84,7 +84,7 @@ class MissingInputError(NeoBERTError):
 
 
 class DivergenceError(NeoBERTError):
-    """Numbers that a run cannot go on with: not finite, or not the same on all replicas."""
+    """Numbers that a run cannot continue with: not finite, or not the same on all replicas."""
 
     exit_code = 70
 
@@ -134,7 +134,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError with every unknown flag, and with what argparse found unless that says no more."""
+        """Raises a ConfigError with every unknown flag, and with what argparse found unless that adds nothing."""
         problems = self._unknown_flags()
         if not (problems and message.startswith("unrecognized arguments")):
             problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}. See --help.")
@@ -161,14 +161,14 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """What a library raised, for a message of ours: its kind and its words on one line, cut where it goes on and on."""
+    """What a library raised, for a message of ours: its kind and its message on one line, truncated."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Runs a command's `main` and ends the process with the exit code that its outcome deserves.
 
-    Under torchrun one rank of each node says what all of them find; what a rank finds alone, it says itself. Imports
+    Under torchrun one rank of each node reports what all of them find, and a rank itself what it finds alone. Imports
     that take long or may fail belong into `main`: Ctrl-C and a missing package are answered for from here on.
     """
     print_warnings_as_sentences()
@@ -235,8 +235,8 @@ def _print_error(error: Exception | str, code: int) -> None:
 def _wait_to_be_ended(code: int) -> None:
     """Ends the process with `code` if torchrun asks for it meanwhile: then another rank of this node has ended first.
 
-    That one has said why, and where all ranks find the same it was local rank 0, which does not wait.
+    That one has reported why, and where all ranks find the same it was local rank 0, which does not wait.
     """
-    signal.set_wakeup_fd(-1)  # whoever listens to signals there would answer this one too
+    signal.set_wakeup_fd(-1)  # a thread that listens to signals there would answer this one too
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
     time.sleep(_SECONDS_TO_BE_ENDED)

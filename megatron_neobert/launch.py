@@ -74,8 +74,8 @@ def main() -> int:
     if node.nodes > 1:
         where = f"node {node.rank} of {node.nodes} on {own.host}"
         if not own.problem:
-            meets = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
-            print(f"{where} can start; {meets}", file=sys.stderr, flush=True)
+            place = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
+            print(f"{where} can start; {place}", file=sys.stderr, flush=True)
         verdict, _store = agree_to_start(node, own, timeout_seconds=timeout_seconds)
         if verdict.problem:
             if verdict is not own:
@@ -139,7 +139,7 @@ def _run_torchrun(node: Node, words: list[str]) -> int:
     options.append(f"--log-dir={os.devnull}")  # a folder below TMPDIR otherwise, for logs that nobody asked for
     # Not torchrun's way with the others: it would kill the ranks 30 s later, in the middle of saving.
     options.append("--signals-to-handle=SIGHUP,SIGQUIT")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message says more
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message is clearer
     try:
         torchrun.run(torchrun.parse_args([*options, *words]))
     except ChildFailedError as error:

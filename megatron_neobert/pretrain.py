@@ -24,7 +24,7 @@ def main() -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_neobert.model.kernels import check_hardware
 
-    check_hardware(command.settings)  # before Megatron is imported: it imports whatever package is called apex
+    check_hardware(command.settings)  # before Megatron is imported: it imports any package called apex
     from megatron_neobert.runtime.megatron_imports import import_megatron
 
     import_megatron()

@@ -23,7 +23,7 @@ class Progress:
     iteration: int = 0
     cursor: Cursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
-    consumed_tokens: int = 0  # tokens of documents; unused slots are not counted
+    consumed_tokens: int = 0  # tokens of documents; unused capacity is not counted
     skipped_iterations: int = 0  # without an update, for a loss or a gradient that would have broken the weights
     skipped_in_a_row: int = 0  # of these, the last ones without a good one between
     recent_updates: tuple[tuple[float, float], ...] = ()  # loss and gradient norm, if --loss-spike-sigma needs them

@@ -34,7 +34,7 @@ _STATE_FORMAT = {"singleton_local_shards": True, "distrib_optim_sharding_type": 
 def load_checkpoint(run: Run) -> Path | None:
     """Restores weights, optimizer and progress from the newest good checkpoint of --load, else of --continue-from.
 
-    From the latter, the data starts anew, whatever they were.
+    From the latter, the data starts anew.
 
     Returns:
         Its folder; None if there is no checkpoint yet (`check_folders` has judged whether that is allowed).
@@ -113,7 +113,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 
 def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
-    """What is written or read. Tensors are known by their names in the whole model, whatever stage holds them."""
+    """What is written or read. Tensors are known by their names in the whole model, in any layout."""
     models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
     optimizer = run.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_STATE_FORMAT)
     return {**models, "optimizer": optimizer}
@@ -188,7 +188,7 @@ def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
 
 
 def _state_of_weights(run: Run) -> dict[str, Any]:
-    """Where the weights alone are read to, in fp32 whatever the model's precision: main weights must not be rounded."""
+    """Where the weights alone are read to, in fp32 also for a bfloat16 model: main weights must not be rounded."""
     models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
     for state in models.values():
         for tensor in state.values():

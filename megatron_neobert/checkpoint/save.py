@@ -1,7 +1,7 @@
 """Saves a run: everything into a temporary folder, the manifest last, then one rename makes the checkpoint exist.
 
 With --async-save training resumes as soon as the tensors are copied to host memory; the rest is the same. All ranks
-agree that a checkpoint is whole or there is none: whatever fails on one of them ends the run on all, and the older
+agree that a checkpoint is whole or there is none: a failure of one of them ends the run on all, and the older
 checkpoints stay.
 """
 

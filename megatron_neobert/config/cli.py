@@ -1,7 +1,7 @@
 """The settings as the user types them: Megatron-spelled flags, a YAML file, and the record saved with a run.
 
 A field of `schema.py` is declared once; its flag, its help line, its place in the YAML file and its type check all
-follow from the dataclass. Order of precedence: default < file < flag. Every problem is reported at once.
+follow from the dataclass. Order of precedence: default < file < flag. All problems are reported together.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
     if problems:
         raise ConfigError(problems + _missing_inputs(settings.data))
-    # One that is missing is named by whoever opens it; of several only the first would be.
+    # A single missing one is named when it is opened; of several only the first would be.
     if parsed.dry_run and len(missing := _missing_inputs(settings.data)) > 1:
         raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
     return Command(settings=settings, dry_run=parsed.dry_run)
@@ -87,7 +87,7 @@ def _missing_inputs(data: DataConfig) -> list[str]:
         try:
             components = parse_data_path(entries)
         except ConfigError:
-            continue  # which has been said
+            continue  # which is reported already
         absent = [component.prefix for component in components if not Path(f"{component.prefix}.json").exists()]
         problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
     if data.tokenizer_model and not Path(data.tokenizer_model).exists():
@@ -220,7 +220,7 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     content_bytes = path.read_bytes()  # apart from the parsing: an error of the disk is not one of the YAML
     try:
         content = yaml.load(content_bytes.decode("utf-8-sig"), Loader=_UniqueKeyLoader)  # a SafeLoader
-    except Exception as error:  # besides YAMLError whatever int(), chr() or a date make of a value, or too deep nesting
+    except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
         return [f"{path}: not readable as YAML: {_first_words(error)}; compare it with examples/configs."]
     if content is None:
         return []

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from megatron_neobert.config.schema import ComputeConfig, Settings, flag_of
 
-# Tokens of a rank and both sides of every matrix must be multiples of this, so that no FP8 kernel meets a part of its
+# Tokens of a rank and both sides of every matrix must be multiples of this, so that no FP8 kernel gets a part of its
 # block. Source: TransformerEngine 2.11 pytorch/utils.py assert_dim_for_fp8_exec, and the block lengths in
 # pytorch/tensor/mxfp8_tensor.py and float8_blockwise_tensor.py.
 FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}

@@ -1,4 +1,4 @@
-"""What `--data-path` says: corpora, their shares of the documents, and which of their documents by length.
+"""What `--data-path` names: corpora, their shares of the documents, and which of their documents by length.
 
 Text alone: nothing is opened, and the standard library suffices. Shares are fractions, so that 0.2 is a fifth and
 proportions can be kept exactly.
@@ -76,7 +76,7 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 
 def _find_repeated(components: Sequence[Component], flag: str) -> list[str]:
-    """The same documents under two weights are a slip of the hand: one weight says it as well."""
+    """The same documents under two weights are a slip of the hand: one weight does the same."""
     counts = Counter(str(component) for component in components)
     return [
         f"{flag} names {_shorten(text)} {count} times; name it once, with the sum of the weights."

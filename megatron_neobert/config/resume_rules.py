@@ -2,7 +2,7 @@
 
 Three kinds of settings: with other values of the first the weights or the optimizer's state do not fit; with other
 values of the second they fit, but the run silently becomes another one, so it takes --allow-changed; all others (rates,
-length, precision, layout of the ranks, kernels) may change, and what has changed is said.
+length, precision, layout of the ranks, kernels) may change, and what has changed is logged.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ _SET_BY = {
 }
 
 # Of no consequence for the weights: sections, and settings of others.
-_NOT_SAID = {
+_NOT_LOGGED = {
     "checkpoint",
     "logging",
     "exit_interval",
@@ -95,16 +95,16 @@ def refuse_other_run(
     texts = [text for _, text in fixed] + list(guarded.values())
     remedy = f"Start with the values in {folder / 'settings.yaml'}"
     if not fixed:
-        remedy += f", or, to go on as another run, add --allow-changed {','.join(guarded)}"
+        remedy += f", or, to continue as another run, add --allow-changed {','.join(guarded)}"
     raise CheckpointError(f"{folder} belongs to another run: {'; '.join(texts)}. {remedy}.")
 
 
 def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> Iterator[str]:
     """Every setting that differs and may matter, in words; of the model alone where nothing else was saved."""
-    said = {"model"} if weights_only else set(vars(now)) - _NOT_SAID
-    sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in said}
+    logged = {"model"} if weights_only else set(vars(now)) - _NOT_LOGGED
+    sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in logged}
     for name, text in _differences(saved, now, sections):
-        if name not in _NOT_SAID:
+        if name not in _NOT_LOGGED:
             yield text
 
 

@@ -1,4 +1,4 @@
-"""Whether the settings of a run can stand together: every reason why not, at once, before anything is started.
+"""Whether the settings of a run can stand together: every reason why not, before anything is started.
 
 Standard library only. Each message names the values, the rule and the remedy.
 """

@@ -31,25 +31,24 @@ class ModelConfig:
     Source: chandar-lab/NeoBERT@ed75b68 conf/model/250M-opt.yaml and conf/model/neobert.yaml.
     """
 
-    num_layers: int = setting(28, "transformer layers", minimum=1)
-    hidden_size: int = setting(768, "width of the residual stream", minimum=1)
-    num_attention_heads: int = setting(12, "attention heads", minimum=1)
-    swiglu: bool = setting(True, "gated feed-forward with SiLU; without it two layers with GELU between, as in BERT")
+    num_layers: int = setting(28, "number of transformer layers", minimum=1)
+    hidden_size: int = setting(768, "hidden size: width of the residual stream", minimum=1)
+    num_attention_heads: int = setting(12, "number of attention heads", minimum=1)
+    swiglu: bool = setting(True, "SwiGLU feed-forward; without it two layers with GELU between, as in BERT")
     ffn_hidden_size: int | None = setting(
         None,
-        "width of the feed-forward; default 4 x hidden size, for SwiGLU two thirds of that, rounded up to a multiple "
-        "of 8",
+        "feed-forward width; default 4 x hidden size, for SwiGLU two thirds of that, rounded up to a multiple of 8",
         minimum=1,
     )
-    normalization: str = setting("RMSNorm", "norm before each part of a layer", choices=("RMSNorm", "LayerNorm"))
+    normalization: str = setting("RMSNorm", "normalization layers", choices=("RMSNorm", "LayerNorm"))
     position_embedding_type: str = setting(
-        "rope", "rotary angles, or a learned vector per position", choices=("rope", "learned_absolute")
+        "rope", "position embedding: rotary (RoPE) or learned", choices=("rope", "learned_absolute")
     )
-    max_position_embeddings: int = setting(4096, "longest document the exported model accepts, in tokens", minimum=1)
-    rotary_base: int = setting(10000, "base of the rotary frequencies", minimum=2)
-    norm_epsilon: float = setting(1e-5, "epsilon of every norm", minimum=0.0)
-    init_method_range: float = setting(0.02, "weights start uniform in [-range, range)", minimum=0.0)
-    make_vocab_size_divisible_by: int = setting(128, "the vocabulary is padded to a multiple of this x TP", minimum=1)
+    max_position_embeddings: int = setting(4096, "context length of the exported model, in tokens", minimum=1)
+    rotary_base: int = setting(10000, "RoPE base frequency (theta)", minimum=2)
+    norm_epsilon: float = setting(1e-5, "normalization epsilon", minimum=0.0)
+    init_method_range: float = setting(0.02, "initialization: weights uniform in [-range, range)", minimum=0.0)
+    make_vocab_size_divisible_by: int = setting(128, "vocabulary padding: multiple of this x TP", minimum=1)
 
     @property
     def ffn_width(self) -> int:
@@ -79,29 +78,29 @@ class ModelConfig:
 class ParallelConfig:
     """How the ranks share the work. What the other dimensions leave over is data parallelism."""
 
-    tensor_model_parallel_size: int = setting(1, "ranks that share every layer", minimum=1)
-    sequence_parallel: bool = setting(False, "tensor-parallel ranks also share the tokens between the matrices")
-    pipeline_model_parallel_size: int = setting(1, "ranks that hold the layers one after another", minimum=1)
+    tensor_model_parallel_size: int = setting(1, "tensor-parallel size: GPUs that share each layer", minimum=1)
+    sequence_parallel: bool = setting(False, "sequence parallelism: TP ranks also share what lies between matrices")
+    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size: stages of consecutive layers", minimum=1)
     num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None, "interleaved pipeline: layers of each of the several pieces that a rank holds", minimum=1
+        None, "interleaved pipeline: layers per virtual stage, of which a rank then holds several", minimum=1
     )
-    context_parallel_size: int = setting(1, "ranks that share the tokens of a micro-batch", minimum=1)
-    use_distributed_optimizer: bool = setting(True, "split the optimizer state over the data-parallel ranks")
-    overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass still runs")
-    overlap_param_gather: bool = setting(False, "gather updated weights while the next forward pass runs")
-    ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default Megatron's", minimum=1)
+    context_parallel_size: int = setting(1, "context-parallel size: GPUs that share a micro-batch's tokens", minimum=1)
+    use_distributed_optimizer: bool = setting(True, "distributed optimizer: state sharded over DP ranks (ZeRO-1)")
+    overlap_grad_reduce: bool = setting(False, "overlap the gradient reduction with the backward pass")
+    overlap_param_gather: bool = setting(False, "overlap the gathering of updated weights with the next forward pass")
+    ddp_bucket_size: int | None = setting(None, "gradient bucket size in parameters; default Megatron's", minimum=1)
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         None,
-        "iterations between comparisons of the replicas' weights; they are always compared before a save",
+        "replica check: iterations between comparisons of their weights, which are compared before each save as well",
         minimum=1,
     )
     distributed_timeout_minutes: float = setting(
-        10.0, "a run that does not get on for so long ends, and says which rank holds it up", minimum=0.01
+        10.0, "hang timeout: a run without progress for so long ends and names the rank that holds it up", minimum=0.01
     )
 
     @property
     def ranks_per_model(self) -> int:
-        """Ranks that one copy of the model and of the micro-batch takes."""
+        """Ranks that one replica of the model takes."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
@@ -111,50 +110,48 @@ class ComputeConfig:
 
     transformer_impl: str = setting(
         "auto",
-        "layers of Transformer Engine, or of torch; auto: the former where CUDA and it are present",
+        "layer implementation: Transformer Engine or torch; auto: the former where it and CUDA are present",
         choices=("auto", "transformer_engine", "local"),
     )
     attention_backend: str = setting(
         "auto",
-        "packed attention on CUDA: Transformer Engine's choice or torch's kernel (auto), flash-attn, or cuDNN",
+        "attention kernel on CUDA: Transformer Engine's choice or torch's (auto), flash-attn, or cuDNN (fused)",
         choices=("auto", "flash", "fused"),
     )
     gradient_accumulation_fusion: bool | None = setting(
-        None, "accumulate weight gradients inside the matrix product; default: where NVIDIA Apex is installed"
+        None, "fused gradient accumulation in the matrix product; default: where NVIDIA Apex is installed"
     )
     cross_entropy_loss_fusion: bool = setting(False, "fused cross-entropy kernel")
     cross_entropy_fusion_impl: str = setting(
-        "native", "whose: Megatron's, compiled, or Transformer Engine's", choices=("native", "te")
+        "native", "fused cross-entropy of Megatron or Transformer Engine", choices=("native", "te")
     )
     recompute_granularity: str | None = setting(
-        None,
-        "save memory by computing again in the backward pass: whole layers or attention only",
-        choices=("full", "selective"),
+        None, "activation recomputation: whole layers or attention only", choices=("full", "selective")
     )
     recompute_method: str | None = setting(
-        None, "which whole layers: every one in groups, or the first of each stage", choices=("uniform", "block")
+        None, "recomputed layers: all in groups, or the first of each stage", choices=("uniform", "block")
     )
-    recompute_num_layers: int | None = setting(None, "layers per group (uniform) or per stage (block)", minimum=1)
+    recompute_num_layers: int | None = setting(None, "recomputed layers per group or stage", minimum=1)
     fp8_format: str | None = setting(
-        None, "compute matrix products in FP8: E4M3 forward and E5M2 backward, or E4M3 both", choices=("hybrid", "e4m3")
+        None, "FP8 matrix products: E4M3 forward and E5M2 backward (hybrid), or E4M3 both", choices=("hybrid", "e4m3")
     )
     fp8_recipe: str = setting(
-        "tensorwise", "how FP8 is scaled", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
+        "tensorwise", "FP8 scaling recipe", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
     )
-    fp8_margin: int = setting(0, "powers of two kept free above the largest value (delayed)", minimum=0)
-    fp8_amax_history_len: int = setting(1024, "iterations whose largest values decide the scale (delayed)", minimum=1)
+    fp8_margin: int = setting(0, "FP8 margin: powers of two kept free (delayed)", minimum=0)
+    fp8_amax_history_len: int = setting(1024, "FP8 amax history in iterations (delayed)", minimum=1)
     fp8_amax_compute_algo: str = setting(
-        "max", "of that history, the largest or the last value (delayed)", choices=("max", "most_recent")
+        "max", "FP8 amax of the history: largest or last (delayed)", choices=("max", "most_recent")
     )
-    fp8_param_gather: bool = setting(False, "keep and gather the weights in FP8")
-    first_last_layers_bf16: bool = setting(False, "the first and last layers stay in bfloat16 (not delayed)")
-    num_layers_at_start_in_bf16: int = setting(1, "how many at the start", minimum=0)
-    num_layers_at_end_in_bf16: int = setting(1, "how many at the end", minimum=0)
+    fp8_param_gather: bool = setting(False, "FP8 weights: kept and gathered in FP8")
+    first_last_layers_bf16: bool = setting(False, "bfloat16 for the first and last layers (not delayed)")
+    num_layers_at_start_in_bf16: int = setting(1, "layers in bfloat16 at the start", minimum=0)
+    num_layers_at_end_in_bf16: int = setting(1, "layers in bfloat16 at the end", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which documents are read and what a row of tokens is made of."""
+    """Which documents are read and what a packed sequence is made of."""
 
     data_path: tuple[str, ...] = setting(
         (),
@@ -167,34 +164,28 @@ class DataConfig:
     tokenizer_model: str | None = setting(
         None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
     )
-    tokenizer_type: str = setting(
-        "auto",
-        "what that file is; auto goes by its content",
-        choices=TOKENIZER_TYPES,
-    )
-    split: str = setting("99,1", "shares of the documents for training and validation, in this order")
-    seq_length: int = setting(1024, "tokens of a row, and of the longest document", minimum=8)
+    tokenizer_type: str = setting("auto", "tokenizer type; auto goes by the file's content", choices=TOKENIZER_TYPES)
+    split: str = setting("99,1", "split: shares of the documents for training and validation")
+    seq_length: int = setting(1024, "sequence length in tokens, of documents and packed sequences", minimum=8)
     long_documents: str = setting(
-        "truncate", "documents longer than a row: keep the start, or cut into several", choices=("truncate", "chunk")
+        "truncate", "long documents: truncated, or cut into chunks", choices=("truncate", "chunk")
     )
     batch_layout: str = setting(
         "packed",
-        "a document sees itself alone; or all that shares its row (concatenated, the paper's M6)",
+        "attention within each document, or across all that share a packed sequence (concatenated, the paper's M6)",
         choices=("packed", "concatenated"),
     )
     document_block_size: int = setting(
-        1, "shuffle blocks of so many neighbouring documents; above 1 for corpora larger than the page cache", minimum=1
+        1, "shuffling granularity in documents; above 1 for corpora larger than the page cache", minimum=1
     )
-    mask_prob: float = setting(0.2, "share of the tokens that is predicted")
+    mask_prob: float = setting(0.2, "masking rate: share of the tokens that is predicted")
     mask_replacement: str = setting(
         "all_mask",
-        "what predicted tokens become: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
+        "mask replacement: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
         choices=("all_mask", "bert"),
     )
-    dataloader_type: str = setting(
-        "torch", "what prepares batches ahead: torch or NVIDIA DALI", choices=("torch", "dali")
-    )
-    num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process", minimum=0)
+    dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
+    num_workers: int = setting(1, "data loader processes; 0 prepares batches in the training process", minimum=0)
 
     @property
     def share_of_data_path(self) -> str:
@@ -209,40 +200,44 @@ class OptimizerConfig:
     Source: arXiv 2502.19587 section 3.3 (the released configuration has lr 1e-4 and weight decay 0.01 instead).
     """
 
-    optimizer: str = setting("adamw", "decoupled weight decay, or the decay in the gradient", choices=("adamw", "adam"))
+    optimizer: str = setting(
+        "adamw", "optimizer: weight decay decoupled (AdamW) or in the gradient", choices=("adamw", "adam")
+    )
     lr: float = setting(6e-4, "peak learning rate", minimum=0.0)
-    min_lr: float = setting(6e-5, "learning rate after the decay", minimum=0.0)
-    lr_decay_style: str = setting("cosine", "shape of the decay", choices=("cosine", "linear", "constant"))
-    lr_warmup_iters: int = setting(2000, "iterations of linear warm-up from 0", minimum=0)
+    min_lr: float = setting(6e-5, "minimum learning rate, after the decay", minimum=0.0)
+    lr_decay_style: str = setting("cosine", "learning-rate decay", choices=("cosine", "linear", "constant"))
+    lr_warmup_iters: int = setting(2000, "warm-up iterations, linear from 0", minimum=0)
     lr_decay_iters: int | None = setting(
-        None, "iteration at which min-lr is reached; default 90 %% of train-iters", minimum=1
+        None, "decay iterations: where --min-lr is reached; default 90 %% of --train-iters", minimum=1
     )
     weight_decay: float = setting(0.1, "weight decay", minimum=0.0)
     weight_decay_scope: str = setting(
-        "all", "what is decayed: every parameter (as the paper's code), or matrices only", choices=("all", "matrices")
+        "all", "weight decay of every parameter (as the paper's code), or of matrices only", choices=("all", "matrices")
     )
-    adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0.0)
-    adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0.0)
-    adam_eps: float = setting(1e-8, "added to the root of the second moment", minimum=0.0)
-    clip_grad: float = setting(1.0, "largest gradient norm; 0 does not clip", minimum=0.0)
+    adam_beta1: float = setting(0.9, "Adam beta1, decay of the first moment", minimum=0.0)
+    adam_beta2: float = setting(0.95, "Adam beta2, decay of the second moment", minimum=0.0)
+    adam_eps: float = setting(1e-8, "Adam epsilon, added to the root of the second moment", minimum=0.0)
+    clip_grad: float = setting(1.0, "gradient clipping: largest norm; 0 does not clip", minimum=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Batches, length and precision of the run."""
 
-    micro_batch_size: int = setting(64, "rows per forward pass and rank", minimum=1)
-    global_batch_size: int = setting(2048, "rows per iteration over all ranks", minimum=1)
-    train_iters: int = setting(1_000_000, "iterations of the whole run", minimum=1)
-    seed: int = setting(0, "seed of weights, document order and masks", minimum=0)
-    bf16: bool = setting(False, "compute in bfloat16 with float32 main weights")
+    micro_batch_size: int = setting(64, "micro-batch size: packed sequences per forward pass and rank", minimum=1)
+    global_batch_size: int = setting(
+        2048, "global batch size: packed sequences per iteration over all ranks", minimum=1
+    )
+    train_iters: int = setting(1_000_000, "training iterations of the whole run", minimum=1)
+    seed: int = setting(0, "random seed of weights, document order and masks", minimum=0)
+    bf16: bool = setting(False, "bfloat16 with float32 main weights")
     loss_normalization: str = setting(
         "global",
-        "mean over all masked tokens of the batch, or mean of the micro-batches' means (as the paper's code)",
+        "loss: mean over all masked tokens of the batch, or mean of the micro-batches' means (as the paper's code)",
         choices=("global", "micro_batch"),
     )
-    eval_interval: int = setting(1000, "iterations between validations", minimum=1)
-    eval_iters: int = setting(10, "global batches per validation; 0 does not validate", minimum=0)
+    eval_interval: int = setting(1000, "validation interval in iterations", minimum=1)
+    eval_iters: int = setting(10, "validation length in global batches; 0 does not validate", minimum=0)
     exit_interval: int | None = setting(
         None, "save and stop at each iteration that is a multiple of this, with exit code 75", minimum=1
     )
@@ -265,9 +260,9 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where a run is saved and what it continues from."""
 
-    save: str | None = setting(None, "folder for checkpoints")
+    save: str | None = setting(None, "checkpoint folder to write to")
     load: str | None = setting(
-        None, "folder to continue from: its newest checkpoint; if it is also --save it may still be empty"
+        None, "checkpoint folder to resume from, its newest one; if it is also --save it may still be empty"
     )
     continue_from: str | None = setting(
         None,
@@ -276,14 +271,16 @@ class CheckpointConfig:
     )
     resume: str = setting(
         "auto",
-        "whether --load continues a run: if it has a checkpoint, it must have one, or never, from fresh weights",
+        "resume from --load: if it has a checkpoint (auto), it must have one, or never, from fresh weights",
         choices=("auto", "must", "never"),
     )
     allow_changed: tuple[str, ...] = setting(
         (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
     )
-    save_interval: int = setting(1000, "iterations between checkpoints", minimum=1)
-    async_save: bool = setting(False, "write checkpoints while training goes on, from a copy in host memory")
+    save_interval: int = setting(1000, "checkpoint interval in iterations", minimum=1)
+    async_save: bool = setting(
+        False, "asynchronous checkpoints: written from a copy in host memory while training continues"
+    )
     keep_last: int | None = setting(
         None, "delete all but the newest N checkpoints after each save; default: keep all", minimum=2
     )
@@ -294,7 +291,7 @@ class CheckpointConfig:
 
     @property
     def loads_save(self) -> bool:
-        """Whether --load is the folder of --save, so that the same command goes on after a stop."""
+        """Whether --load is the folder of --save, so that the same command resumes after a stop."""
         if self.load is None or self.save is None:
             return False
         return Path(self.load).resolve() == Path(self.save).resolve()
@@ -308,14 +305,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What the run says and where."""
+    """What the run logs and where."""
 
-    log_interval: int = setting(100, "iterations between log lines", minimum=1)
-    tensorboard_dir: str | None = setting(None, "folder for TensorBoard; default SAVE/tensorboard")
+    log_interval: int = setting(100, "log interval in iterations", minimum=1)
+    tensorboard_dir: str | None = setting(None, "TensorBoard folder; default SAVE/tensorboard")
     wandb_project: str | None = setting(
         None, "Weights & Biases project to log to as well; its own variables (WANDB_MODE, WANDB_ENTITY) hold"
     )
-    wandb_exp_name: str | None = setting(None, "name of the run there; default: that of the --save folder")
+    wandb_exp_name: str | None = setting(None, "Weights & Biases run name; default: that of the --save folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +330,7 @@ class Settings:
 
     @property
     def tokens_per_iteration(self) -> int:
-        """Slots of one global batch, the few unused ones included."""
+        """Token capacity of one global batch."""
         return self.training.global_batch_size * self.data.seq_length
 
     @property
@@ -343,7 +340,7 @@ class Settings:
 
     @property
     def virtual_stages_per_rank(self) -> int:
-        """Pieces of the model that a pipeline rank holds; 1 without interleaving."""
+        """Model chunks that a pipeline rank holds; 1 without interleaving."""
         layers = self.parallel.num_layers_per_virtual_pipeline_stage
         if layers is None:
             return 1
@@ -351,7 +348,7 @@ class Settings:
 
     @property
     def layers_per_stage(self) -> int:
-        """Layers that a pipeline rank computes in a row; a piece of an interleaved pipeline counts as a stage."""
+        """Layers that a pipeline rank computes in a row; a virtual stage counts as a stage."""
         return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * self.virtual_stages_per_rank)
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -362,7 +359,7 @@ class Settings:
 
     @property
     def slots_per_micro_batch(self) -> int:
-        """Tokens of one forward pass, the unused slots included."""
+        """Token capacity of one forward pass."""
         return self.training.micro_batch_size * self.data.seq_length
 
     def with_section(self, name: str, **changes: Any) -> "Settings":

@@ -1,7 +1,7 @@
 """Which kernels compute the model on this machine, and why not others.
 
 `detect_hardware` looks once; the rules are functions of what it found and of the settings. Megatron is not imported
-here: it imports whatever is called Apex, and the wrong package of that name has to be refused first.
+here: it imports any package called apex, and the wrong package of that name has to be refused first.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Hardware:
     apex_weight_gradients: Library = Library()
     apex_optimizers: Library = Library()
     foreign_apex: str | None = None  # version of a package that is called apex and is not NVIDIA's
-    cpu_bf16: bool = True  # whether the CPU has instructions for bfloat16, as far as Linux says
+    cpu_bf16: bool = True  # whether the CPU has instructions for bfloat16, as far as Linux lists them
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _apex_problems(compute: ComputeConfig, hardware: Hardware) -> Iterator[str]:
     elif compute.gradient_accumulation_fusion and hardware.apex_weight_gradients.version is None:
         yield (
             "--gradient-accumulation-fusion needs fused_weight_gradient_mlp_cuda of NVIDIA Apex, for the decoder "
-            f"whatever the other layers are ({hardware.apex_weight_gradients.why_not}). Leave the flag out, or build "
+            f"also with other layers ({hardware.apex_weight_gradients.why_not}). Leave the flag out, or build "
             "Apex from github.com/NVIDIA/apex; the registry's package apex is another project."
         )
 

@@ -75,14 +75,14 @@ _ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttenti
 
 
 def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, or of one piece of an interleaved pipeline; all are of one length."""
+    """The layers of one pipeline stage, or of one model chunk of an interleaved pipeline; all are of one length."""
     kernels = choose_kernels(settings)
     if kernels.transformer_impl == "transformer_engine":
         parts = _TRANSFORMER_ENGINE
     else:
         parts = _local_parts(settings.model.normalization)
     layer = _layer(parts, attention=_ATTENTION[kernels.attention])
-    # The final norm does not come from the layer's spec: without it here it would be whatever norm Megatron finds.
+    # The final norm does not come from the layer's spec: without it here it would be the norm that Megatron finds.
     return TransformerBlockSubmodules(layer_specs=[layer] * settings.layers_per_stage, layer_norm=parts.final_norm)
 
 

@@ -31,7 +31,7 @@ class NeoBERTModel(GPTModel):
         vocab_size: Number of tokens of the tokenizer, unpadded.
         pre_process: Whether this stage has the embedding.
         post_process: Whether this stage has the final norm and the head.
-        vp_stage: Which of this rank's pieces this is, in an interleaved pipeline.
+        vp_stage: Which of this rank's model chunks this is, in an interleaved pipeline.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Our settings as Megatron's TransformerConfig; the only place where both meet."""
+"""Our settings as Megatron's TransformerConfig; the only module that knows both."""
 
 import torch
 from megatron.core.transformer.enums import AttnBackend

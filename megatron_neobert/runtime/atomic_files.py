@@ -37,7 +37,7 @@ def sha256_of(path: Path) -> str:
 def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
     """Writes a small file so that a reader sees the old or the new content and nothing between.
 
-    Of processes that write the same file at once, one wins. Without `sync` this holds as long as the machine lives;
+    Of processes that write the same file together, one wins. Without `sync` this holds as long as the machine lives;
     after its crash the file may have any content.
     """
     temporary = own_name(path)

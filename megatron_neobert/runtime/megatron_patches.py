@@ -1,4 +1,4 @@
-"""Two defects of megatron.core 0.16.1 that change numbers without an error, mended on CPU and GPU alike.
+"""Two defects of megatron.core 0.16.1 that change numbers without an error, fixed on CPU and GPU alike.
 
 1. Optimizer state in the `fully_reshardable` checkpoint format is cut at wrong offsets as soon as a gradient buffer
    has several buckets and one before the last is padded (overlap_grad_reduce with a hidden size that is no multiple

@@ -70,7 +70,7 @@ def agree_to_start(node: Node, own: Report, *, timeout_seconds: int) -> "tuple[R
 
 def _exchange(store: "TCPStore", node: Node, own: Report, deadline: float) -> Report:
     """Reports, and waits for the verdict, which node 0 gives."""
-    if store.add(f"start/arrivals/{node.rank}", 1) > 1:  # ends this node whatever the others decide
+    if store.add(f"start/arrivals/{node.rank}", 1) > 1:  # ends this node in any case
         problem = (
             f"NODE_RANK {node.rank} was given to two nodes, or one node was started twice; number them from 0 to "
             f"{node.nodes - 1} and start each of them once."

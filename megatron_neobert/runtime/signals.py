@@ -137,7 +137,7 @@ def _answer(number: int) -> None:
 
 
 def _write(text: str) -> None:
-    """Writes in one piece, since other ranks write as well, and gives up where nobody reads."""
+    """Writes with one call, since other ranks write as well, and gives up where nobody reads."""
     writer = threading.Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
     writer.start()
     writer.join(_SECONDS_TO_WRITE)

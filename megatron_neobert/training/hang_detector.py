@@ -130,7 +130,7 @@ class HangDetector:
         while not self._leaving.wait(_TICK_SECONDS):
             if signals.launcher_has_gone():
                 self._end(f"error: rank {self._rank}: the launcher that started it has gone. {_REMEDY}.")
-            # A process that was stopped and continues has not waited meanwhile: hence no more than some ticks at once.
+            # A process that was stopped has not waited meanwhile: hence no more than some ticks at a time.
             waited_seconds += min(time.monotonic() - looked, 5 * _TICK_SECONDS)
             looked = time.monotonic()
             if self._progress != seen:

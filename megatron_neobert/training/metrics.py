@@ -39,11 +39,11 @@ class Interval:
     lr: float  # of the last iteration, as is the gradient norm
     grad_norm: float
     ranks: int
-    tokens_per_second: float  # of all ranks; tokens of documents, unused slots are not counted
+    tokens_per_second: float  # of all ranks; tokens of documents, unused capacity is not counted
     flops_per_second: float  # of all ranks; what the model needs for these tokens, recomputation not counted
     peak_tflops: float | None  # of one rank's GPU; None where it is not known, as on CPU
     memory_gib: float  # of the rank that has most of it: the peak of what it allocated, on CPU what is resident now
-    fill: float  # share of the slots that hold tokens of documents
+    fill: float  # packing efficiency: share of the token capacity that holds tokens of documents
     data_wait: float  # share of its time that rank 0 waited for a batch
     consumed_tokens: int  # since the start of the run, as are the skipped iterations
     skipped_iterations: int

@@ -52,7 +52,7 @@ def count_update(progress: Progress, report: StepReport, training: TrainingConfi
 
 
 def too_many_skips(progress: Progress, training: TrainingConfig, *, save: str | None) -> str | None:
-    """Why the run must end, None while it may go on.
+    """Why the run must end, None while it may continue.
 
     A run that is started again may skip as many once more: somebody has looked at it.
     """
