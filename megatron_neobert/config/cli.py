@@ -21,6 +21,7 @@ from megatron_neobert.errors import CheckpointError, CommandParser, ConfigError,
 
 _SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
 _TEXTS = tuple[str, ...]
+_METAVARS = {int: "N", float: "X", str: "TEXT", _TEXTS: "TEXT"}
 _SECTION_OF = {item.name: name for name, config in _SECTIONS.items() for item in fields(config)}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
@@ -58,10 +59,13 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
         MissingInputError: The file does not exist, or several inputs of a dry run do not.
     """
     parsed, unknown = _build_parser().parse_known_args(arguments)
-    problems = [_unknown_flag(word) for word in unknown if word.startswith("-")]
-    problems += [
-        f"{_shown.repr(word)} is not the value of any flag; check the spelling before it." for word in _strays(unknown)
-    ]
+    problems = []
+    for before, word in zip(["", *unknown], unknown, strict=False):
+        if word.startswith("-"):
+            flag = _one_line(word.split("=", 1)[0])
+            problems.append(f"unknown flag {flag}{suggestion(flag, run_flags())}")
+        elif not before.startswith("-"):  # what stands right after an unknown flag is that flag's value
+            problems.append(f"{_shown.repr(word)} is not the value of any flag; check the spelling before it.")
     given = {name: value for name, value in vars(parsed).items() if name in _SECTION_OF}
 
     values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
@@ -133,13 +137,10 @@ def read_record(path: Path) -> Settings:
         if problems := find_record_problems(settings):
             raise ConfigError(problems)
         return settings
-    except ConfigError as error:
+    except (ConfigError, MissingInputError) as error:
+        reason = " ".join(error.problems) if isinstance(error, ConfigError) else str(error)
         raise CheckpointError(
-            f"{path}: not the settings of a run ({' '.join(error.problems)}); was it written by another version?"
-        ) from error
-    except MissingInputError as error:
-        raise CheckpointError(
-            f"{path}: not the settings of a run ({error}); was it written by another version?"
+            f"{path}: not the settings of a run ({reason}); was it written by another version?"
         ) from error
 
 
@@ -169,24 +170,10 @@ def _build_parser() -> argparse.ArgumentParser:
                     flag_of(item.name), action=argparse.BooleanOptionalAction, help=item.metadata["help"] + shown
                 )
             else:
-                metavar = "|".join(item.metadata["choices"]) if item.metadata["choices"] else _type_word(item.type)
+                metavar = "|".join(item.metadata["choices"] or ()) or _METAVARS[_plain_type(item.type)[0]]
                 count = "+" if item.type == _TEXTS else None
                 group.add_argument(flag_of(item.name), metavar=metavar, nargs=count, help=item.metadata["help"] + shown)
     return parser
-
-
-def _unknown_flag(word: str) -> str:
-    flag = _one_line(word.split("=", 1)[0])
-    return f"unknown flag {flag}{suggestion(flag, run_flags())}"
-
-
-def _strays(unknown: list[str]) -> list[str]:
-    """Words that belong to no flag; the value right after an unknown flag is that flag's."""
-    return [
-        word
-        for before, word in zip(["", *unknown], unknown, strict=False)
-        if not word.startswith("-") and not before.startswith("-")
-    ]
 
 
 # --- YAML ---
@@ -221,7 +208,8 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     try:
         content = yaml.load(content_bytes.decode("utf-8-sig"), Loader=_UniqueKeyLoader)  # a SafeLoader
     except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
-        return [f"{path}: not readable as YAML: {_first_words(error)}; compare it with examples/configs."]
+        reason = _one_line(str(error)) or type(error).__name__
+        return [f"{path}: not readable as YAML: {reason}; compare it with examples/configs."]
     if content is None:
         return []
     if not isinstance(content, dict):
@@ -243,10 +231,6 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
 def _name_of(key: Any) -> str:
     """A key as it stands in a message; a text that could be a name as it is."""
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else _shown.repr(key)
-
-
-def _first_words(error: Exception) -> str:
-    return _one_line(str(error)) or type(error).__name__
 
 
 def _one_line(text: str) -> str:
@@ -299,7 +283,8 @@ def _convert(value: Any, wanted: Any) -> Any:
     if plain in (int, float) and isinstance(value, str) and not value.isascii():  # int() reads the digits of any script
         raise ValueError(value)
     if plain is int:
-        number = float(value) if isinstance(value, (str, float)) and not _is_integer(value) else int(value)
+        is_written_whole = isinstance(value, str) and value.strip().lstrip("+-").isdigit()
+        number = int(value) if is_written_whole or isinstance(value, int) else float(value)
         if number != int(number):
             raise ValueError(value)
         return int(number)
@@ -314,20 +299,12 @@ def _convert(value: Any, wanted: Any) -> Any:
     raise ValueError(value)
 
 
-def _is_integer(value: str | float) -> bool:
-    return isinstance(value, str) and value.strip().lstrip("+-").isdigit()
-
-
 def _plain_type(wanted: Any) -> tuple[type, bool]:
     """`int | None` as (int, True)."""
     if isinstance(wanted, types.UnionType):
         plain = next(part for part in typing.get_args(wanted) if part is not type(None))
         return plain, True
     return wanted, False
-
-
-def _type_word(wanted: Any) -> str:
-    return {int: "N", float: "X", str: "TEXT", _TEXTS: "TEXT"}[_plain_type(wanted)[0]]
 
 
 def _type_words(wanted: Any) -> str:

@@ -42,7 +42,7 @@ def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: 
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     for local_name, param in model.named_parameters():
-        name = _name_in_whole_model(model, local_name)
+        name = name_in_whole_model(model, local_name)
         if "norm" in name:
             nn.init.ones_(param) if name.endswith("weight") else nn.init.zeros_(param)
             continue
@@ -63,7 +63,7 @@ def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: 
             param._high_precision_init_val = own.bfloat16()
 
 
-def _name_in_whole_model(model: Any, name: str) -> str:
+def name_in_whole_model(model: Any, name: str) -> str:
     """A pipeline stage counts its layers from 0; here they have their numbers in the whole model."""
     found = re.match(r"decoder\.layers\.(\d+)\.", name)
     if found is None:

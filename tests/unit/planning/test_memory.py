@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from tests_tiny import tiny_settings
 
+from benchmarks.benchmark_memory import count_saved_bytes
 from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
@@ -28,20 +29,6 @@ def no_process_group_left() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         distributed.shut_down()
-
-
-def kept_by_autograd(run: Any, batch: Any) -> int:
-    """Bytes of every storage that the forward pass of a micro-batch saves, weights not counted."""
-    weights = {weight.untyped_storage().data_ptr() for model in run.models for weight in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run.models[0](batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
-    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
 
 
 def planned(settings: Settings, batch: Any, *, vocab_size: int) -> int:
@@ -66,7 +53,7 @@ def test_planned_activations_are_what_autograd_keeps(changes, tiny_corpus, no_pr
     settings = tiny_settings(tiny_corpus, **changes)
     run = build_run(settings, *join(settings))
     batch = next(run.training_stream.steps()).micro_batches[0]
-    kept = kept_by_autograd(run, batch)
+    kept = count_saved_bytes(run, batch)
     vocab_size = run.tokenizer.vocab_size
     # A tensor of one number per layer is not worth a term: which mask attention has when it is recomputed.
     assert planned(settings, batch, vocab_size=vocab_size) == pytest.approx(kept, rel=1e-4)

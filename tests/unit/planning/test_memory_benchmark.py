@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_command
 
 from benchmarks import benchmark_memory
 from megatron_neobert.errors import ConfigError
@@ -50,11 +51,11 @@ def test_benchmark_finds_the_planned_activations_on_tensor_parallel_ranks(tmp_pa
         ),
     ],
 )
-def test_what_cannot_be_measured_or_written_is_said_before_measuring(flags, code, words, tmp_path):
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "benchmark_memory.py"), *flags]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (finished.returncode, finished.stdout, finished.stderr.count("\n")) == (code, "", 1)
-    assert finished.stderr.startswith(words)
+def test_what_cannot_be_measured_or_written_is_reported_before_measuring(flags, code, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command("benchmarks.benchmark_memory", *flags)
+    assert ended.refused(code), ended.output
+    assert ended.output.startswith(words)
 
 
 def test_process_of_a_case_that_dies_ends_the_benchmark_with_a_sentence(tmp_path, monkeypatch):
