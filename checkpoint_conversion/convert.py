@@ -40,74 +40,34 @@ def _parse() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     export = commands.add_parser("megatron-to-hf", help="write a Hugging Face folder and compare it with the reference")
     export.set_defaults(convert=_convert_to_huggingface)
-    export.add_argument(
-        "--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save"
-    )
-    export.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to create")
-    export.add_argument(
-        "--format",
-        choices=["eurobert", "neobert", "llama"],
-        default="eurobert",
-        help="layout to write (default: eurobert, which needs no remote code; neobert has the published names)",
-    )
-    export.add_argument(
-        "--tokenizer-model", type=Path, metavar="PATH", help="tokenizer to write (default: the checkpoint's own)"
-    )
-    export.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the stored weights (default: float32)"
-    )
+    add = export.add_argument
+    add("--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
+    layouts = "layout to write (default: eurobert, which needs no remote code; neobert has the published names)"
+    add("--format", choices=["eurobert", "neobert", "llama"], default="eurobert", help=layouts)
+    add("--tokenizer-model", type=Path, metavar="PATH", help="tokenizer to write (default: the checkpoint's own)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the stored weights (default: float32)")
+    add("--max-shard-size", default="5GB", type=_size, metavar="SIZE", help="cut larger weights (default: 5GB)")
+    add("--sentence-transformers", action="store_true", help="add what SentenceTransformer(DIR) reads: mean pooling")
     iterations = export.add_mutually_exclusive_group()
     iterations.add_argument("--iteration", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
-    iterations.add_argument(
-        "--all-iterations",
-        action="store_true",
-        help="convert every checkpoint into a subfolder of --output; folders that are there already are kept",
-    )
-    export.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        type=_size,
-        metavar="SIZE",
-        help="cut larger weights into several files (default: 5GB)",
-    )
-    export.add_argument(
-        "--sentence-transformers",
-        action="store_true",
-        help="add what SentenceTransformer(DIR) reads: mean pooling over the tokens",
-    )
+    every = "convert every checkpoint into a subfolder of --output; folders that are there already are kept"
+    iterations.add_argument("--all-iterations", action="store_true", help=every)
     back = commands.add_parser(
         "hf-to-megatron",
         help="write a checkpoint to continue pre-training from and compare it with the folder's model",
     )
     back.set_defaults(convert=_convert_to_megatron)
-    back.add_argument(
-        "--load", required=True, type=Path, metavar="DIR", help="Hugging Face folder with a masked language model"
-    )
-    back.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="folder to create, for training's --continue-from"
-    )
-    back.add_argument(
-        "--drop-padded-vocabulary",
-        action="store_true",
-        help="cut off rows of zeros behind the tokenizer's last id",
-    )
+    add = back.add_argument
+    add("--load", required=True, type=Path, metavar="DIR", help="Hugging Face folder with a masked language model")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to create, for training's --continue-from")
+    add("--drop-padded-vocabulary", action="store_true", help="cut off rows of zeros behind the tokenizer's last id")
     for command in (export, back):
-        command.add_argument(
-            "--license",
-            metavar="ID",
-            help="of the weights, for the model card, such as apache-2.0 (default: as in the source)",
-        )
-        command.add_argument(
-            "--base-model",
-            metavar="OWNER/NAME",
-            help="model on the Hub whose weights training begins from, for the card (default: as in the source)",
-        )
-        command.add_argument(
-            "--no-verification",
-            dest="verified",
-            action="store_false",
-            help="do not run the written model against its source",
-        )
+        add, default = command.add_argument, "for the model card (default: as in the source)"
+        add("--license", metavar="ID", help=f"licence of the weights, such as apache-2.0, {default}")
+        add("--base-model", metavar="OWNER/NAME", help=f"model on the Hub that training begins from, {default}")
+        unverified = "do not run the written model against its source"
+        add("--no-verification", dest="verified", action="store_false", help=unverified)
     return parser.parse_args()
 
 

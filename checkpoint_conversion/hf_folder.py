@@ -13,8 +13,9 @@ plain values and nothing else, and mapped from the file, of which nothing may be
 
 import json
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +45,12 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 class StoredTensor(NamedTuple):
-    """What a file's header holds of one tensor."""
+    """What a file's header holds of one tensor, and the way to the tensor itself."""
 
     file: Path
     dtype: str  # in safetensors' words: "F32", "BF16"
     shape: tuple[int, ...]
+    read: Callable[[], Tensor]  # its dtype kept, on the CPU
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
@@ -107,10 +109,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         pickled = [folder / name for name in _STATE_DICTS if (folder / name).is_file()]
         if len(pickled) != 1:
             raise _no_weights(folder)
-        return {
-            name: StoredTensor(pickled[0], _DTYPE_NAMES.get(one.dtype, str(one.dtype)), tuple(one.shape))
-            for name, one in _read_state_dict(pickled[0]).items()
-        }
+        return _list_state_dict(pickled[0])
     weight_map = _read_weight_map(index_path)
     tensors: dict[str, StoredTensor] = {}
     for file in sorted({folder / name for name in weight_map.values()}):
@@ -129,23 +128,6 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder / weight_map[absent[0]]} does not hold {quote(absent[0])}, which {INDEX} lists there; fetch the "
             "folder again."
         )
-    return tensors
-
-
-def load_tensors(stored: Mapping[str, StoredTensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors themselves, dtypes kept, on the CPU.
-
-    Args:
-        names: New name -> name in the file, of those to load.
-    """
-    tensors: dict[str, Tensor] = {}
-    for file in sorted({stored[name].file for name in names.values()}):
-        if file.name in _STATE_DICTS:
-            state = _read_state_dict(file)
-            tensors |= {new: state[name].detach().clone() for new, name in names.items()}
-            continue
-        with _opened(file) as reader:
-            tensors |= {new: reader.get_tensor(name) for new, name in names.items() if stored[name].file == file}
     return tensors
 
 
@@ -175,10 +157,19 @@ def _no_weights(folder: Path) -> ConversionError | MissingInputError:
 def _list_file(file: Path) -> dict[str, StoredTensor]:
     with _opened(file) as reader:
         slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (it is no mapping)
-        return {name: StoredTensor(file, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        return {
+            name: StoredTensor(file, one.get_dtype(), tuple(one.get_shape()), partial(_read_tensor, file, name))
+            for name, one in slices.items()
+        }
 
 
-def _read_state_dict(file: Path) -> dict[str, Tensor]:
+def _read_tensor(file: Path, name: str) -> Tensor:
+    with _opened(file) as reader:
+        tensor: Tensor = reader.get_tensor(name)
+        return tensor
+
+
+def _list_state_dict(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file of torch.save, mapped and not yet read.
 
     Raises:
@@ -204,7 +195,10 @@ def _read_state_dict(file: Path) -> dict[str, Tensor]:
     )
     if not is_plain or not state:
         raise ConversionError(f"{file}: holds no state dict of plain tensors; save the weights as {WEIGHTS}.")
-    return dict(state)
+    return {
+        name: StoredTensor(file, _DTYPE_NAMES.get(one.dtype, str(one.dtype)), tuple(one.shape), one.detach().clone)
+        for name, one in state.items()
+    }
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from checkpoint_conversion.hf_folder import (
     StoredTensor,
     check_folder,
     list_tensors,
-    load_tensors,
     quote,
     quote_names,
 )
@@ -148,7 +147,7 @@ def read_weights(folder: Path, config: FolderConfig) -> FolderWeights:
     absent = _find_absent(folder, layout, config, names, shapes)
     for name, source in names.items():
         _check_entry(source, kept[source], shapes[name])
-    tensors = load_tensors(kept, names)
+    tensors = {name: kept[source].read() for name, source in names.items()}
     embedding, decoder = tensors[_embedding(layout)], f"{_head(layout)}.weight"
     if config.tied and not absent.tied and (differing := int((tensors[decoder] != embedding).sum())):
         raise ConversionError(

@@ -5,7 +5,7 @@ Transformer Engine, from any classes that trained it). The published sides are N
 Face's EuroBERT and of a Llama that looks both ways, which compute the same function; tensor_rules.py has what
 differs beyond names. Nothing here touches a disk.
 
-Source: tests/parity/test_huggingface_parity.py shows that the functions are equal, and not equal under the other
+Source: tests/parity/test_published_models.py shows that the functions are equal, and not equal under the other
 rotary convention.
 """
 

@@ -98,27 +98,14 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument(
-        "--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder that convert.py wrote"
-    )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to create")
-    parser.add_argument(
-        "--task",
-        choices=list(TASKS),
-        default="fill-mask",
-        help="fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state, for "
-        "embeddings (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--int8", action="store_true", help="8-bit weights in model_quantized.onnx; its error is measured and reported"
-    )
-    parser.add_argument(
-        "--opset",
-        type=int,
-        choices=OPSETS,
-        default=OPSETS[0],
-        help="version of ONNX's operators (default: %(default)s, which the most runtimes know)",
-    )
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder that convert.py wrote")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
+    tasks = "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state"
+    add("--task", choices=list(TASKS), default="fill-mask", help=f"{tasks} (default: %(default)s)")
+    add("--int8", action="store_true", help="8-bit weights in model_quantized.onnx; their error is measured")
+    opsets = "version of ONNX's operators (default: %(default)s, which the most runtimes know)"
+    add("--opset", type=int, choices=OPSETS, default=OPSETS[0], help=opsets)
     return parser.parse_args()
 
 
@@ -290,8 +277,7 @@ def write_report(folder: Path, checks: "dict[Path, dict[str, Comparison]]", argu
 
     import megatron_neobert
 
-    packages = {"megatron_neobert": megatron_neobert, "torch": torch, "transformers": transformers}
-    packages["onnxruntime"] = onnxruntime
+    packages = (megatron_neobert, torch, transformers, onnxruntime)
     report = {
         "source": {path.name: sha256_of(path) for path in sorted(arguments.model.glob("*.safetensors"))},
         "task": arguments.task,
@@ -306,7 +292,7 @@ def write_report(folder: Path, checks: "dict[Path, dict[str, Comparison]]", argu
             }
             for path, batches in checks.items()
         },
-        "versions": {name: package.__version__ for name, package in packages.items()},
+        "versions": {package.__name__: package.__version__ for package in packages},
     }
     (folder / "onnx_report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

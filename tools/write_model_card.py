@@ -42,21 +42,16 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="folder of a converted model")
-    parser.add_argument("--name", metavar="OWNER/NAME", help="of the model on the Hub, for the card's examples")
-    parser.add_argument("--license", metavar="ID", help="the Hub's identifier, such as apache-2.0 (at first: unknown)")
-    parser.add_argument(
-        "--base-model", metavar="OWNER/NAME", help="model on the Hub whose weights training started from"
-    )
-    parser.add_argument("--dataset", nargs="+", default=(), metavar="OWNER/NAME", help="training data on the Hub")
-    parser.add_argument("--language", nargs="+", default=(), metavar="CODE", help="ISO 639 codes, such as en")
-    parser.add_argument(
-        "--evaluations",
-        type=Path,
-        metavar="FILE",
-        help="JSON list of results, each with task_type, dataset_type, dataset_name, metric_type, metric_value and, if "
-        "wanted, other fields of huggingface_hub's EvalResult",
-    )
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="folder of a converted model")
+    add("--name", metavar="OWNER/NAME", help="of the model on the Hub, for the card's examples")
+    add("--license", metavar="ID", help="the Hub's identifier, such as apache-2.0 (at first: unknown)")
+    add("--base-model", metavar="OWNER/NAME", help="model on the Hub whose weights training started from")
+    add("--dataset", nargs="+", default=(), metavar="OWNER/NAME", help="training data on the Hub")
+    add("--language", nargs="+", default=(), metavar="CODE", help="ISO 639 codes, such as en")
+    fields = "task_type, dataset_type, dataset_name, metric_type, metric_value"
+    results = f"JSON list of results, each with {fields} and, if wanted, other fields of huggingface_hub's EvalResult"
+    add("--evaluations", type=Path, metavar="FILE", help=results)
     return parser.parse_args()
 
 
