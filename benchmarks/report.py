@@ -9,7 +9,9 @@ from pathlib import Path
 
 def describe_machine(packages: Sequence[str]) -> dict[str, str]:
     """Processor, date, and the versions of Python and of these packages, those that are installed."""
-    models = [line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")]
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
     return {
         "cpu": f"{len(models)} x {models[0]}" if models else platform.processor(),
@@ -17,11 +19,6 @@ def describe_machine(packages: Sequence[str]) -> dict[str, str]:
         "python": platform.python_version(),
         **{package: installed[package] for package in packages if package in installed},
     }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def print_table(rows: Sequence[dict[str, object]]) -> None:

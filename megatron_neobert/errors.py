@@ -184,7 +184,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = EXIT_UNAVAILABLE
         _print_error(sentence, code)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads_output():  # `| head`
+        poll = select.poll()
+        poll.register(1, 0)
+        if isinstance(error, BrokenPipeError) and any(event & select.POLLERR for _, event in poll.poll(0)):  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = EXIT_BROKEN_PIPE
         else:
@@ -218,25 +220,13 @@ def _missing_package(module: str) -> str | None:
     return f"{sys.executable} has no module {module}; {remedy}"
 
 
-def _nobody_reads_output() -> bool:
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
 def _print_error(error: Exception | str, code: int) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0" and not isinstance(error, LauncherError):
-        _wait_to_be_ended(code)
+        # Until torchrun asks for the end because another rank of this node has ended first. That one has reported why,
+        # and where all ranks find the same it was local rank 0, which does not wait.
+        signal.set_wakeup_fd(-1)  # a thread that listens to signals there would answer this one too
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
+        time.sleep(_SECONDS_TO_BE_ENDED)
     rank = os.environ.get("RANK", "0")
     place = "" if rank == "0" else f" on rank {rank}"
     print(f"error{place}: {visible(str(error), keep=_KEPT)}", file=sys.stderr, flush=True)
-
-
-def _wait_to_be_ended(code: int) -> None:
-    """Ends the process with `code` if torchrun asks for it meanwhile: then another rank of this node has ended first.
-
-    That one has reported why, and where all ranks find the same it was local rank 0, which does not wait.
-    """
-    signal.set_wakeup_fd(-1)  # a thread that listens to signals there would answer this one too
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
-    time.sleep(_SECONDS_TO_BE_ENDED)

@@ -18,12 +18,11 @@ def visible(text: str, *, keep: str = "") -> str:
         keep: Control characters that stay, as line feeds where lines are printed.
     """
     return "".join(
-        ascii(character)[1:-1] if _acts(character) and character not in keep else character for character in text
+        ascii(character)[1:-1]
+        if unicodedata.category(character) in _ESCAPED and character not in (*_JOINERS, *keep)
+        else character
+        for character in text
     )
-
-
-def _acts(character: str) -> bool:
-    return unicodedata.category(character) in _ESCAPED and character not in _JOINERS
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:

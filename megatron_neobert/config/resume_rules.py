@@ -82,10 +82,14 @@ def refuse_other_run(
     allowed = now.checkpoint.changes_allowed
     without = {"parallel", "data", "optimizer", "training"} if weights_only else set()
     without |= {"data", "training"} if has_new_data else set()
+    must_be_allowed = _MUST_BE_ALLOWED
+    if now.training.loss_normalization == "micro_batch":  # a batch is then cut into means, not only into shares
+        training = (*must_be_allowed["training"], "micro_batch_size")
+        must_be_allowed = {**must_be_allowed, "training": training}
     fixed = list(_differences(saved, now, {name: names for name, names in _MUST_FIT.items() if name not in without}))
     guarded = {
         name: text
-        for section, names in _guarded_settings(now).items()
+        for section, names in must_be_allowed.items()
         if section not in without
         for name, text in _differences(saved, now, {section: names})
         if name not in allowed
@@ -106,13 +110,6 @@ def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> It
     for name, text in _differences(saved, now, sections):
         if name not in _NOT_LOGGED:
             yield text
-
-
-def _guarded_settings(settings: Settings) -> dict[str, tuple[str, ...]]:
-    if settings.training.loss_normalization != "micro_batch":
-        return _MUST_BE_ALLOWED
-    # A batch is then cut into means, not only into shares.
-    return {**_MUST_BE_ALLOWED, "training": (*_MUST_BE_ALLOWED["training"], "micro_batch_size")}
 
 
 def _differences(saved: Settings, now: Settings, sections: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:

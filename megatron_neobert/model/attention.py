@@ -74,8 +74,12 @@ class CoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.group = parallel_state.get_context_parallel_group()
+        # A plain copy, since Megatron's checks ran already, for a kernel that sees a share of the heads.
+        share: Any = copy.copy(config)
+        share.num_attention_heads //= self.group.size()
+        share.num_query_groups //= self.group.size()
         self.kernel = kernel(
-            config=_with_share_of_heads(config, ranks=self.group.size()),
+            config=share,
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
             attention_type=attention_type,
@@ -97,18 +101,20 @@ class CoreAttention(MegatronModule):
         heads = query_tnd.size(1)
         query, key, value = (self._gather_tokens(tensor) for tensor in (query_tnd, key_tnd, value_tnd))
         if packed_seq_params.angles_t11d is not None:
-            query, key = (self._rotate(tensor, packed_seq_params.angles_t11d) for tensor in (query, key))
+            # Without cu_seqlens, Megatron takes the table for one angle per token: no loop over documents, and
+            # Transformer Engine's fused kernel fits as well.
+            query, key = (
+                apply_rotary_pos_emb(
+                    tensor.unsqueeze(1), packed_seq_params.angles_t11d, self.config, cp_group=self.group
+                ).squeeze(1)
+                for tensor in (query, key)
+            )
         context = self.kernel(
             query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params
         )
         return self._gather_heads(
             context.unflatten(-1, (heads // self.group.size(), -1)) if context.dim() == 2 else context
         )
-
-    def _rotate(self, tensor_tnd: Tensor, angles_t11d: Tensor) -> Tensor:
-        # Without cu_seqlens, Megatron takes the table for one angle per token: no loop over documents, and
-        # Transformer Engine's fused kernel fits as well.
-        return apply_rotary_pos_emb(tensor_tnd.unsqueeze(1), angles_t11d, self.config, cp_group=self.group).squeeze(1)
 
     def _gather_tokens(self, tensor_tnd: Tensor) -> Tensor:
         """[t/c, n, d] with all heads to [t, n/c, d] with all tokens."""
@@ -125,11 +131,3 @@ class CoreAttention(MegatronModule):
             return context_tnd.flatten(1)
         by_sender = all_to_all(self.group, context_tnd.unflatten(0, (ranks, -1)).contiguous())
         return by_sender.transpose(0, 1).flatten(1)
-
-
-def _with_share_of_heads(config: TransformerConfig, *, ranks: int) -> TransformerConfig:
-    """What a kernel is told that sees 1/ranks of the heads; a plain copy, since Megatron's checks ran already."""
-    share: Any = copy.copy(config)
-    share.num_attention_heads //= ranks
-    share.num_query_groups //= ranks
-    return share

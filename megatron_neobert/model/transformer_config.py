@@ -4,7 +4,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_neobert.config.schema import ComputeConfig, ParallelConfig, Settings
+from megatron_neobert.config.schema import ParallelConfig, Settings
 from megatron_neobert.model.kernels import choose_kernels, fp8_arguments
 
 
@@ -48,7 +48,9 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
         cross_entropy_loss_fusion=settings.compute.cross_entropy_loss_fusion,
         cross_entropy_fusion_impl=settings.compute.cross_entropy_fusion_impl,
         **_layout_arguments(settings.parallel, settings),
-        **_recompute_arguments(settings.compute),
+        recompute_granularity=settings.compute.recompute_granularity,
+        recompute_method=settings.compute.recompute_method,
+        recompute_num_layers=settings.compute.recompute_num_layers,
         **fp8_arguments(settings.compute),
     )
 
@@ -73,11 +75,3 @@ def _layout_arguments(parallel: ParallelConfig, settings: Settings) -> dict:
             "batch_p2p_comm": False,
         }
     return arguments
-
-
-def _recompute_arguments(compute: ComputeConfig) -> dict:
-    return {
-        "recompute_granularity": compute.recompute_granularity,
-        "recompute_method": compute.recompute_method,
-        "recompute_num_layers": compute.recompute_num_layers,
-    }

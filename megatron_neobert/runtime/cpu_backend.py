@@ -30,17 +30,35 @@ def install() -> None:
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
-    torch.cuda.synchronize = _synchronize
-    torch.Tensor.cuda = _stay  # type: ignore[assignment,method-assign]
-    _leave_cuda_generators_alone()
+    torch.cuda.synchronize = lambda device=None: None  # CPU operations have finished when they return
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    # Megatron keeps states of CUDA's random numbers for each group of ranks; there are none here.
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    torch.cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
     _name_tensor_types_as_cuda()
-    namespace = _torch_without_cuda()
+    namespace = types.ModuleType("torch")  # a copy, whose factories take "cuda" for "cpu"
+    namespace.__dict__.update(torch.__dict__)
+    for name in ("tensor", "zeros", "ones", "empty", "full"):
+        setattr(namespace, name, _on_cpu(getattr(torch, name)))
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)
         assert module.torch is torch, f"{name} no longer imports torch by that name; look what its megatron.core does"
         module.torch = namespace
     clip_grads: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     clip_grads.l2_norm_impl = _norm_of_all
+
+
+def _current_device() -> torch.device:
+    """Every caller in megatron.core hands the answer on as `device=`."""
+    return torch.device("cpu")
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
+
+    return build
 
 
 def _norm_of_all(chunk_size: int, noop: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
@@ -51,52 +69,6 @@ def _norm_of_all(chunk_size: int, noop: Any, tensor_lists: list[list[torch.Tenso
     """
     parts = [part.norm() for tensor in tensor_lists[0] for part in tensor.reshape(-1).split(_NORM_ELEMENTS)]
     return torch.stack(parts).double().norm().float().view(1), None
-
-
-def _leave_cuda_generators_alone() -> None:
-    """Megatron keeps states of CUDA's random numbers for each group of ranks; there are none here."""
-    torch.cuda.get_rng_state = _empty_state
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = _empty_state
-    random._set_cuda_rng_state = _ignore_state
-
-
-def _empty_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
-
-
-def _ignore_state(*args: Any, **kwargs: Any) -> None:
-    """There is nothing to restore."""
-
-
-def _current_device() -> torch.device:
-    """Every caller in megatron.core hands the answer on as `device=`."""
-    return torch.device("cpu")
-
-
-def _synchronize(device: Any = None) -> None:
-    """CPU operations have finished when they return."""
-
-
-def _stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`tensor.cuda()`: the CPU is where the computation happens."""
-    return self
-
-
-def _torch_without_cuda() -> types.ModuleType:
-    """A copy of the torch namespace whose factories take "cuda" for "cpu"."""
-    namespace = types.ModuleType("torch")
-    namespace.__dict__.update(torch.__dict__)
-    for name in ("tensor", "zeros", "ones", "empty", "full"):
-        setattr(namespace, name, _on_cpu(getattr(torch, name)))
-    return namespace
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
-
-    return build
 
 
 def _name_tensor_types_as_cuda() -> None:

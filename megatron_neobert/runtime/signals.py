@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -86,7 +85,7 @@ def install_signal_handlers() -> None:
         _launchers.append(os.getppid())
         threading.Thread(target=_end_with_launcher, daemon=True).start()
     for number in (*STOP_SIGNALS, ABORT_SIGNAL):
-        signal.signal(number, _remember)
+        signal.signal(number, lambda number, frame: _signals_received.append(number))
     watch_signals(_answer)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher held them back until now
 
@@ -105,14 +104,14 @@ def watch_signals(answer: Callable[[int], None]) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    threading.Thread(target=_read_signals, args=(reader, answer), daemon=True).start()
 
+    def read() -> None:
+        while True:
+            (number,) = os.read(reader, 1)
+            if number in STOP_SIGNALS or number == ABORT_SIGNAL:
+                answer(number)
 
-def _read_signals(reader: int, answer: Callable[[int], None]) -> None:
-    while True:
-        (number,) = os.read(reader, 1)
-        if number in STOP_SIGNALS or number == ABORT_SIGNAL:
-            answer(number)
+    threading.Thread(target=read, daemon=True).start()
 
 
 def _end_with_launcher() -> None:
@@ -141,10 +140,6 @@ def _write(text: str) -> None:
     writer = threading.Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
     writer.start()
     writer.join(_SECONDS_TO_WRITE)
-
-
-def _remember(number: int, frame: FrameType | None) -> None:
-    _signals_received.append(number)
 
 
 def count_signals() -> int:

@@ -167,14 +167,16 @@ class HangDetector:
             return []
         time.sleep(_SILENCE_SECONDS)
         after = _within(_ANSWER_SECONDS, self._read) or []
-        alive = [beat for beat in after if not beat.ended]
         ended = [(beat, f"has ended: {beat.ended}") for beat in after if beat.ended not in ("", _LOST_ANOTHER)]
-        silent = [beat for beat in alive if beat.rank in before and before[beat.rank].number == beat.number]
+        silent = [
+            beat for beat in after if not beat.ended and beat.rank in before and before[beat.rank].number == beat.number
+        ]
         if ended or silent:
             return ended + [(beat, f"does not answer any more, last heard of in {beat.position}") for beat in silent]
-        furthest = max((beat.progress for beat in alive), default=0)
-        oldest = min((beat.progress for beat in alive), default=0)
-        return [(beat, f"is behind in {beat.position}") for beat in alive if beat.progress == oldest < furthest]
+        # Those that have left because of another one show how far a run had come.
+        progress = [beat.progress for beat in after if beat.ended in ("", _LOST_ANOTHER)]
+        oldest, furthest = min(progress, default=0), max(progress, default=0)
+        return [(beat, f"is behind in {beat.position}") for beat in after if beat.progress == oldest < furthest]
 
     def _end(self, text: str) -> NoReturn:
         """Without the interpreter's own way, which waits for what will never come."""

@@ -39,8 +39,9 @@ class Trackers:
         self.save = None if settings.checkpoint.save is None else Path(settings.checkpoint.save)
         self.tensorboard = _open_tensorboard(settings, iteration)
         self.wandb = None if settings.logging.wandb_project is None else WandbRun(settings, log=log)
+        has_record = self.save is not None and (self.save / _RECORD).exists()
         # Not recorded yet: a run that has nothing left to do, or is stopped before it does anything, has not resumed.
-        self.resumes_from = iteration if iteration > 0 and self._has_record() else None
+        self.resumes_from = iteration if iteration > 0 and has_record else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
         """Keeps those of the values that are finite; JSON knows no others.
@@ -60,9 +61,6 @@ class Trackers:
                 self.tensorboard.add_scalar(name, value, iteration)
         if self.wandb is not None:
             self.wandb.record(iteration, values)
-
-    def _has_record(self) -> bool:
-        return self.save is not None and (self.save / _RECORD).exists()
 
     def _append(self, values: dict[str, Any]) -> None:
         assert self.save is not None
