@@ -163,9 +163,9 @@ class HangDetector:
     def _find_oldest(self) -> list[tuple[Heartbeat, str]]:
         """The ranks that hold the others up, and how that shows, from two looks at the heartbeats."""
         before = {beat.rank: beat for beat in _within(_ANSWER_SECONDS, self._read) or []}
-        if not before:
-            return []
-        time.sleep(_SILENCE_SECONDS)
+        time.sleep(
+            _SILENCE_SECONDS
+        )  # without an answer too: where the launcher has gone, the watching thread reports it
         after = _within(_ANSWER_SECONDS, self._read) or []
         ended = [(beat, f"has ended: {beat.ended}") for beat in after if beat.ended not in ("", _LOST_ANOTHER)]
         silent = [
