@@ -1,16 +1,21 @@
 """The commands of tools/ and benchmarks/, started as a user does or imported, and a folder for preprocessing."""
 
 import importlib.util
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 from processes import Ended, run_command
 from unit.data.small_corpus import write_vocabulary
+
+from megatron_neobert.errors import run_command as run_main
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -37,6 +42,16 @@ def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
 def run_forked(tool: str, *arguments: object) -> Ended:
     """The same in a tenth of a second, with both streams in one."""
     return run_command(f"{file_of(tool).parent.name}.{tool}", *arguments)
+
+
+def call(tool: str, *arguments: object) -> tuple[int, str, str]:
+    """The same in this process, which has imported most of it."""
+    output, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+        patch.setattr(sys, "argv", [f"{tool}.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            run_main(import_tool(tool).main)
+    return int(ended.value.code or 0), output.getvalue(), errors.getvalue()
 
 
 def import_tool(tool: str) -> ModuleType:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 from unit.inspection.batch_places import settings_of, write_checkpoint, write_place
-from unit.tools.commands import import_tool, run
+from unit.tools.commands import call, import_tool
 
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError
@@ -39,7 +39,7 @@ def inspect(monkeypatch, capsys):
 
 
 def test_the_command_prints_numbers_and_rows_and_ends_with_0(place):
-    code, said, errors = run("inspect_batch", "--config", place / "settings.yaml", "--iteration", 6, "--rows", 2)
+    code, said, errors = call("inspect_batch", "--config", place / "settings.yaml", "--iteration", 6, "--rows", 2)
     assert (code, errors) == (0, "")
     assert said.startswith("batch 6\n") and "8 of 64 slots, in 4 micro-batches" in said
     assert said.count("\nrow ") == 2 and "[MASK→" in said
@@ -97,6 +97,6 @@ def test_settings_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path):
     folder = tmp_path / "run" / "iter_0000004"
     shutil.copytree(place / "run" / "iter_0000004", folder)
     (folder / "settings.yaml").write_text('model: {normalization: "\\e]0;owned\\a"}')
-    code, said, errors = run("inspect_batch", "--load", tmp_path / "run", "--iteration", 6)
+    code, said, errors = call("inspect_batch", "--load", tmp_path / "run", "--iteration", 6)
     assert (code, said) == (78, "")
     assert "owned" in errors and not {"\x1b", "\x07"} & set(errors)

@@ -5,30 +5,17 @@ import shutil
 import sys
 
 import pytest
-from commands import ENVIRONMENT, import_tool, run
+from commands import ENVIRONMENT, call, import_tool, run
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.errors import run_command
 
 TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
 
 
-tool = import_tool("inspect_data")
-
-
-@pytest.fixture
-def inspect(monkeypatch, capsys):
-    """The command in this process: its exit code, and what it prints on both streams."""
-
-    def run_here(*arguments):
-        monkeypatch.setattr(sys, "argv", ["inspect_data.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(tool.main)
-        return ended.value.code, *capsys.readouterr()
-
-    return run_here
+def inspect(*arguments):
+    return call("inspect_data", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +33,7 @@ def documents_shown(output):
     return [int(line.split(":")[0].split()[1]) for line in output.splitlines() if line.startswith("document")]
 
 
-def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(inspect, place):
+def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
     code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 3, 0)
     assert (code, errors) == (0, "")
     assert output.splitlines() == [
@@ -61,7 +48,7 @@ def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(inspect, pla
     ]
 
 
-def test_long_document_is_cut_and_says_so(inspect, place):
+def test_long_document_is_cut_and_says_so(place):
     arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 2, "--tokens", 2)
     lines = inspect(*arguments)[1].splitlines()
     assert lines[:3] == [
@@ -71,20 +58,20 @@ def test_long_document_is_cut_and_says_so(inspect, place):
     ]
 
 
-def test_longest_documents_come_with_the_first_of_equal_ones_first(inspect, place):
+def test_longest_documents_come_with_the_first_of_equal_ones_first(place):
     arguments = (place / "P", "--tokenizer-model", place / "vocab.txt")
     assert documents_shown(inspect(*arguments, "--longest", 3)[1]) == [2, 3, 0]
     assert documents_shown(inspect(*arguments, "--longest", 5)[1]) == [2, 3, 0, 1, 4]
 
 
-def test_random_documents_are_different_ones_and_follow_from_the_seed(inspect, place):
+def test_random_documents_are_different_ones_and_follow_from_the_seed(place):
     arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--random")
     orders = [documents_shown(inspect(*arguments, 5, "--seed", seed)[1]) for seed in (0, 0, 1)]
     assert sorted(orders[0]) == [0, 1, 2, 3, 4]
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(inspect, place):
+def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(place):
     code, output, errors = inspect(place / "P")
     assert (code, errors) == (0, "")
     rows = {line[2:20].strip(): line[21:] for line in output.splitlines()}
@@ -108,14 +95,14 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(insp
         (["--document", "0", "--random", "1"], "not allowed with argument"),
     ],
 )
-def test_wrong_numbers_end_with_2_and_one_sentence(inspect, place, more, message):
+def test_wrong_numbers_end_with_2_and_one_sentence(place, more, message):
     code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", *more)
     assert (code, output) == (2, "")
     assert message in errors
     assert "Traceback" not in errors
 
 
-def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(inspect, place, tmp_path):
+def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(place, tmp_path):
     code, _, errors = inspect(place / "P", "--document", 0)
     assert code == 2 and "give --tokenizer-model" in errors
     other = write_vocabulary(tmp_path / "vocab.txt", ["other"])
@@ -131,7 +118,7 @@ def test_terminal_without_unicode_gets_escapes(place):
     assert "\\u043f\\u0440\\u0438\\u0432\\u0435\\u0442 world" in output
 
 
-def test_control_characters_do_not_reach_the_terminal(inspect, tmp_path):
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
     """A vocabulary may hold an escape sequence, and a text the character that turns its surroundings around."""
     pieces = [*SPECIAL, "\x1b[2J", "a\u202eb", "\n", "é\u200d"]
     backend = Tokenizer(models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, "[UNK]"))
@@ -151,6 +138,7 @@ def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monk
     manifest |= {"text_key": hostile, "project_version": hostile, "filters": {hostile: hostile}}
     manifest |= {"dropped": {hostile: 1}, "records": manifest["records"] + 1}
     (tmp_path / "P.json").write_text(json.dumps(manifest))
+    tool = import_tool("inspect_data")
     monkeypatch.setattr(sys, "argv", ["inspect_data.py", str(tmp_path / "P")])
 
     def shown():

@@ -5,7 +5,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from unit.tools.commands import import_tool, run
+from unit.tools.commands import call, import_tool
 
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError
 
@@ -36,7 +36,7 @@ def plot(monkeypatch, capsys):
 
 def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", last=30, killed_at=20)
-    code, said, errors = run("plot_run", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
+    code, said, errors = call("plot_run", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
     assert (code, errors) == (0, "")
     assert said.splitlines()[:2] == [
         "a: iteration 40 | 4,000 tokens | loss 0.2500 nats",

@@ -1,13 +1,12 @@
 """The command that writes a model card anew, as a user starts it."""
 
 import json
-import sys
 
 import pytest
-from commands import import_tool
+from commands import call, import_tool
 from huggingface_hub import ModelCard
 
-from megatron_neobert.errors import DataError, run_command
+from megatron_neobert.errors import DataError
 
 tool = import_tool("write_model_card")
 
@@ -41,23 +40,10 @@ def evaluations(tmp_path, content):
     return path
 
 
-@pytest.fixture
-def write(monkeypatch, capsys):
-    """The command in this process: its exit code, and what it prints on both streams."""
-
-    def run_here(*arguments):
-        monkeypatch.setattr(sys, "argv", ["write_model_card.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(tool.main)
-        return ended.value.code, *capsys.readouterr()
-
-    return run_here
-
-
-def test_card_carries_every_flag(model, write, tmp_path):
+def test_card_carries_every_flag(model, tmp_path):
     results = evaluations(tmp_path, [COMPLETE, {**COMPLETE, "metric_type": "f1", "metric_value": "0.5 ± 0.1"}])
     flags = "--name ann/neobert --license mit --base-model ann/first --dataset ann/web ann/books --language en de"
-    code, output, errors = write("--model", model, *flags.split(), "--evaluations", results)
+    code, output, errors = call("write_model_card", "--model", model, *flags.split(), "--evaluations", results)
     assert (code, errors) == (0, "")
     assert output == f"wrote {model / 'README.md'}\n"
     card = ModelCard.load(model / "README.md")
@@ -97,9 +83,9 @@ def test_evaluation_that_is_incomplete_or_unknown_is_refused(content, said, tmp_
         (("--model", ".", "--license", "My License"), 2, "license 'My License' is no identifier of the Hub"),
     ],
 )
-def test_command_that_cannot_work_ends_with_one_sentence(arguments, code, said, write, tmp_path, monkeypatch):
+def test_command_that_cannot_work_ends_with_one_sentence(arguments, code, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ended, output, errors = write(*arguments)
+    ended, output, errors = call("write_model_card", *arguments)
     assert (ended, output) == (code, "")
     assert said in errors
     assert errors.count("\n") == 1
