@@ -22,14 +22,14 @@ _BF16_LAYER_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"
 
 def compute_problems(settings: Settings) -> Iterator[str]:
     """Every reason why the compute section cannot stand beside the others; each value alone must be legal."""
-    yield from _kernel_problems(settings)
-    yield from _idle_fp8_problems(settings.compute)
+    yield from kernel_problems(settings)
+    yield from idle_fp8_problems(settings.compute)
     if settings.compute.fp8_format is not None:
-        yield from _fp8_problems(settings)
-    yield from _recompute_problems(settings)
+        yield from fp8_problems(settings)
+    yield from recompute_problems(settings)
 
 
-def _kernel_problems(settings: Settings) -> Iterator[str]:
+def kernel_problems(settings: Settings) -> Iterator[str]:
     compute, bf16 = settings.compute, settings.training.bf16
     if compute.transformer_impl == "transformer_engine" and not bf16:
         yield (
@@ -42,7 +42,7 @@ def _kernel_problems(settings: Settings) -> Iterator[str]:
             "use auto."
         )
     if compute.attention_backend == "fused":
-        yield from _cudnn_problems(settings)
+        yield from cudnn_problems(settings)
     if compute.cross_entropy_fusion_impl != "native" and not compute.cross_entropy_loss_fusion:
         yield (
             f"--cross-entropy-fusion-impl {compute.cross_entropy_fusion_impl} does nothing without "
@@ -55,7 +55,7 @@ def _kernel_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _cudnn_problems(settings: Settings) -> Iterator[str]:
+def cudnn_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
     width = model.hidden_size // model.num_attention_heads
     if settings.compute.transformer_impl == "local":
@@ -71,7 +71,7 @@ def _cudnn_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _idle_fp8_problems(compute: ComputeConfig) -> Iterator[str]:
+def idle_fp8_problems(compute: ComputeConfig) -> Iterator[str]:
     """Settings that were changed and that nothing reads."""
     precision = [item for item in fields(compute) if item.name.startswith(("fp8_", "first_last_", "num_layers_at_"))]
     changed = {
@@ -87,7 +87,7 @@ def _idle_fp8_problems(compute: ComputeConfig) -> Iterator[str]:
             yield f"{typed} does nothing without --first-last-layers-bf16; add that, or leave it out."
 
 
-def _fp8_problems(settings: Settings) -> Iterator[str]:
+def fp8_problems(settings: Settings) -> Iterator[str]:
     compute = settings.compute
     if not settings.training.bf16:
         yield (
@@ -110,11 +110,11 @@ def _fp8_problems(settings: Settings) -> Iterator[str]:
             "gradients' memory; leave it out."
         )
     if compute.first_last_layers_bf16:
-        yield from _bf16_layer_problems(settings)
-    yield from _alignment_problems(settings)
+        yield from bf16_layer_problems(settings)
+    yield from alignment_problems(settings)
 
 
-def _bf16_layer_problems(settings: Settings) -> Iterator[str]:
+def bf16_layer_problems(settings: Settings) -> Iterator[str]:
     compute, layers = settings.compute, settings.model.num_layers
     start, end = compute.num_layers_at_start_in_bf16, compute.num_layers_at_end_in_bf16
     if compute.fp8_recipe == "delayed":
@@ -136,7 +136,7 @@ def _bf16_layer_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _alignment_problems(settings: Settings) -> Iterator[str]:
+def alignment_problems(settings: Settings) -> Iterator[str]:
     """Each tensor-parallel rank has an equal part of the attention's output and of the feed-forward.
 
     The other sides of the matrices are multiples of these; the tokens are judged with the batch (rules.py).
@@ -157,7 +157,7 @@ def _alignment_problems(settings: Settings) -> Iterator[str]:
             )
 
 
-def _recompute_problems(settings: Settings) -> Iterator[str]:
+def recompute_problems(settings: Settings) -> Iterator[str]:
     compute, layers = settings.compute, settings.layers_per_stage
     granularity, method, number = (
         compute.recompute_granularity,

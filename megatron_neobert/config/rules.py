@@ -28,31 +28,31 @@ LARGEST_DOCUMENT_BLOCK = 4096  # data/batches/rows.py packs windows of so many d
 
 def find_problems(settings: Settings, *, world_size: int) -> list[str]:
     """Every reason why these settings cannot train on `world_size` ranks; empty if they can."""
-    if problems := list(_value_problems(settings)):  # the arithmetic below needs legal values
+    if problems := list(value_problems(settings)):  # the arithmetic below needs legal values
         return problems
     layout_problems = [
-        *_tensor_parallel_problems(settings),
-        *_pipeline_problems(settings),
-        *_batch_problems(settings, world_size),
-        *_overlap_problems(settings.parallel),
+        *tensor_parallel_problems(settings),
+        *pipeline_problems(settings),
+        *batch_problems(settings, world_size),
+        *overlap_problems(settings.parallel),
     ]
     return [
-        *_model_problems(settings),
+        *model_problems(settings),
         *layout_problems,
         *([] if layout_problems else compute_problems(settings)),  # which divides by the layout's sizes
-        *_data_problems(settings.data),
-        *_schedule_problems(settings),
-        *_checkpoint_problems(settings),
-        *_logging_problems(settings.logging),
+        *data_problems(settings.data),
+        *schedule_problems(settings),
+        *checkpoint_problems(settings),
+        *logging_problems(settings.logging),
     ]
 
 
 def find_record_problems(settings: Settings) -> list[str]:
     """What no run can have been started with, in any version; a record of one is damaged or made up."""
-    return list(_value_problems(settings)) or list(_head_problems(settings.model))
+    return list(value_problems(settings)) or list(head_problems(settings.model))
 
 
-def _value_problems(settings: Settings) -> Iterator[str]:
+def value_problems(settings: Settings) -> Iterator[str]:
     for section in fields(settings):
         config = getattr(settings, section.name)
         for item in fields(config):
@@ -65,7 +65,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
                 yield (f"{flag_of(item.name)} {value} is infinite; give a finite value.")
 
 
-def _head_problems(model: ModelConfig) -> Iterator[str]:
+def head_problems(model: ModelConfig) -> Iterator[str]:
     heads = model.num_attention_heads
     if model.hidden_size % heads:
         yield (
@@ -79,9 +79,9 @@ def _head_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _model_problems(settings: Settings) -> Iterator[str]:
+def model_problems(settings: Settings) -> Iterator[str]:
     model, data = settings.model, settings.data
-    yield from _head_problems(model)
+    yield from head_problems(model)
     if model.position_embedding_type != "rope" and model.rotary_base != ModelConfig().rotary_base:
         yield (
             f"--rotary-base {model.rotary_base} does nothing with --position-embedding-type "
@@ -101,7 +101,7 @@ def _neighbours(size: int, heads: int) -> str:
     return " or ".join(str(n) for n in below + above) or "an even hidden size and other"
 
 
-def _tensor_parallel_problems(settings: Settings) -> Iterator[str]:
+def tensor_parallel_problems(settings: Settings) -> Iterator[str]:
     parallel, model = settings.parallel, settings.model
     tp, cp, heads = parallel.tensor_model_parallel_size, parallel.context_parallel_size, model.num_attention_heads
     for what, size in (
@@ -124,7 +124,7 @@ def _tensor_parallel_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _pipeline_problems(settings: Settings) -> Iterator[str]:
+def pipeline_problems(settings: Settings) -> Iterator[str]:
     pp, layers = settings.parallel.pipeline_model_parallel_size, settings.model.num_layers
     chunk = settings.parallel.num_layers_per_virtual_pipeline_stage
     if chunk is None:
@@ -153,7 +153,7 @@ def _pipeline_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
+def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
     """How ranks share a global batch and the tokens of a micro-batch."""
     parallel, training, recipe = settings.parallel, settings.training, settings.compute.fp8_recipe
     tp, pp, cp = (
@@ -164,13 +164,13 @@ def _batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
     # Tokens: an equal share for every rank, of whole blocks in FP8.
     share = cp * (tp if parallel.sequence_parallel else 1)
     multiple = share * (1 if settings.compute.fp8_format is None else FP8_TOKENS[recipe])
-    if settings.slots_per_micro_batch % multiple:
+    if settings.tokens_per_micro_batch % multiple:
         ranks = f"--context-parallel-size {cp}"
         ranks += f" x --tensor-model-parallel-size {tp}, for --sequence-parallel" if parallel.sequence_parallel else ""
         in_blocks = f" in multiples of {FP8_TOKENS[recipe]} (--fp8-recipe {recipe})" if multiple > share else ""
         yield (
             f"--micro-batch-size {training.micro_batch_size} x --seq-length {settings.data.seq_length} = "
-            f"{settings.slots_per_micro_batch} tokens cannot be shared by {share} rank{'s' if share > 1 else ''} "
+            f"{settings.tokens_per_micro_batch} tokens cannot be shared by {share} rank{'s' if share > 1 else ''} "
             f"({ranks}){in_blocks}; every rank needs the same number. Use --seq-length "
             f"{-(-settings.data.seq_length // multiple) * multiple}."
         )
@@ -205,7 +205,7 @@ def _batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
         )
 
 
-def _overlap_problems(parallel: ParallelConfig) -> Iterator[str]:
+def overlap_problems(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce:
         yield (
             f"--ddp-bucket-size {parallel.ddp_bucket_size} does nothing without --overlap-grad-reduce; add that, or "
@@ -218,7 +218,7 @@ def _overlap_problems(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def _data_problems(data: DataConfig) -> Iterator[str]:
+def data_problems(data: DataConfig) -> Iterator[str]:
     paths = {"--data-path": data.data_path}
     if data.valid_data_path is not None:
         paths["--valid-data-path"] = (data.valid_data_path,)
@@ -238,7 +238,7 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
         yield (f"--mask-prob {data.mask_prob} is not between 0 and 1; NeoBERT predicts 0.2 of the tokens.")
 
 
-def _schedule_problems(settings: Settings) -> Iterator[str]:
+def schedule_problems(settings: Settings) -> Iterator[str]:
     optimizer, training = settings.optimizer, settings.training
     end = settings.lr_decay_end
     if optimizer.lr_warmup_iters >= end:
@@ -261,7 +261,7 @@ def _schedule_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _checkpoint_problems(settings: Settings) -> Iterator[str]:
+def checkpoint_problems(settings: Settings) -> Iterator[str]:
     checkpoint, training = settings.checkpoint, settings.training
     if checkpoint.continue_from is not None and checkpoint.save is not None and not checkpoint.loads_save:
         yield (
@@ -287,7 +287,7 @@ def _checkpoint_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _logging_problems(logging: LoggingConfig) -> Iterator[str]:
+def logging_problems(logging: LoggingConfig) -> Iterator[str]:
     project = logging.wandb_project
     if project is not None and (wrong := sorted(set(project) & set(_NOT_IN_A_PROJECT))):
         yield (

@@ -358,7 +358,7 @@ class Settings:
         return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
 
     @property
-    def slots_per_micro_batch(self) -> int:
+    def tokens_per_micro_batch(self) -> int:
         """Token capacity of one forward pass."""
         return self.training.micro_batch_size * self.data.seq_length
 

@@ -173,16 +173,16 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
     """
     hardware = detect_hardware() if hardware is None else hardware
     problems = [
-        *_apex_problems(settings.compute, hardware),
-        *_engine_problems(settings, hardware),
-        *_attention_problems(settings, hardware),
-        *_precision_problems(settings, hardware),
+        *apex_problems(settings.compute, hardware),
+        *engine_problems(settings, hardware),
+        *attention_problems(settings, hardware),
+        *precision_problems(settings, hardware),
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _apex_problems(compute: ComputeConfig, hardware: Hardware) -> Iterator[str]:
+def apex_problems(compute: ComputeConfig, hardware: Hardware) -> Iterator[str]:
     if hardware.foreign_apex is not None:
         yield (
             f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
@@ -197,7 +197,7 @@ def _apex_problems(compute: ComputeConfig, hardware: Hardware) -> Iterator[str]:
         )
 
 
-def _engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     """What the settings want of Transformer Engine by name, and how to do without it."""
     if hardware.gpu is None:
         missing = "this machine has no CUDA device"
@@ -220,7 +220,7 @@ def _engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
         yield f"--fp8-format {compute.fp8_format} needs Transformer Engine: {missing}; leave it out."
 
 
-def _attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+def attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     if settings.compute.attention_backend != "flash":
         return
     if hardware.gpu is None:
@@ -232,7 +232,7 @@ def _attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]
         )
 
 
-def _precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+def precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     if hardware.gpu is None:
         return
 

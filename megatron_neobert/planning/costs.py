@@ -23,7 +23,7 @@ _KERNEL_NAMES: dict[Kernels, str] = {
 
 def plan_memories(settings: Settings, *, vocab_size: int, world_size: int) -> dict[Kernels, RankMemory]:
     """The fullest rank with each kind of layers that these settings can end up with; the likeliest first."""
-    compute, slots = settings.compute, settings.slots_per_micro_batch // settings.parallel.context_parallel_size
+    compute, slots = settings.compute, settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
     kinds: list[Kernels] = []
     if compute.transformer_impl == "transformer_engine" or (
         compute.transformer_impl == "auto" and settings.training.bf16

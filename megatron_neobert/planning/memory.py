@@ -45,7 +45,7 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         """Of this context-parallel rank."""
-        return self.settings.slots_per_micro_batch // self.settings.parallel.context_parallel_size
+        return self.settings.tokens_per_micro_batch // self.settings.parallel.context_parallel_size
 
     @property
     def tokens_of_norms(self) -> int:
@@ -127,7 +127,7 @@ class MicroBatch:
         angles = 0
         if rotated and self.kernels != "transformer_engine":
             width = model.hidden_size // model.num_attention_heads
-            angles = 4 * self.element * width * self.settings.slots_per_micro_batch
+            angles = 4 * self.element * width * self.settings.tokens_per_micro_batch
         return (inputs + copied) * self._context_bytes + logsumexp + angles
 
     @property

@@ -57,16 +57,16 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     left = max(0, settings.training.train_iters - first)
     memories = plan_memories(settings, vocab_size=inputs.tokenizer.vocab_size, world_size=world_size)
     sections = {
-        "settings": _settings_lines(settings),
-        "model": _model_lines(settings, inputs),
-        "ranks": [_describe_ranks(settings, world_size)],
-        "iteration": _iteration_lines(settings, sample, world_size=world_size),
-        "corpus": _corpus_lines(inputs, sample, left=left),
-        "run": _run_lines(settings, inputs, sample, first=first, left=left),
-        "rate": _rate_lines(settings, first=first),
+        "settings": settings_lines(settings),
+        "model": model_lines(settings, inputs),
+        "ranks": [describe_ranks(settings, world_size)],
+        "iteration": iteration_lines(settings, sample, world_size=world_size),
+        "corpus": corpus_lines(inputs, sample, left=left),
+        "run": run_lines(settings, inputs, sample, first=first, left=left),
+        "rate": rate_lines(settings, first=first),
         "memory": memory_lines(memories, stages=settings.parallel.pipeline_model_parallel_size),
         "GPUs": gpu_lines(
-            settings, memories, flops=left * _flops_per_iteration(settings, inputs, sample), world_size=world_size
+            settings, memories, flops=left * flops_per_iteration(settings, inputs, sample), world_size=world_size
         ),
         "checkpoints": checkpoint_lines(settings, vocab_size=inputs.tokenizer.vocab_size, first=first),
     }
@@ -88,7 +88,7 @@ def first_iteration(checkpoint: CheckpointConfig) -> int:
 # ---- what is run
 
 
-def _settings_lines(settings: Settings) -> list[str]:
+def settings_lines(settings: Settings) -> list[str]:
     """The flags that differ from the defaults, such that they can be pasted."""
     words = [word for section in fields(settings) for word in _differing(getattr(settings, section.name))]
     return ["  ".join(words) or "the defaults, all of them"]
@@ -106,7 +106,7 @@ def _differing(section: Any) -> Iterator[str]:
             yield f"{flag} {shlex.join(str(one) for one in values)}"
 
 
-def _model_lines(settings: Settings, inputs: Inputs) -> list[str]:
+def model_lines(settings: Settings, inputs: Inputs) -> list[str]:
     model, vocab_size = settings.model, inputs.tokenizer.vocab_size
     count = count_parameters(model, vocab_size=vocab_size)
     padded = model.padded_vocab_size(vocab_size, tensor_parallel=settings.parallel.tensor_model_parallel_size)
@@ -116,7 +116,7 @@ def _model_lines(settings: Settings, inputs: Inputs) -> list[str]:
     ]
 
 
-def _describe_ranks(settings: Settings, world_size: int) -> str:
+def describe_ranks(settings: Settings, world_size: int) -> str:
     parallel = settings.parallel
     shares = {
         "tensor-parallel": parallel.tensor_model_parallel_size,
@@ -130,7 +130,7 @@ def _describe_ranks(settings: Settings, world_size: int) -> str:
     return f"{world_size} = {' x '.join(factors)}"
 
 
-def _iteration_lines(settings: Settings, sample: IterationSample, *, world_size: int) -> list[str]:
+def iteration_lines(settings: Settings, sample: IterationSample, *, world_size: int) -> list[str]:
     training, data = settings.training, settings.data
     micro_batches = counted(settings.micro_batches_per_rank(world_size), "micro-batch", "micro-batches")
     mean = sample.tokens / sample.documents
@@ -142,7 +142,7 @@ def _iteration_lines(settings: Settings, sample: IterationSample, *, world_size:
     ]
 
 
-def _corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
+def corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
     lines = [
         f"about {_small(epochs * left)} epochs of {line}"
         for line, epochs in zip(inputs.description, sample.epochs, strict=True)
@@ -156,15 +156,15 @@ def _corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list
     ]
 
 
-def _flops_per_iteration(settings: Settings, inputs: Inputs, sample: IterationSample) -> float:
+def flops_per_iteration(settings: Settings, inputs: Inputs, sample: IterationSample) -> float:
     per_token = training_flops_per_token(
         settings, vocab_size=inputs.tokenizer.vocab_size, document_tokens=sample.tokens_of_a_tokens_document
     )
     return per_token * sample.tokens
 
 
-def _run_lines(settings: Settings, inputs: Inputs, sample: IterationSample, *, first: int, left: int) -> list[str]:
-    flops = _flops_per_iteration(settings, inputs, sample)
+def run_lines(settings: Settings, inputs: Inputs, sample: IterationSample, *, first: int, left: int) -> list[str]:
+    flops = flops_per_iteration(settings, inputs, sample)
     done = f", {first:,} of them done" if first else ""
     return [
         f"{counted(settings.training.train_iters, 'iteration')}{done}: {left * sample.tokens:.3e} tokens of documents"
@@ -241,7 +241,7 @@ def draw_curve(values: Sequence[float], *, height: int, unicode: bool) -> list[s
     return lines
 
 
-def _rate_lines(settings: Settings, *, first: int) -> list[str]:
+def rate_lines(settings: Settings, *, first: int) -> list[str]:
     """The learning rate from the first iteration to the last, and where it is what."""
     last = max(settings.training.train_iters, first + 1)
     places = [first + round((last - first) * column / (_CURVE_COLUMNS - 1)) for column in range(_CURVE_COLUMNS)]

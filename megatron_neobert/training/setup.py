@@ -41,23 +41,23 @@ def join(settings: Settings) -> tuple[Inputs, torch.device]:
 
 def build_run(settings: Settings, inputs: Inputs, device: torch.device) -> Run:
     """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
-    training_stream, validation_stream = _build_streams(settings, inputs)
-    models = _build_models(settings, device, vocab_size=inputs.tokenizer.vocab_size)
-    optimizer = _build_optimizer(settings, models)
+    training_stream, validation_stream = build_streams(settings, inputs)
+    models = build_models(settings, device, vocab_size=inputs.tokenizer.vocab_size)
+    optimizer = build_optimizer(settings, models)
     return Run(
         settings=settings,
         device=device,
         tokenizer=inputs.tokenizer,
         models=models,
         optimizer=optimizer,
-        scheduler=_build_scheduler(settings, optimizer),
+        scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_stream=validation_stream,
         progress=Progress(corpus_sha256=inputs.identity),
     )
 
 
-def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, BatchStream | None]:
+def build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, BatchStream | None]:
     """This rank's batches for training and, if wanted, for validation, both from their start."""
     training = BatchStream(
         inputs.training,
@@ -72,7 +72,7 @@ def _build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, Bat
     return training, replace(training, sources=inputs.validation)
 
 
-def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:
+def build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:
     """This rank's model chunks, one without interleaving. Collective: all ranks."""
     chunks = settings.virtual_stages_per_rank
     models = []
@@ -85,7 +85,7 @@ def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) 
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             vp_stage=vp_stage,
         )
-        models.append(_wrap_model(settings, model.to(device), is_first_chunk=number == 0))
+        models.append(wrap_model(settings, model.to(device), is_first_chunk=number == 0))
     config = models[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if settings.parallel.overlap_grad_reduce:
@@ -93,7 +93,7 @@ def _build_models(settings: Settings, device: torch.device, *, vocab_size: int) 
     return models
 
 
-def _wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> DistributedDataParallel:
+def wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> DistributedDataParallel:
     """A model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
     parallel, config = settings.parallel, model.config
     if settings.training.bf16:
@@ -113,7 +113,7 @@ def _wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> Dist
     )
 
 
-def _build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -> Any:
+def build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -> Any:
     """Megatron's optimizer over all parameters. Collective: all ranks."""
     cfg = settings.optimizer
     config = MegatronOptimizerConfig(
@@ -139,7 +139,7 @@ def _build_optimizer(settings: Settings, models: list[DistributedDataParallel]) 
     return get_megatron_optimizer(config, models, config_overrides=overrides, use_gloo_process_groups=True)
 
 
-def _build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
+def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
     cfg = settings.optimizer
     return OptimizerParamScheduler(
         optimizer,

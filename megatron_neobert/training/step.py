@@ -113,7 +113,7 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
         model=run.models if len(run.models) > 1 else run.models[0],
         num_microbatches=len(batches.micro_batches),
         # To Megatron, a packed micro-batch is one sequence.
-        seq_length=run.settings.slots_per_micro_batch,
+        seq_length=run.settings.tokens_per_micro_batch,
         micro_batch_size=1,
         forward_only=forward_only,
     )

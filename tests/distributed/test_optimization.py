@@ -20,8 +20,8 @@ PEAK, FLOOR = 2e-3, 2e-4
     ("style", "share_left"),
     [
         ("cosine", lambda done: (1 + math.cos(math.pi * done)) / 2),
-        ("linear", lambda done: 1 - done),
-        ("constant", lambda done: 1.0),
+        pytest.param("linear", lambda done: 1 - done, marks=pytest.mark.slow),
+        pytest.param("constant", lambda done: 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_learning_rate_warms_up_linearly_and_then_follows_its_style(settings, style, share_left):

@@ -195,7 +195,7 @@ def test_page_has_the_gib_of_the_plan(words):
     settings = STAGE_1
     for section, changes in ROWS_OF_PAGE[words].items():
         settings = settings.with_section(section, **changes)
-    slots = settings.slots_per_micro_batch // settings.parallel.context_parallel_size
+    slots = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
     plan = plan_memory(
         settings,
         vocab_size=VOCAB,
