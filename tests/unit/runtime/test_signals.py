@@ -1,80 +1,101 @@
 """Stop signals, also while a rank or a launcher waits in C++, where Python calls no handler; and the two stop files."""
 
 import errno
+import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 
+import processes
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
 from megatron_neobert.runtime import signals
 
-WAIT_FOR_RANK_1 = """
-import torch
-store = torch.distributed.TCPStore("127.0.0.1", {port}, is_master=False, wait_for_workers=False)
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
-"""
-RANK = "from megatron_neobert.runtime import signals; signals.install_signal_handlers()"
-REMEMBERING_RANK = f"{RANK}; signals.remember_signals()"
-LAUNCHER = "from megatron_neobert.runtime import signals; signals.pass_on_stop_signals()"
+
+def rank() -> None:
+    signals.install_signal_handlers()
 
 
-def end_while_waiting(prepare: str, *numbers: signal.Signals, answers: Sequence[str] = ()) -> tuple[int, str]:
-    """Exit code and last words of a process that gets signals while gloo waits for a rank that never comes.
+def rank_in_a_group() -> None:
+    signals.install_signal_handlers()
+    signals.remember_signals()
+
+
+def launcher() -> None:
+    signals.pass_on_stop_signals()
+
+
+def wait_for_rank_1(prepare: Callable[[], None], port: int) -> None:
+    prepare()
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
+
+
+def end_while_waiting(
+    prepare: Callable[[], None], *numbers: signal.Signals, answers: Sequence[str] = ()
+) -> tuple[int | None, str]:
+    """Exit code and output of a process that gets signals while gloo waits for a rank that never comes.
 
     Args:
-        answers: What it says to every signal but the last.
+        answers: What it prints at every signal but the last.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with subprocess.Popen(
-        [sys.executable, "-c", prepare + WAIT_FOR_RANK_1.format(port=store.port)], stderr=subprocess.PIPE, text=True
-    ) as process:
-        while store.num_keys() == 0 and process.poll() is None:  # its address, the last thing before the wait
-            time.sleep(0.05)
-        assert process.stderr is not None
-        for number, answer in zip(numbers, [*answers, None], strict=True):
-            process.send_signal(number)
-            while answer is not None and answer not in process.stderr.readline():
-                assert process.poll() is None
+    with tempfile.TemporaryFile() as output:
+
+        def printed() -> str:
+            return os.pread(output.fileno(), 1 << 16, 0).decode()  # the process writes at the offset that both share
+
+        streams = (output.fileno(), output.fileno())
+        call = processes._Call(wait_for_rank_1, (prepare, store.port), dict(os.environ), streams)
+        processes._ensure_server()
+        process = get_context("forkserver").Process(target=processes._run, args=(call,))
+        process.start()
         try:
-            _, said = process.communicate(timeout=600)
+            while store.num_keys() == 0 and process.is_alive():  # its address, the last thing before the wait
+                time.sleep(0.05)
+            for number, answer in zip(numbers, [*answers, ""], strict=True):
+                os.kill(process.pid, number)
+                while answer not in printed() and process.is_alive():
+                    time.sleep(0.05)
+            process.join(600)
         finally:
             process.kill()
-    return process.returncode, said
+        return process.exitcode, printed()
 
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS, ids=lambda number: number.name)
 def test_rank_that_waits_for_another_ends_with_75_at_a_stop_signal(number):
-    code, said = end_while_waiting(RANK, number)
-    assert (code, said) == (75, f"rank 0: stopped by {number.name} before the first iteration\n")
+    assert end_while_waiting(rank, number) == (75, f"rank 0: stopped by {number.name} before the first iteration\n")
 
 
 def test_launcher_that_waits_for_another_in_torchrun_ends_with_75_at_a_stop_signal():
-    code, said = end_while_waiting(LAUNCHER, signal.SIGTERM)
-    assert (code, said) == (75, "stopped by SIGTERM while no rank was running\n")
+    assert end_while_waiting(launcher, signal.SIGTERM) == (75, "stopped by SIGTERM while no rank was running\n")
 
 
 def test_second_interrupt_aborts_a_rank_that_waits_for_another():
-    code, said = end_while_waiting(
-        REMEMBERING_RANK,
-        signal.SIGINT,
-        signal.SIGINT,
-        answers=["stopping after this iteration, with a checkpoint; Ctrl-C again aborts at once, without one"],
-    )
-    assert (code, said) == (130, "rank 0: aborted\n")
+    first = "stopping after this iteration, with a checkpoint; Ctrl-C again aborts at once, without one\n"
+    ended = end_while_waiting(rank_in_a_group, signal.SIGINT, signal.SIGINT, answers=[first])
+    assert ended == (130, f"{first}rank 0: aborted\n")
 
 
-def test_one_interrupt_that_comes_with_another_signal_does_not_abort():
+def interrupt_with_another_signal() -> None:
+    rank_in_a_group()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    while len(signals._signals_answered) < 2:
+        time.sleep(0.01)
+    assert reason_of(signals.requests_of_this_rank(Settings())[0]) == "a signal asked for it"
+
+
+def test_signals_in_a_group_are_remembered_and_one_interrupt_that_comes_with_another_does_not_abort():
     """As when a launcher passes on as SIGTERM a Ctrl-C that the rank has received itself."""
-    send = "import os, signal, time; [os.kill(os.getpid(), n) for n in (signal.SIGTERM, signal.SIGINT)]"
-    wait = "\nwhile len(signals._signals_answered) < 2: time.sleep(0.01)"
-    command = [sys.executable, "-c", f"{REMEMBERING_RANK}; {send}{wait}"]
-    assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+    processes.run_on_ranks(interrupt_with_another_signal, world_size=1)
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +109,6 @@ def saving_to(folder: Path) -> Settings:
 
 def reason_of(code: int, *, iteration: int = 1) -> str | None:
     return signals.reason_to_stop(TrainingConfig(), iteration=iteration, agreed_code=code)
-
-
-def test_signal_after_the_process_group_stands_is_remembered():
-    prepare = f"{RANK}; signals.remember_signals(); import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
-    ask = "from megatron_neobert.config.schema import Settings; print(signals.requests_of_this_rank(Settings())[0])"
-    finished = subprocess.run([sys.executable, "-c", f"{prepare}; {ask}"], capture_output=True, text=True, check=True)
-    assert reason_of(int(finished.stdout)) == "a signal asked for it"
 
 
 def test_nothing_is_requested_without_signal_limit_and_file(tmp_path):
