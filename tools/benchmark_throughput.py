@@ -72,10 +72,8 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
     from tqdm import tqdm
 
     from megatron_neobert.evaluation.encoders import choose_device
-    from megatron_neobert.evaluation.throughput.line_up import line_up
-    from megatron_neobert.evaluation.throughput.log import StepLog
-    from megatron_neobert.evaluation.throughput.results import describe, write_results
-    from megatron_neobert.evaluation.throughput.run import Sweep, measure, summarise
+    from megatron_neobert.evaluation.throughput.models import load_models
+    from megatron_neobert.evaluation.throughput.run import StepLog, Sweep, describe, measure, summarise, write_results
 
     device = choose_device(arguments.device)
     longest = max(arguments.lengths)
@@ -92,7 +90,7 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
         max_tokens=limit,
     )
     layouts = ("padded", "packed") if arguments.layout == "both" else (arguments.layout,)
-    found = line_up(
+    found = load_models(
         folders,
         dtypes=arguments.dtype,
         attentions=arguments.attention,
@@ -102,7 +100,7 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
         device=device,
     )
     for line in found.not_run:
-        print(f"not measured: {line['contender']}: {line['reason']}", flush=True)
+        print(f"not measured: {line['variant']}: {line['reason']}", flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     log = StepLog(arguments.output / "throughput.jsonl", describe(folders, found, sweep, device))
     with tqdm(total=len(list(sweep.groups())), unit="group", disable=None) as progress:
@@ -112,13 +110,13 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
             for row in map(summarise, rows):
                 progress.write(to_line(row))
 
-        rows = measure(found.contenders, sweep, device=device, log=log, on_group=show)
+        rows = measure(found.variants, sweep, device=device, log=log, on_group=show)
     print(write_results(arguments.output, folders, found, sweep, [summarise(row) for row in rows], device))
     print(f"wrote {arguments.output}")
 
 
 def to_line(row: dict[str, Any]) -> str:
-    """What is said about a contender as soon as it is measured."""
+    """What is said about a variant as soon as it is measured."""
     from megatron_neobert.evaluation.throughput.tables import to_memory
 
     what = f"{row['model']} {row['dtype']} {row['attention']} {row['layout']} {row['passes']}"

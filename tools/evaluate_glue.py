@@ -95,7 +95,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from megatron_neobert.evaluation.glue.predict import write_submission
+    from megatron_neobert.evaluation.glue.predictions import write_submission
     from megatron_neobert.evaluation.glue.run import best_model, evaluate
 
     evaluation = _build_evaluation(arguments)
@@ -113,10 +113,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
-    from megatron_neobert.evaluation.glue.grid import choose_grid
-    from megatron_neobert.evaluation.glue.run import SOURCE, Evaluation
-    from megatron_neobert.evaluation.glue.training import Protocol
-    from megatron_neobert.evaluation.glue.workers import visible_gpus
+    from megatron_neobert.evaluation.glue.run import SOURCE, Evaluation, choose_grid
+    from megatron_neobert.evaluation.glue.tasks import Protocol
+    from megatron_neobert.evaluation.glue.training import visible_gpus
 
     gpus = visible_gpus()  # choose_device would start CUDA, and one GPU could not be picked any more
     if arguments.device == "cuda" and not gpus:

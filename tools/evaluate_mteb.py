@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
-from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER, SUCCESSOR
+from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER, MTEB_SUCCESSOR
 from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.encoders import LoadOptions
-    from megatron_neobert.evaluation.mteb.instructions import Instructions
+    from megatron_neobert.evaluation.mteb.encoder import Instructions
 
 # What changes a score, and what stands before a value of it in the name of a folder.
 _DEFAULTS = {
@@ -60,7 +60,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--benchmark", choices=BENCHMARKS, default=PAPER, help="all its tasks (default: %(default)s)")
+    what.add_argument(
+        "--benchmark", choices=MTEB_BENCHMARKS, default=MTEB_PAPER, help="all its tasks (default: %(default)s)"
+    )
     what.add_argument(
         "--tasks", nargs="+", metavar="NAME", help="these tasks; local:NAME reads the files of DATA_DIR/NAME"
     )
@@ -140,7 +142,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _instructions(arguments: argparse.Namespace) -> "Instructions":
     from megatron_neobert.evaluation.encoders import load_tokenizer
-    from megatron_neobert.evaluation.mteb.instructions import Instructions, read_instructions
+    from megatron_neobert.evaluation.mteb.encoder import Instructions, read_instructions
 
     if arguments.instructions == "none":
         return Instructions()
@@ -166,7 +168,9 @@ def _protocol(arguments: argparse.Namespace, instructions: str) -> dict[str, Any
 
 def _place(arguments: argparse.Namespace, protocol: dict[str, Any]) -> str:
     """The folder of one choice of tasks and settings; empty for the paper's benchmark with the defaults."""
-    what = _name_tasks(arguments.tasks) if arguments.tasks else {PAPER: "", SUCCESSOR: "v2"}[arguments.benchmark]
+    what = (
+        _name_tasks(arguments.tasks) if arguments.tasks else {MTEB_PAPER: "", MTEB_SUCCESSOR: "v2"}[arguments.benchmark]
+    )
     changed = {key: value for key, value in protocol.items() if value not in (None, _DEFAULTS[key])}
     parts = [what, *(f"{_NAMES.get(key, '')}{value}" for key, value in changed.items())]
     name = "_".join(re.sub(r"[^\w+.-]", "-", part) for part in parts if part)
@@ -184,7 +188,8 @@ def _name_tasks(tasks: list[str]) -> str:
 def _write(
     arguments: argparse.Namespace, place: Path, scores: list[Any], protocol: dict[str, Any], load: "LoadOptions"
 ) -> None:
-    from megatron_neobert.evaluation.mteb.results import to_csv, to_markdown, to_results
+    from megatron_neobert.evaluation.mteb.results import COLUMNS, csv_rows, describe, to_results
+    from megatron_neobert.evaluation.pages import to_csv
     from megatron_neobert.evaluation.records import write_record
     from megatron_neobert.evaluation.reported_numbers import MTEB
     from megatron_neobert.runtime.atomic_files import replace_file
@@ -199,9 +204,9 @@ def _write(
         name=name,
         device=load.device,
     )
-    replace_file(place / "mteb.csv", to_csv(scores))
-    is_papers = not arguments.tasks and arguments.benchmark == PAPER and arguments.limit is None
-    table = to_markdown(name, scores, MTEB.rows if is_papers else {})
+    replace_file(place / "mteb.csv", to_csv(COLUMNS, csv_rows(scores)))
+    is_papers = not arguments.tasks and arguments.benchmark == MTEB_PAPER and arguments.limit is None
+    table = describe(name, scores, MTEB.rows if is_papers else {})
     replace_file(place / "mteb.md", table)
     print(f"\n{table}\nwrote {place / 'mteb.json'}, mteb.csv and mteb.md")
 

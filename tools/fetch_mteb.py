@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, run_command, short_reason
-from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER
+from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER
 
 
 def main() -> int:
@@ -44,7 +44,9 @@ def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to fill")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--benchmark", choices=BENCHMARKS, default=PAPER, help="all its tasks (default: %(default)s)")
+    what.add_argument(
+        "--benchmark", choices=MTEB_BENCHMARKS, default=MTEB_PAPER, help="all its tasks (default: %(default)s)"
+    )
     what.add_argument("--tasks", nargs="+", metavar="NAME", help="these tasks of mteb")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--refresh", action="store_true", help="fetch tasks again whose data is of another revision")
@@ -65,7 +67,7 @@ def _tasks(arguments: argparse.Namespace) -> list[Any]:
 
 def _fetch(arguments: argparse.Namespace) -> list[str]:
     """Names of the tasks that failed: one that the source has lost must not keep the other 66 from coming."""
-    from megatron_neobert.evaluation.mteb.data import is_stored, store_task, stored_revision
+    from megatron_neobert.evaluation.mteb.run import is_stored, store_task, stored_revision
 
     tasks, failed = _tasks(arguments), []
     for number, task in enumerate(tasks, start=1):
@@ -86,7 +88,7 @@ def _fetch(arguments: argparse.Namespace) -> list[str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from megatron_neobert.evaluation.mteb.data import is_stored, load_task
+    from megatron_neobert.evaluation.mteb.run import is_stored, load_task
 
     tasks = _tasks(arguments)
     if missing := [task.metadata.name for task in tasks if not is_stored(arguments.output, task)]:

@@ -105,18 +105,17 @@ def _choose(wanted: list[str] | None, config: "ContrastiveConfig") -> list[str]:
 
 def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[str]) -> None:
     options = _options(arguments)
-    from megatron_neobert.evaluation.contrastive.checkpoints import prepare_folder
     from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
-    from megatron_neobert.evaluation.contrastive.run import Places, finetune, settings_of
+    from megatron_neobert.evaluation.contrastive.run import Places, finetune, prepare_folder, settings_of
     from megatron_neobert.evaluation.encoders import fingerprint
     from megatron_neobert.evaluation.records import hold, write_record
 
     model: Path = arguments.model
     fingerprint(model)  # refuses what is no model, before minutes of reading
-    places = Places.of(arguments.output, model.resolve().name)
+    places = Places(arguments.output, model.resolve().name)
     if places.final.exists() and not arguments.resume:
         raise OutputError(f"{places.final} is there already; name another --output.")
-    if places.final.exists() and places.record.exists():
+    if places.final.exists() and places.file(".json").exists():
         print(f"{places.final} is there already")
         return
     paths = find_local(arguments.data_dir, keys, skip_missing=arguments.skip_missing)
@@ -126,14 +125,19 @@ def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[
     pairs = {key: load_pairs(key, config.datasets[key], path, limit=arguments.limit) for key, path in paths.items()}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     settings = settings_of(model, pairs, config.datasets, config.training, options, processes=processes)
-    with hold(places.lock) if first else nullcontext():
+    with hold(places.file(".lock")) if first else nullcontext():
         if first:
             prepare_folder(places.checkpoints, settings, resume=arguments.resume)
         results = finetune(model, pairs, config.datasets, config.training, places, options)
         if results is not None:
             _report(results)
             write_record(
-                places.record, "contrastive", folder=model, settings=settings, results=results, device=options.device
+                places.file(".json"),
+                "contrastive",
+                folder=model,
+                settings=settings,
+                results=results,
+                device=options.device,
             )
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write to; may exist")
     arguments = parser.parse_args()
 
-    from megatron_neobert.evaluation.report.run import missing, write_report
+    from megatron_neobert.evaluation.report import missing, write_report
 
     runs = write_report(arguments.results, arguments.output)
     for model, kinds in missing(runs).items():

@@ -28,7 +28,7 @@ _TOKENIZER_FILES = (
 )
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_ABSURD_LENGTH = 1 << 30  # what a tokenizer says that knows no longest input
+ABSURD_LENGTH = 1 << 30  # what a tokenizer says that knows no longest input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +114,14 @@ def count_learned_positions(model: nn.Module) -> int | None:
     return None
 
 
-def longest_input(model: Any, tokenizer: Any) -> int | None:
-    """Tokens of the longest row for which model and tokenizer were made; None where neither says."""
+def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
+    """Tokens of the longest input for which model and tokenizer were made, and no more than `at_most`."""
     limits = (
         count_learned_positions(model),
         getattr(model.config, "max_position_embeddings", None),
-        tokenizer.model_max_length if tokenizer.model_max_length < _ABSURD_LENGTH else None,
+        tokenizer.model_max_length if tokenizer.model_max_length < ABSURD_LENGTH else None,
     )
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min((at_most, *(limit for limit in limits if limit is not None)))
 
 
 def load_masked_lm(folder: Path, options: LoadOptions | None = None) -> Any:

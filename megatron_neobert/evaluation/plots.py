@@ -5,7 +5,7 @@ and white print can be read. The same curves give the same bytes, and a figure i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,18 @@ def plot_curves(
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     _add_legend(axes, [curve.name for curve in curves])
     save_figure(figure, path, Software=None)
+
+
+def plot_perplexities(path: Path, models: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str) -> None:
+    """The curves of pseudo-perplexity over length: name -> the points of a record, with bands where there are any."""
+    nan = float("nan")
+    curves = []
+    for name, points in models.items():
+        low, high = ([nan if point[end] is None else point[end] for point in points] for end in ("low", "high"))
+        lengths = [round(point["mean_length"]) for point in points]
+        curves.append(Curve(name, lengths, [point["pseudo_perplexity"] for point in points], low, high))
+    x_label = "tokens (average of the documents of a bin)"
+    plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
 
 
 def _draw(axes: Any, curve: Curve, number: int) -> None:

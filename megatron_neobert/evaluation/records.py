@@ -5,10 +5,11 @@ Every evaluation writes one JSON record per model; `tools/report.py` gathers the
 
 import fcntl
 import json
+import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 import megatron_neobert
-from megatron_neobert.errors import OutputError
+from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.evaluation.encoders import choose_device, fingerprint
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
 
@@ -73,6 +74,49 @@ def hold(lock: Path) -> Iterator[None]:
                 f"{lock.parent}: another command is writing these results; wait for it, or name another --output."
             ) from None
         yield
+
+
+class LineFile:
+    """JSON objects, one a line, each on disk when `add` returns; a last line that a kill cut short is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads what is there.
+
+        Raises:
+            DataError: A whole line is none of these.
+        """
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        content = path.read_bytes() if path.exists() else b""
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(path, whole)
+        for number, line in enumerate(content[:whole].splitlines(), 1):
+            try:
+                self.lines.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise DataError(
+                    f"{path}, line {number}: not a result ({error}); remove the file to measure again."
+                ) from error
+
+    def add(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.lines.append(line)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What differs, entry by entry also within sections; `before` was read from JSON."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), json.loads(json.dumps(now.get(name)))  # as it would have been read
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += changed_settings(old, new, f"{prefix}{name}.")
+        elif old != new:
+            found.append(f"{prefix}{name} was {old!r} and is now {new!r}")
+    return found
 
 
 def read_record(path: Path) -> dict[str, Any]:

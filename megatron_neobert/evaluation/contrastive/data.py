@@ -127,7 +127,11 @@ def _rows(
     assert place is not None, f"{key} has neither a local path nor a hub name"
     kept = left_out = 0
     joined = source.retrieval and not Path(place).is_file()
-    for row in _join_retrieval(place, source.split) if joined else _open_all(place, source):
+    # Configs can be named of the hub, or of a copy of what lies there.
+    is_repository = not Path(place).exists() or (Path(place).is_dir() and not _was_saved(Path(place)))
+    configs = source.configs if is_repository and source.configs else (None,)
+    opened = itertools.chain.from_iterable(_open(place, config, source.split) for config in configs)
+    for row in _join_retrieval(place, source.split) if joined else opened:
         used = _PLAIN if set(row) <= PLAIN_COLUMNS else source
         pair = _normalise(row, used, f"{key} ({place})")
         if pair is None:
@@ -141,17 +145,6 @@ def _rows(
         print(f"{key}: {left_out:,} of {kept + left_out:,} rows left out", file=sys.stderr)
     if not kept:
         raise DataError(f"{key}: {place} has no row with a query and a positive.")
-
-
-def _open_all(place: str, source: DatasetSource) -> Iterator[dict[str, Any]]:
-    for config in source.configs or (None,) if _is_repository(place) else (None,):
-        yield from _open(place, config, source.split)
-
-
-def _is_repository(place: str) -> bool:
-    """Whether configs can be named: the hub, or a copy of what lies there."""
-    path = Path(place)
-    return not path.exists() or (path.is_dir() and not _was_saved(path))
 
 
 def _was_saved(path: Path) -> bool:

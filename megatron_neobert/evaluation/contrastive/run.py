@@ -1,7 +1,8 @@
 """Contrastive fine-tuning of any encoder, with the trainer and the losses of sentence-transformers.
 
-InfoNCE over cosine similarities: every query of a batch against the positives and the hard negatives of all its rows.
-A row may have any number of negatives. Checkpoints hold all that a resumed run needs to end with the same weights; the
+InfoNCE over cosine similarities: every query of a batch against the positives and hard negatives of all pairs. A pair
+may have any number of negatives. Checkpoints hold all that a resumed run needs to end with the same weights; the
+trainer writes them file by file, `trainer_state.json` last: without a readable one a checkpoint is incomplete. The
 final folder loads with `SentenceTransformer(folder)` and carries one prompt per dataset.
 """
 
@@ -19,21 +20,100 @@ import datasets
 import torch
 import transformers
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
 )
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from megatron_neobert.errors import ConfigError, ConversionError, short_reason
-from megatron_neobert.evaluation.contrastive.checkpoints import newest_checkpoint
+from megatron_neobert.errors import ConfigError, ConversionError, OutputError, short_reason
 from megatron_neobert.evaluation.contrastive.config import DatasetSource, TrainingSettings
 from megatron_neobert.evaluation.contrastive.data import digest_of
-from megatron_neobert.evaluation.contrastive.log import LossLog, write_curve
-from megatron_neobert.evaluation.contrastive.sampling import SamplingPlan, TaskBatchSampler
+from megatron_neobert.evaluation.contrastive.sampling import PairCollator, SamplingPlan, TaskBatchSampler
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
-from megatron_neobert.runtime.atomic_files import own_name
+from megatron_neobert.evaluation.pages import to_csv
+from megatron_neobert.evaluation.plots import Curve, plot_curves
+from megatron_neobert.evaluation.records import changed_settings
+from megatron_neobert.runtime.atomic_files import own_name, replace_file
+
+_SETTINGS = "settings.json"
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the most steps."""
+    complete = {_steps(path): path for path in folder.glob("checkpoint-*") if _steps(path)}
+    return complete[max(complete)] if complete else None
+
+
+def _steps(checkpoint: Path) -> int:
+    """How far it got; 0 if it was cut off."""
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return 0
+    return int(state["global_step"])
+
+
+def prepare_folder(folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    """Leaves a folder to train in, without checkpoints that were cut off.
+
+    Raises:
+        OutputError: It holds checkpoints and `resume` is not set.
+        ConfigError: They were made with other settings.
+    """
+    noted = folder / _SETTINGS
+    content = json.loads(json.dumps(settings))  # as it will be read
+    if newest_checkpoint(folder) is not None:
+        if not resume:
+            raise OutputError(f"{folder} holds checkpoints; resume with --resume, or name another --output.")
+        before = json.loads(noted.read_text(encoding="utf-8"))
+        if changed := changed_settings(before, content):
+            raise ConfigError(
+                f"--resume: {folder} was started with other settings ({'; '.join(changed)}); use those, or name "
+                "another --output."
+            )
+    for path in folder.glob("checkpoint-*"):
+        if not _steps(path):
+            shutil.rmtree(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(noted, json.dumps(content, indent=2) + "\n")
+
+
+_COLUMNS = ("step", "loss", "learning_rate", "grad_norm")
+
+
+class LossLog(TrainerCallback):
+    """Rewrites the CSV at every interval from the trainer's history, which a checkpoint carries: no step is twice.
+
+    A loss is the mean since the last interval; where a run went on in the middle of one, since the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start: tuple[int, float] | None = None  # step and time
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._start = state.global_step, time.monotonic()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        entries = [entry for entry in state.log_history if "loss" in entry]
+        if not state.is_world_process_zero or not entries or "loss" not in state.log_history[-1]:
+            return
+        replace_file(self._path, to_csv(_COLUMNS, entries))
+        if sys.stderr.isatty():  # where the trainer draws a bar
+            return
+        assert self._start is not None, "on_log before on_train_begin"
+        (step, started), entry = self._start, entries[-1]
+        pace = (time.monotonic() - started) / max(1, state.global_step - step)
+        print(
+            f"step {state.global_step}/{state.max_steps} | loss {entry['loss']:.4f} nats | "
+            f"lr {entry['learning_rate']:.1e} | grad norm {entry['grad_norm']:.2f} | {pace:.2f} s/step | "
+            f"{pace * (state.max_steps - state.global_step) / 60:.0f} min left",
+            flush=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,47 +128,24 @@ class RunOptions:
     resume: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Places:
     """Where a run writes; the record comes last, so that a run that has one is complete."""
 
-    checkpoints: Path
-    final: Path
-    record: Path
-    lock: Path
-    loss_csv: Path
-    loss_png: Path
+    output: Path
+    name: str
 
-    @classmethod
-    def of(cls, output: Path, name: str) -> "Places":
-        folder = output / name
-        return cls(
-            checkpoints=folder / "checkpoints",
-            final=folder / f"{name}-contrastive",
-            record=folder / "contrastive.json",
-            lock=folder / "contrastive.lock",
-            loss_csv=folder / "contrastive_loss.csv",
-            loss_png=folder / "contrastive_loss.png",
-        )
+    @property
+    def checkpoints(self) -> Path:
+        return self.output / self.name / "checkpoints"
 
+    @property
+    def final(self) -> Path:
+        return self.output / self.name / f"{self.name}-contrastive"
 
-class PairCollator(SentenceTransformerDataCollator):
-    """Queries, and documents: the positives in the order of the queries, then every negative of the batch.
-
-    The losses take the first documents for the positives and all of them for candidates, so that rows may have
-    different numbers of negatives.
-    """
-
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        documents = [row["positive"] for row in features] + [text for row in features for text in row["negatives"]]
-        columns = {"query": [row["query"] for row in features], "document": documents}
-        named = {"dataset_name": features[0]["dataset_name"]} if "dataset_name" in features[0] else {}
-        prompts = self._resolve_prompts(named) or {}
-        batch: dict[str, Any] = {}
-        for name, texts in columns.items():
-            tokens = self.preprocess_fn(texts, prompt=self._get_prompt_for_column(prompts, name))
-            batch |= {f"{name}_{key}": value for key, value in tokens.items()}
-        return batch | named
+    def file(self, ending: str) -> Path:
+        """.json (the record), .lock, _loss.csv or _loss.png."""
+        return self.output / self.name / f"contrastive{ending}"
 
 
 class _Trainer(SentenceTransformerTrainer):
@@ -116,35 +173,22 @@ def load_encoder(folder: Path, *, max_length: int, attention: str | None = None)
         reason = short_reason(error)
         raise ConversionError(f"{folder}: sentence-transformers cannot load it ({reason}).") from error
     model[0].model = backbone  # with our checks and classes, where the library's own loading has none
-    limits = (max_length, model.max_seq_length, longest_input(backbone, model.tokenizer))
-    model.max_seq_length = min(limit for limit in limits if limit is not None)
+    longest = min(max_length, model.max_seq_length or max_length)
+    model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=longest)
     return model
 
 
-def plan_sampling(
-    pairs: Mapping[str, datasets.Dataset],
-    sources: Mapping[str, DatasetSource],
-    training: TrainingSettings,
-    *,
-    seed: int,
-    processes: int,
-) -> SamplingPlan:
-    """How the batches of a whole run are drawn, those of all processes together."""
-    return SamplingPlan(
-        names=tuple(pairs),
-        sizes=tuple(len(rows) for rows in pairs.values()),
-        batch_sizes=tuple(sources[key].batch_size(training.batch_size) for key in pairs),
-        alpha=training.alpha,
-        batches=training.steps * processes,
-        seed=seed,
-    )
+def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettings) -> dict[str, dict[str, str]]:
+    """Dataset -> column -> what stands before its texts, the separator included; nothing without instructions."""
+    columns = {"none": (), "query": ("query",), "both": ("query", "document")}[training.instructions]
+    prompts = {key: source.instruction + training.separator for key, source in sources.items()}
+    return {key: dict.fromkeys(columns, prompt) for key, prompt in prompts.items() if columns}
 
 
-def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettings) -> dict[str, str]:
-    """Dataset -> what is put before a text, the separator included."""
-    if training.instructions == "none":
-        return {}
-    return {key: source.instruction + training.separator for key, source in sources.items()}
+def build_loss(model: SentenceTransformer, temperature: float, gradient_cache: int | None) -> torch.nn.Module:
+    if gradient_cache is None:
+        return MultipleNegativesRankingLoss(model, scale=1 / temperature)
+    return CachedMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=gradient_cache)
 
 
 def finetune(
@@ -162,32 +206,39 @@ def finetune(
     transformers.set_seed(options.seed)  # before the model: a pooler that the folder lacks is drawn
     arguments = _build_arguments(training, places, options)
     model = load_encoder(model_folder, max_length=training.max_length, attention=options.attention)
-    prompts = build_prompts({key: sources[key] for key in pairs}, training)
-    model.prompts = {**model.prompts, **prompts}  # so that the final folder has them
-    plan = plan_sampling(pairs, sources, training, seed=options.seed, processes=arguments.world_size)
+    by_column = build_prompts({key: sources[key] for key in pairs}, training)
+    model.prompts = {**model.prompts, **{key: prompts["query"] for key, prompts in by_column.items()}}  # for its users
+    plan = SamplingPlan(
+        names=tuple(pairs),
+        sizes=tuple(len(rows) for rows in pairs.values()),
+        batch_sizes=tuple(sources[key].batch_size(training.batch_size) for key in pairs),
+        alpha=training.alpha,
+        batches=training.steps * arguments.world_size,  # of all processes together
+        seed=options.seed,
+    )
     arguments.multi_dataset_batch_sampler = partial(TaskBatchSampler, plan=plan)
-    columns = ("query", "document") if training.instructions == "both" else ("query",)
-    by_column = {key: dict.fromkeys(columns, prompt) for key, prompt in prompts.items()}
     arguments.prompts = by_column
     trainer = _Trainer(
         model=model,
         args=arguments,
         train_dataset=datasets.DatasetDict(pairs),
-        loss=_build_loss(model, training, options),
+        loss=build_loss(model, training.temperature, options.gradient_cache),
         data_collator=PairCollator(preprocess_fn=model.preprocess, prompts=by_column),
-        callbacks=[LossLog(places.loss_csv)],
+        callbacks=[LossLog(places.file("_loss.csv"))],
     )
     trainer.remove_callback(PrinterCallback)
     started = time.monotonic()
     checkpoint = newest_checkpoint(places.checkpoints) if options.resume else None
     if checkpoint is not None and trainer.is_world_process_zero():
-        print(f"going on from {checkpoint}", flush=True)
+        print(f"resuming from {checkpoint}", flush=True)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     seconds = time.monotonic() - started
     if not trainer.is_world_process_zero():
         return None
     losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    write_curve(places.loss_png, places.final.name, losses)
+    curve = Curve(places.final.name, *map(list, zip(*losses, strict=True)))
+    title = "contrastive fine-tuning"
+    plot_curves(places.file("_loss.png"), [curve], x_label="step", y_label="InfoNCE (nats)", title=title)
     save_final(trainer.model, model_folder, places.final)
     return {
         "folder": str(places.final),
@@ -196,21 +247,7 @@ def finetune(
         "last_loss_nats": losses[-1][1],
         "seconds_of_this_start": round(seconds, 1),
         "started_from": None if checkpoint is None else checkpoint.name,
-        "datasets": describe_plan(plan),
-    }
-
-
-def describe_plan(plan: SamplingPlan) -> dict[str, dict[str, Any]]:
-    """Rows, pairs per batch, probability and number of batches of every dataset."""
-    drawn = plan.draw_datasets()
-    return {
-        name: {
-            "rows": plan.sizes[number],
-            "pairs_per_batch": plan.batch_sizes[number],
-            "probability": round(float(plan.probabilities[number]), 6),
-            "batches": int((drawn == number).sum()),
-        }
-        for number, name in enumerate(plan.names)
+        "datasets": plan.describe(),
     }
 
 
@@ -251,13 +288,6 @@ def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
             shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")
     shutil.rmtree(final, ignore_errors=True)
     temporary.replace(final)
-
-
-def _build_loss(model: SentenceTransformer, training: TrainingSettings, options: RunOptions) -> torch.nn.Module:
-    scale = 1 / training.temperature
-    if options.gradient_cache is None:
-        return MultipleNegativesRankingLoss(model, scale=scale)
-    return CachedMultipleNegativesRankingLoss(model, scale=scale, mini_batch_size=options.gradient_cache)
 
 
 def _build_arguments(

@@ -6,13 +6,14 @@ when a pass cannot fill another batch is mixed into the next pass.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler
+from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 from torch.utils.data import BatchSampler, ConcatDataset
 
 from megatron_neobert.errors import DataError
@@ -46,6 +47,19 @@ class SamplingPlan:
         """The number of the dataset that each batch is from."""
         generator = np.random.default_rng([self.seed, 0])
         return generator.choice(len(self.sizes), size=self.batches, p=self.probabilities)
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Rows, pairs per batch, probability and number of batches of every dataset."""
+        drawn = self.draw_datasets()
+        return {
+            name: {
+                "rows": self.sizes[number],
+                "pairs_per_batch": self.batch_sizes[number],
+                "probability": round(float(self.probabilities[number]), 6),
+                "batches": int((drawn == number).sum()),
+            }
+            for number, name in enumerate(self.names)
+        }
 
 
 class TaskBatchSampler(MultiDatasetDefaultBatchSampler):
@@ -118,7 +132,8 @@ def _fill(
             if position == len(order):
                 break
             row, position = int(order[position]), position + 1
-        own = texts_of(rows[row])
+        content = rows[row]
+        own = {content["query"], content["positive"], *content["negatives"]}
         if texts.isdisjoint(own):
             batch.append(row)
             texts |= own
@@ -127,5 +142,20 @@ def _fill(
     return batch, still_waiting + list(remaining), position
 
 
-def texts_of(row: Mapping[str, Any]) -> set[str]:
-    return {row["query"], row["positive"], *row["negatives"]}
+class PairCollator(SentenceTransformerDataCollator):
+    """Queries, and documents: the positives in the order of the queries, then every negative of the batch.
+
+    The losses take the first documents for the positives and all of them for candidates, so that rows may have
+    different numbers of negatives.
+    """
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        documents = [row["positive"] for row in features] + [text for row in features for text in row["negatives"]]
+        columns = {"query": [row["query"] for row in features], "document": documents}
+        named = {"dataset_name": features[0]["dataset_name"]} if "dataset_name" in features[0] else {}
+        prompts = self._resolve_prompts(named) or {}
+        batch: dict[str, Any] = {}
+        for name, texts in columns.items():
+            tokens = self.preprocess_fn(texts, prompt=self._get_prompt_for_column(prompts, name))
+            batch |= {f"{name}_{key}": value for key, value in tokens.items()}
+        return batch | named

@@ -53,10 +53,19 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
         DataError: A file has other columns or labels than the task, or one without labels has a row cut short.
     """
     folder = find_task(data_dir, task)
+    if folder is None:
+        raise MissingInputError(
+            f"--data-dir {data_dir} has no folder {task.title} or {task.name}; on a machine with network: {FETCH}"
+        )
     parquet = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
     files = sorted(path for path in folder.iterdir() if parquet.fullmatch(path.name))
     if (folder / "dataset_dict.json").is_file():
-        columns, place = _read_saved(folder, task, split), folder
+        import datasets
+
+        saved = datasets.load_from_disk(str(folder))
+        if split not in saved:
+            raise MissingInputError(f"{folder} has the splits {', '.join(saved)}, but no {split}; {FETCH}")
+        columns, place = _pick(saved[split].to_dict(), task, folder), folder
     elif files:
         columns, place = _read_parquet(files, task, labelled=labelled), folder
     else:
@@ -69,19 +78,10 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
     return GlueSplit(texts, [_to_label(value, task, place) for value in columns["label"]])
 
 
-def find_task(data_dir: Path, task: GlueTask) -> Path:
-    """The task's folder, under the benchmark's name or the Hub's.
-
-    Raises:
-        MissingInputError: There is none.
-    """
+def find_task(data_dir: Path, task: GlueTask) -> Path | None:
+    """The task's folder, under the benchmark's name or the Hub's."""
     names = [task.title, task.name, *(["diagnostic"] if task is DIAGNOSTIC else [])]
-    for name in names:
-        if (data_dir / name).is_dir():
-            return data_dir / name
-    raise MissingInputError(
-        f"--data-dir {data_dir} has no folder {' or '.join(names)}; on a machine with network: {FETCH}"
-    )
+    return next((data_dir / name for name in names if (data_dir / name).is_dir()), None)
 
 
 def check_rows(task: GlueTask, split: str, found: int) -> None:
@@ -94,27 +94,13 @@ def check_rows(task: GlueTask, split: str, found: int) -> None:
         )
 
 
-def _read_saved(folder: Path, task: GlueTask, split: str) -> Columns:
-    import datasets
-
-    saved = datasets.load_from_disk(str(folder))
-    if split not in saved:
-        raise MissingInputError(f"{folder} has the splits {', '.join(saved)}, but no {split}; {FETCH}")
-    return _pick(saved[split].to_dict(), task, folder)
-
-
 def _read_parquet(files: list[Path], task: GlueTask, *, labelled: bool) -> Columns:
     import pyarrow.parquet
 
-    wanted = [*task.texts, *(["label"] if labelled else [])]
-    columns: Columns = {name: [] for name in wanted}
-    for path in files:
-        table = pyarrow.parquet.read_table(path)
-        for name in wanted:
-            if name not in table.column_names:
-                raise DataError(f"{path} has the columns {', '.join(table.column_names)}, but no {name}.")
-            columns[name] += table.column(name).to_pylist()
-    return columns
+    tables = [pyarrow.parquet.read_table(path) for path in files]
+    parts = [_pick(table.to_pydict(), task, path) for table, path in zip(tables, files, strict=True)]
+    names = [*task.texts, *(["label"] if labelled and all("label" in part for part in parts) else [])]
+    return {name: [value for part in parts for value in part[name]] for name in names}
 
 
 def _pick(columns: Columns, task: GlueTask, place: Path) -> Columns:
@@ -143,19 +129,15 @@ def _read_tsv_files(folder: Path, task: GlueTask, split: str, *, labelled: bool)
 
 def _tsv_names(folder: Path, task: GlueTask, split: str) -> tuple[str, ...]:
     """The files that make up the benchmark's split; of those for test sets, the one that is there."""
-    if task.name == "sst2" and _is_labelled(folder / "test.tsv", task):  # the set cut anew
-        return {"train": ("train.tsv", "dev.tsv"), "validation": ("test.tsv",)}.get(split, ())
+    if task.name == "sst2" and (folder / "test.tsv").is_file():
+        with (folder / "test.tsv").open(encoding="utf-8-sig", newline="\n") as stream:
+            labelled = "label" in stream.readline().rstrip("\r\n").split("\t")
+        if labelled:  # the set cut anew
+            return {"train": ("train.tsv", "dev.tsv"), "validation": ("test.tsv",)}.get(split, ())
     if split == "train" and (folder / "val.tsv").is_file():
         return "train.tsv", "val.tsv"
     names = _TSV_SPLITS[split]
     return tuple(name for name in names if (folder / name).is_file())[:1] or names[:1]
-
-
-def _is_labelled(path: Path, task: GlueTask) -> bool:
-    if not path.is_file():
-        return False
-    with path.open(encoding="utf-8-sig", newline="\n") as stream:
-        return task.tsv_names.get("label", "label") in stream.readline().rstrip("\r\n").split("\t")
 
 
 def _read_tsv(path: Path, task: GlueTask, *, labelled: bool) -> Columns:

@@ -4,9 +4,7 @@ A task's number is the mean over seeds of its metrics' average at the point wher
 standard deviation over seeds, n - 1. Chosen on the same rows that it is measured on, as everywhere in the literature.
 """
 
-import csv
 import dataclasses
-import io
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,11 +14,14 @@ from typing import Any
 
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.glue.training import Outcome, Point
+from megatron_neobert.evaluation.pages import to_csv, to_markdown
 from megatron_neobert.evaluation.records import write_record
 from megatron_neobert.evaluation.reported_numbers import GLUE
 from megatron_neobert.runtime.atomic_files import replace_file
 
 RESULT = "result.json"
+_POINT = ("batch_size", "learning_rate", "weight_decay")
+_COLUMNS = ("task", "metric", "mean", "sd", "seeds", "batch_size", "learning_rate", "weight_decay", "from_mnli")
 
 
 @dataclass(frozen=True)
@@ -104,25 +105,22 @@ def load_results(folder: Path, *, model: str) -> list[TaskResult]:
 def write_results(folder: Path, model: Path, results: Sequence[TaskResult], *, device: str) -> None:
     """glue.json, glue.csv and glue.md."""
     why_none = why_no_average(results)
+    tasks = {}
+    for result in results:
+        fields = dataclasses.asdict(result)
+        point = {name: fields.pop(name) for name in _POINT}
+        del fields["settings"]
+        tasks[fields.pop("task")] = {**fields, "best_point": point}
     found: dict[str, Any] = {
-        "tasks": {result.task: _to_record(result) for result in results},
+        "tasks": tasks,
         "average": paper_average(results) if why_none is None else None,
         "no_average": why_none,
         "missing": [task for task in PAPER_TASKS if task not in {result.task for result in results}],
     }
     settings = {result.task: result.settings for result in results}
     write_record(folder / "glue.json", "glue", folder=model, settings=settings, results=found, device=device)
-    replace_file(folder / "glue.csv", to_csv(results))
-    replace_file(folder / "glue.md", to_markdown(folder.name, results))
-
-
-def _to_record(result: TaskResult) -> dict[str, Any]:
-    fields = dataclasses.asdict(result)
-    del fields["task"], fields["settings"]
-    return {
-        **fields,
-        "best_point": {name: fields.pop(name) for name in ("batch_size", "learning_rate", "weight_decay")},
-    }
+    replace_file(folder / "glue.csv", to_csv(_COLUMNS, [row for result in results for row in _csv_rows(result)]))
+    replace_file(folder / "glue.md", describe(folder.name, results))
 
 
 def why_no_average(results: Sequence[TaskResult]) -> str | None:
@@ -148,61 +146,48 @@ def paper_average(results: Sequence[TaskResult]) -> float:
     return statistics.fmean(result.score.mean for result in results if result.task in PAPER_TASKS)
 
 
-def to_csv(results: Sequence[TaskResult]) -> str:
-    """One line per task and metric, in percent."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(
-        ["task", "metric", "mean", "sd", "seeds", "batch_size", "learning_rate", "weight_decay", "from_mnli"]
-    )
-    for result in results:
-        for name, value in {"average": result.score, **result.metrics}.items():
-            deviation = "" if value.sd is None else f"{100 * value.sd:.3f}"
-            point = [result.batch_size, result.learning_rate, result.weight_decay, int(result.from_mnli)]
-            writer.writerow([result.task, name, f"{100 * value.mean:.3f}", deviation, len(result.seeds), *point])
-    return stream.getvalue()
+def _csv_rows(result: TaskResult) -> list[dict[str, Any]]:
+    """One per metric, in percent."""
+    own = {**vars(result), "seeds": len(result.seeds), "from_mnli": int(result.from_mnli)}
+    return [
+        {
+            **own,
+            "metric": name,
+            "mean": f"{100 * value.mean:.3f}",
+            "sd": None if value.sd is None else f"{100 * value.sd:.3f}",
+        }
+        for name, value in {"average": result.score, **result.metrics}.items()
+    ]
 
 
-def to_markdown(name: str, results: Sequence[TaskResult]) -> str:
+def describe(name: str, results: Sequence[TaskResult]) -> str:
     """The paper's table with this model above its rows, and each task's point below."""
     tasks = [TASKS[task] for task in PAPER_TASKS]
     why_none = why_no_average(results)
     average = "none" if why_none is not None else f"{100 * paper_average(results):.1f}"
     by_task = {result.task: result for result in results}
     own = [by_task[task.name].score.percent() if task.name in by_task else "not run" for task in tasks]
-    rows = [
-        ["GLUE dev, %", *(task.title for task in tasks), "average"],
-        ["---"] * (len(tasks) + 2),
-        [f"**{name}** (measured)", *own, average],
+    table = [["GLUE dev, %", *(task.title for task in tasks), "average"], [f"**{name}** (measured)", *own, average]]
+    table += [[f"{model} (reported)", *(f"{value:.1f}" for value in values)] for model, values in GLUE.rows.items()]
+    points: list[list[Any]] = [
+        ["task", "metrics", "batch", "learning rate", "weight decay", "seeds", "starts from", "points", "hours"]
     ]
-    rows += [[f"{model} (reported)", *(f"{value:.1f}" for value in values)] for model, values in GLUE.rows.items()]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", "| task | metrics | batch | learning rate | weight decay | seeds | starts from | points | hours |"]
-    lines += ["|" + " --- |" * 9, *(_describe(result) for result in results)]
-    limits = {result.settings["protocol"]["limit"] for result in results} - {None}
-    if limits:
-        lines += ["", f"A quick look: of some splits at most {max(limits):,} rows were used."]
+    for result in results:
+        metrics = ", ".join(f"{name} {value.percent()}" for name, value in result.metrics.items())
+        numbers = [result.batch_size, f"{result.learning_rate:g}", f"{result.weight_decay:g}"]
+        seeds, start = " ".join(map(str, result.seeds)), "MNLI" if result.from_mnli else "the model"
+        hours = f"{result.seconds / 3600:.2f}"
+        points.append([TASKS[result.task].title, metrics, *numbers, seeds, start, result.points, hours])
+    paragraphs = [to_markdown(table), to_markdown(points)]
+    if limits := {result.settings["protocol"]["limit"] for result in results} - {None}:
+        paragraphs.append(f"A quick look: of some splits at most {max(limits):,} rows were used.")
     if why_none is not None:
-        lines += ["", f"No average ({why_none}): it is over the eight tasks, all of them run alike."]
-    lines += [line for result in results for line in _describe_kept(result)]
-    lines += ["", f"Reported rows: {GLUE.title}; {GLUE.note}."]
-    return "\n".join(lines) + "\n"
-
-
-def _describe(result: TaskResult) -> str:
-    metrics = ", ".join(f"{name} {value.percent()}" for name, value in result.metrics.items())
-    cells = [TASKS[result.task].title, metrics, result.batch_size, f"{result.learning_rate:g}"]
-    cells += [
-        f"{result.weight_decay:g}",
-        " ".join(map(str, result.seeds)),
-        "MNLI" if result.from_mnli else "the model",
-    ]
-    return "| " + " | ".join(map(str, [*cells, result.points, f"{result.seconds / 3600:.2f}"])) + " |"
-
-
-def _describe_kept(result: TaskResult) -> list[str]:
-    """A paragraph where the weights that are kept, of the best single run, are of another point than the number."""
-    point = {name: getattr(result, name) for name in ("batch_size", "learning_rate", "weight_decay")}
-    if result.kept is None or result.kept in {Point(**point, seed=seed).name for seed in result.seeds}:
-        return []
-    return ["", f"{TASKS[result.task].title}: the weights kept are of {result.kept}, the best single run so far."]
+        paragraphs.append(f"No average ({why_none}): it is over the eight tasks, all of them run alike.")
+    for result in results:  # the weights that are kept are of the best single run, which may be of another point
+        point = {name: getattr(result, name) for name in _POINT}
+        own_runs = {Point(**point, seed=seed).name for seed in result.seeds}
+        if result.kept is not None and result.kept not in own_runs:
+            title = TASKS[result.task].title
+            paragraphs.append(f"{title}: the weights kept are of {result.kept}, the best single run so far.")
+    paragraphs.append(f"Reported rows: {GLUE.title}; {GLUE.note}.")
+    return "\n\n".join(paragraphs) + "\n"

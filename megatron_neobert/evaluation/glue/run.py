@@ -1,21 +1,22 @@
-"""GLUE on one model: the grid of every task, the start of some tasks from the best MNLI model, and the results.
+"""GLUE on one model: the points of every grid, the start of some tasks from the best MNLI model, and the results.
 
 OUTPUT/NAME/glue/TASK holds a task's runs and best weights, OUTPUT/NAME/glue.json, .csv and .md the results. The same
-command goes on after a kill; the runs that were going on then start again. Commands for other tasks may run meanwhile.
+command resumes after a kill; the runs that were under way then start again. Commands for other tasks may run meanwhile.
+Source of the grids: arXiv 2502.19587 table 6 (grid, and best points of NeoBERT-4096); for the ablations section 4,
+which does not state their weight decay.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConfigError, MissingInputError
-from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer
+from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer, longest_input
 from megatron_neobert.evaluation.glue.data import check_rows, read_split
-from megatron_neobert.evaluation.glue.grid import Grid
-from megatron_neobert.evaluation.glue.models import load_classifier, longest_input
-from megatron_neobert.evaluation.glue.predict import read_test_sets
+from megatron_neobert.evaluation.glue.predictions import load_classifier, read_test_sets
 from megatron_neobert.evaluation.glue.results import (
     RESULT,
     TaskResult,
@@ -25,10 +26,71 @@ from megatron_neobert.evaluation.glue.results import (
     write_results,
 )
 from megatron_neobert.evaluation.glue.study import BEST, TaskStudy
-from megatron_neobert.evaluation.glue.tasks import TASKS
-from megatron_neobert.evaluation.glue.training import Outcome, Protocol, Run
-from megatron_neobert.evaluation.glue.workers import run_all
+from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol
+from megatron_neobert.evaluation.glue.training import Outcome, Point, Run, run_all
 from megatron_neobert.evaluation.records import hold
+from megatron_neobert.evaluation.reported_numbers import GLUE_BEST_POINTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Every combination is a point."""
+
+    batch_sizes: tuple[int, ...]
+    learning_rates: tuple[float, ...]
+    weight_decays: tuple[float, ...]
+
+    def points(self, seeds: Sequence[int]) -> list[Point]:
+        every = itertools.product(self.batch_sizes, self.learning_rates, self.weight_decays, seeds)
+        return [
+            Point(batch_size=batch, learning_rate=rate, weight_decay=decay, seed=seed)
+            for batch, rate, decay, seed in every
+        ]
+
+
+GRIDS = {
+    "paper": Grid(
+        batch_sizes=(2, 4, 8, 16, 32),
+        learning_rates=(5e-6, 6e-6, 8e-6, 1e-5, 2e-5, 3e-5),
+        weight_decays=(1e-2, 1e-5),
+    ),
+    "small": Grid(batch_sizes=(16, 32), learning_rates=(1e-5, 2e-5, 3e-5), weight_decays=(1e-5,)),
+}
+BEST_OF = "NeoBERT-4096"
+
+
+def choose_grid(
+    name: str,
+    task: str,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    learning_rates: Sequence[float] | None = None,
+    weight_decays: Sequence[float] | None = None,
+) -> Grid:
+    """The grid of that name for a task; what is given replaces its values.
+
+    Raises:
+        ConfigError: The paper has no best point for the task, and not all values are given.
+    """
+    if name != "best":
+        grid = GRIDS[name]
+    elif (best := GLUE_BEST_POINTS[BEST_OF].get(TASKS[task].title)) is not None:
+        batch, rate, decay = best
+        grid = Grid(batch_sizes=(batch,), learning_rates=(rate,), weight_decays=(decay,))
+    elif batch_sizes and learning_rates and weight_decays:
+        grid = GRIDS["paper"]  # all of it is replaced
+    else:
+        raise ConfigError(
+            f"--grid best: the paper has no best point for {task}; choose another --grid, or give --batch-size, "
+            "--learning-rate and --weight-decay."
+        )
+    return replace(
+        grid,
+        batch_sizes=tuple(batch_sizes or grid.batch_sizes),
+        learning_rates=tuple(learning_rates or grid.learning_rates),
+        weight_decays=tuple(weight_decays or grid.weight_decays),
+    )
+
 
 SOURCE = "mnli"
 
@@ -91,8 +153,11 @@ def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
 def _evaluate_task(
     evaluation: Evaluation, task: str, head: dict[str, Any], rows: dict[str, int], on_progress: Progress
 ) -> TaskResult:
-    start = _start_of(evaluation, task)
-    identity = {"start": fingerprint(start), "rows": rows, **_protocol(evaluation)}
+    source = evaluation.transfer_from if evaluation.starts_elsewhere(task) else evaluation.model
+    start = source if isinstance(source, Path) else best_model(evaluation, SOURCE)
+    protocol = dataclasses.asdict(evaluation.protocol)
+    del protocol["device"]  # where it is computed changes no identity
+    identity = {"start": fingerprint(start), "rows": rows, **protocol}
     study = TaskStudy(evaluation.task_folder(task), task, identity)
     study.tidy()
     points = evaluation.grids[task].points(evaluation.seeds)
@@ -118,7 +183,16 @@ def _evaluate_task(
         {point: outcomes[point] for point in points},
         from_mnli=start != evaluation.model,
         kept=study.kept,
-        settings=_settings(evaluation, task, start) | {"rows": rows} | head,
+        settings={
+            "protocol": protocol,
+            "device": evaluation.protocol.device,
+            "grid": dataclasses.asdict(evaluation.grids[task]),
+            "seeds": list(evaluation.seeds),
+            "start": str(start),
+            "data_dir": str(evaluation.data_dir),
+            "rows": rows,
+            **head,
+        },
     )
 
 
@@ -132,13 +206,6 @@ def best_model(evaluation: Evaluation, task: str) -> Path:
     if not (folder / BEST).is_dir():
         raise MissingInputError(f"{folder / BEST}: the best weights are gone; remove {folder} to run {task} again.")
     return folder / BEST
-
-
-def _start_of(evaluation: Evaluation, task: str) -> Path:
-    if not evaluation.starts_elsewhere(task):
-        return evaluation.model
-    source = evaluation.transfer_from
-    return source if isinstance(source, Path) else best_model(evaluation, SOURCE)
 
 
 def _check_transfer(evaluation: Evaluation) -> None:
@@ -175,23 +242,5 @@ def _check_model(evaluation: Evaluation) -> dict[str, Any]:
         starts.add(evaluation.transfer_from)
     for start in starts:
         model = load_classifier(start, TASKS["cola"], LoadOptions(attention=evaluation.protocol.attention))
-        length = longest_input(model, load_tokenizer(start), evaluation.protocol.max_length)
+        length = longest_input(model, load_tokenizer(start), at_most=evaluation.protocol.max_length)
     return {"head": type(model).__name__, "longest_input_tokens": length}
-
-
-def _protocol(evaluation: Evaluation) -> dict[str, Any]:
-    """All of it but where it is computed."""
-    protocol = dataclasses.asdict(evaluation.protocol)
-    del protocol["device"]
-    return protocol
-
-
-def _settings(evaluation: Evaluation, task: str, start: Path) -> dict[str, Any]:
-    return {
-        "protocol": _protocol(evaluation),
-        "device": evaluation.protocol.device,
-        "grid": dataclasses.asdict(evaluation.grids[task]),
-        "seeds": list(evaluation.seeds),
-        "start": str(start),
-        "data_dir": str(evaluation.data_dir),
-    }

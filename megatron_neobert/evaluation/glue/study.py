@@ -18,6 +18,7 @@ from optuna.trial import create_trial
 
 from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.glue.training import MODEL, Outcome, Point
+from megatron_neobert.evaluation.records import changed_settings
 
 DATABASE = "runs.db"
 BEST = "best"  # folder of the best run's weights, named by the file RUN in it
@@ -47,14 +48,9 @@ class TaskStudy:
         before = self._study.user_attrs.get("settings")
         if before is None:
             self._study.set_user_attr("settings", settings)
-        elif before != settings:
-            other = [
-                f"{key} {before.get(key)!r}, now {value!r}"
-                for key, value in settings.items()
-                if before.get(key) != value
-            ]
+        elif changed := changed_settings(before, settings):
             raise OutputError(
-                f"{folder} has runs with other settings ({'; '.join(other)}), with which new ones cannot be compared. "
+                f"{folder} has runs with other settings ({'; '.join(changed)}), and cannot be compared with new ones. "
                 "Name another --output, or remove that folder."
             )
 

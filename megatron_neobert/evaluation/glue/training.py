@@ -1,4 +1,4 @@
-"""One fine-tuning on one GLUE task, by the paper's protocol on transformers' Trainer.
+"""One fine-tuning on one GLUE task by the paper's protocol on transformers' Trainer, alone or several at a time.
 
 AdamW with betas 0.9 and 0.95, no clipping; 6 % of the steps warm up, the rate falls linearly to a tenth at 90 % of them
 and stays. The model is evaluated min(500, batches // 10) steps apart, and the run ends after 15 evaluations without a
@@ -7,10 +7,20 @@ Source: arXiv 2502.19587 appendix C; rates and betas are those of chandar-lab/Ne
 ends above the floor and then drops; here it ends at the floor.
 """
 
+import multiprocessing
+import os
 import shutil
+import threading
 import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
+from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +30,14 @@ from datasets import Dataset
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer
+from megatron_neobert.errors import EXIT_UNAVAILABLE, print_warnings_as_sentences, short_reason
+from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer, longest_input
 from megatron_neobert.evaluation.glue.data import read_split
-from megatron_neobert.evaluation.glue.metrics import average, compute_scores
-from megatron_neobert.evaluation.glue.models import load_classifier, longest_input
-from megatron_neobert.evaluation.glue.tasks import TASKS, GlueTask
+from megatron_neobert.evaluation.glue.predictions import EVALUATION_BATCH, average, compute_scores, load_classifier
+from megatron_neobert.evaluation.glue.tasks import TASKS, GlueTask, Protocol
 
-EVALUATION_BATCH = 32
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # shares of the steps, and of the peak
 MODEL = "model"  # folder of the best weights within a run's
-
-
-@dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """What every run of an evaluation has in common."""
-
-    epochs: int = 10
-    patience: int = 15  # evaluations
-    max_length: int = 1024  # tokens
-    limit: int | None = None  # rows of every split
-    dtype: str = "float32"  # of the forward and backward passes; weights and moments stay float32
-    attention: str | None = None
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +89,11 @@ def fine_tune(run: Run) -> Outcome:
     best = next(entry for entry in trainer.state.log_history if entry["step"] == best_step)
     scores = {name: best[f"eval_{name}"] for name in task.metrics if f"eval_{name}" in best}
     for split in task.validation[1:]:  # MNLI's other one, which chooses nothing
-        rows = _shortest_first(tokenize_split(run, split, trainer.processing_class, _length(trainer, run)))
+        length = longest_input(trainer.model, trainer.processing_class, at_most=run.protocol.max_length)
+        rows = _shortest_first(tokenize_split(run, split, trainer.processing_class, length))
         scores["accuracy_mismatched"] = trainer.evaluate(rows, metric_key_prefix="other")["other_accuracy"]
-    _keep_best(Path(checkpoint), run.folder)
+    (Path(checkpoint) / "training_args.bin").unlink()  # a pickle, which a model folder does not need
+    Path(checkpoint).rename(run.folder / MODEL)
     return Outcome(
         scores=scores,
         average=average(task, scores),
@@ -111,7 +109,7 @@ def build_trainer(run: Run) -> "GlueTrainer":
     transformers.set_seed(point.seed)  # of the head
     options = LoadOptions(device=protocol.device, attention=protocol.attention)
     model, tokenizer = load_classifier(run.start, task, options), load_tokenizer(run.start)
-    length = longest_input(model, tokenizer, protocol.max_length)
+    length = longest_input(model, tokenizer, at_most=protocol.max_length)
     train = tokenize_split(run, "train", tokenizer, length)
     trainer = GlueTrainer(
         model=model,
@@ -140,6 +138,10 @@ class GlueTrainer(transformers.Trainer):
         return self.lr_scheduler
 
 
+def _compute_metrics(task: GlueTask, evaluated: Any) -> dict[str, float]:
+    return compute_scores(task, evaluated.predictions, evaluated.label_ids)
+
+
 def rate_factor(step: int, *, total: int) -> float:
     """Of the peak, at a step counted from 0."""
     warmup, decayed = round(WARMUP * total), round(DECAYED * total)
@@ -157,11 +159,7 @@ def evaluation_interval(batches: int) -> int:
 
 def tokenize_split(run: Run, split: str, tokenizer: Any, length: int) -> Dataset:
     """One split of the run's task, as the model takes it."""
-    return _tokenize(run.data_dir, TASKS[run.task], split, run.protocol.limit, tokenizer, length)
-
-
-def _tokenize(data_dir: Path, task: GlueTask, split: str, limit: int | None, tokenizer: Any, length: int) -> Dataset:
-    rows = _read(data_dir, task.name, split).spread(limit)
+    rows = _read(run.data_dir, run.task, split).spread(run.protocol.limit)
     encoded = tokenizer(*(list(column) for column in zip(*rows.texts, strict=True)), truncation=True, max_length=length)
     return Dataset.from_dict({**encoded, "labels": rows.labels})
 
@@ -210,14 +208,79 @@ def _arguments(run: Run, *, batches: int, metric: str) -> transformers.TrainingA
     )
 
 
-def _compute_metrics(task: GlueTask, evaluated: Any) -> dict[str, float]:
-    return compute_scores(task, evaluated.predictions, evaluated.label_ids)
+def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    """Every run with its outcome, as they finish.
+
+    Where one fails, a warning names it and nothing new is started; what is running is finished and given before the
+    error is raised. transformers' Trainer would spread one run over every GPU it sees and multiply its batch; a process
+    therefore sees one.
+    """
+    devices = visible_gpus()
+    if jobs == 1:
+        _choose_gpu(devices[:1])
+        for run in runs:
+            yield run, fine_tune(run)
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA and tokenizers do not survive a fork
+    shares = context.Queue()
+    for number in range(jobs):
+        shares.put(devices[number % len(devices) :][:1] if devices else [])
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(shares,))
+    try:
+        yield from share_out(runs, pool, jobs)
+    except BaseException:  # Ctrl-C: what is going on is not waited for
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _length(trainer: GlueTrainer, run: Run) -> int:
-    return longest_input(trainer.model, trainer.processing_class, run.protocol.max_length)
+def share_out(runs: Sequence[Run], pool: Executor, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    """Of runs in a pool of `jobs` workers, as `run_all`."""
+    waiting = iter(runs)
+    going = {pool.submit(fine_tune, run): run for run in islice(waiting, jobs)}  # no queue: it could not be taken back
+    failure: BaseException | None = None
+    while going:
+        for future in futures.wait(going, return_when=futures.FIRST_COMPLETED).done:
+            run = going.pop(future)
+            error = future.exception()
+            if error is not None:
+                others = f", and the {len(going)} that are running are waited for" if going else ""
+                words = f"{run.task} {run.point.name} failed ({short_reason(error)}); no other run is started{others}."
+                warnings.warn(words, stacklevel=2)
+            failure = failure or error
+            if failure is None:
+                going |= {pool.submit(fine_tune, following): following for following in islice(waiting, 1)}
+            if error is None:
+                yield run, future.result()
+    if failure is not None:
+        raise failure
 
 
-def _keep_best(checkpoint: Path, folder: Path) -> None:
-    (checkpoint / "training_args.bin").unlink()  # a pickle, which a model folder does not need
-    checkpoint.rename(folder / MODEL)
+def visible_gpus() -> list[str]:
+    """The names of this process's GPUs, as CUDA_VISIBLE_DEVICES takes them; does not start CUDA."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ([str(number) for number in range(count)] if named is None else named.split(","))[:count]
+
+
+def _start_worker(shares: "Queue[list[str]]") -> None:
+    print_warnings_as_sentences()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _choose_gpu(shares.get())
+
+
+def _end_with_parent() -> None:
+    """Otherwise the workers of a command that was killed would go on beside those of the one that follows it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only workers call this"
+    wait([parent.sentinel])
+    os._exit(EXIT_UNAVAILABLE)
+
+
+def _choose_gpu(devices: list[str]) -> None:
+    """Before CUDA is used: which GPU."""
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]

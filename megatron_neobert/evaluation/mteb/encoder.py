@@ -1,25 +1,107 @@
 """Any encoder's folder as mteb sees a model: pooled token states, an instruction before the text, cosine similarity.
 
 sentence-transformers sorts the texts by length and encodes batches of one size, so a score depends on the settings and
-not on the order of the data. What a folder says about pooling and prompts (modules.json) is not used: all models are
+not on the order of the data. What a folder holds about pooling and prompts (modules.json) is not used: all models are
 measured under one protocol.
+
+Instructions come from YAML: `types` holds what stands before the texts of a kind of task, `tasks` what differs for
+single ones. Style `prefix`: the instruction and a space, before queries and before the texts of symmetric tasks;
+documents stay as they are. Style `paper`: what the wrapper of NeoBERT's release writes, before documents as well:
+instruction [SEP] [CLS] text.
+Source: chandar-lab/NeoBERT scripts/evaluation/wrappers.py, which cannot run as released; so nobody knows whether the
+paper's numbers come from that spelling.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import yaml
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-from megatron_neobert.errors import ConversionError
+from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
-from megatron_neobert.evaluation.mteb.instructions import Instructions
+from megatron_neobert.runtime.atomic_files import sha256_of
+
+PromptStyle = Literal["prefix", "paper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """Texts by task name and by task type; without any, nothing is put before a text."""
+
+    tasks: dict[str, str] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    prefix: str = "{instruction} "
+    before_documents: bool = False
+    digest: str = "none"  # of the file they come from
+
+    def prompt_for(self, metadata: Any, *, side: str | None) -> str | None:
+        """What stands before a text.
+
+        Args:
+            metadata: mteb's, of the task.
+            side: query, document, or None for the texts of a symmetric task.
+
+        Returns:
+            None for nothing at all: there is no instruction, or an empty one.
+        """
+        instruction = self.tasks.get(metadata.name, self.types.get(metadata.type))
+        if not instruction or (side == "document" and not self.before_documents):
+            return None
+        return self.prefix.format(instruction=instruction)
+
+    def refuse_gaps(self, tasks: list[Any]) -> None:
+        """Raises ConfigError if there are instructions and a task has none: it would be measured another way."""
+        if not self.tasks and not self.types:
+            return
+        known = {*self.tasks, *self.types}
+        gaps = sorted({task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & known})
+        if gaps:
+            raise ConfigError(
+                f"--instructions has no text for {', '.join(gaps)}, neither under tasks nor for the type under types; "
+                "add one (an empty one is one)."
+            )
+
+
+def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instructions:
+    """The instructions of a YAML file.
+
+    Args:
+        tokenizer: Of the model: style paper puts its separating and its first token between instruction and text.
+
+    Raises:
+        MissingInputError, DataError: There is no such file, or something else in it.
+        ConfigError: Style paper, and the tokenizer has no such tokens.
+    """
+    if not path.is_file():
+        raise MissingInputError(f"--instructions {path}: no such file; name a YAML file, or none.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is not YAML ({' '.join(str(error).split())}).") from error
+    if not isinstance(content, dict) or not content or not set(content) <= {"tasks", "types"}:
+        raise DataError(f"{path}: expected the keys tasks and types, each with a text per name.")
+    sections: dict[str, dict[str, str]] = {}
+    for name in ("tasks", "types"):
+        texts = content.get(name) or {}
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise DataError(f"{path}: {name} is no mapping of names to texts.")
+        sections[name] = {str(key): text for key, text in texts.items()}
+    prefix = "{instruction} "
+    if style == "paper":
+        first = tokenizer.bos_token or tokenizer.cls_token
+        if first is None or tokenizer.sep_token is None:
+            raise ConfigError("--prompt-style paper needs a tokenizer with [SEP] and [CLS]; use --prompt-style prefix.")
+        prefix = "{instruction}" + f"{tokenizer.sep_token} {first}"
+    return Instructions(**sections, prefix=prefix, before_documents=style == "paper", digest=sha256_of(path)[:12])
+
 
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}  # the last changes no cosine
 
@@ -76,9 +158,9 @@ def build_encoder(folder: Path, options: EncoderOptions, instructions: Instructi
     """
     _refuse_more_modules(folder)
     backbone, tokenizer = load_model(folder, "AutoModel", options.load), load_tokenizer(folder)
-    longest = min(options.max_length, longest_input(backbone, tokenizer) or options.max_length)
+    longest = longest_input(backbone, tokenizer, at_most=options.max_length)
     if longest < options.max_length:
-        print(f"{folder}: texts are cut after {longest} tokens, not {options.max_length}: it has no more positions")
+        print(f"{folder}: texts are truncated after {longest} tokens, not {options.max_length}: no more positions")
     model = SentenceTransformer(
         modules=[_token_states(folder, backbone, longest), Pooling(backbone.config.hidden_size, options.pooling)],
         device=str(options.load.device),

@@ -5,12 +5,12 @@ categories) only if all have: a mean over what happens to be there would not com
 named instead.
 """
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_neobert.evaluation.pages import to_markdown
 
 # mteb's types, in the order and with the headings of Table 4.
 CATEGORIES = {
@@ -22,6 +22,7 @@ CATEGORIES = {
     "STS": "STS",
     "Summarization": "Summ.",
 }
+COLUMNS = ("task", "type", "metric", "score", "missing")  # of the CSV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +72,18 @@ def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
     }
 
 
-def to_csv(scores: Sequence[TaskScore]) -> str:
-    """One line per task, then one per category, then the average; an empty score is missing."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["task", "type", "metric", "score", "missing"])
-    for task in scores:
-        score = "" if task.score is None else f"{task.score:.4f}"
-        writer.writerow([task.name, task.type, task.metric, score, task.missing or ""])
-    for name, mean in [*means_by_category(scores).items(), ("all", mean_of(scores))]:
-        value = "" if mean.value is None else f"{mean.value:.4f}"
-        writer.writerow(["mean", name, f"{mean.there} of {mean.expected} tasks", value, ""])
-    return stream.getvalue()
+def csv_rows(scores: Sequence[TaskScore]) -> list[dict[str, Any]]:
+    """One per task, then one per category, then the average; an empty score is missing."""
+    means = [*means_by_category(scores).items(), ("all", mean_of(scores))]
+    rows = [{**vars(task), "task": task.name} for task in scores]
+    rows += [
+        {"task": "mean", "type": name, "metric": f"{mean.there} of {mean.expected} tasks", "score": mean.value}
+        for name, mean in means
+    ]
+    return [row | {"score": None if row["score"] is None else f"{row['score']:.4f}"} for row in rows]
 
 
-def to_markdown(name: str, scores: Sequence[TaskScore], reported: Mapping[str, Sequence[float]]) -> str:
+def describe(name: str, scores: Sequence[TaskScore], reported: Mapping[str, Sequence[float]]) -> str:
     """Means beside rows of the paper, what is missing, and every task.
 
     Args:
@@ -95,19 +93,12 @@ def to_markdown(name: str, scores: Sequence[TaskScore], reported: Mapping[str, S
     """
     means = means_by_category(scores)
     headings = [f"{CATEGORIES.get(type_, type_)} ({mean.expected})" for type_, mean in means.items()]
-    lines = [
-        "| model | " + " | ".join([*headings, f"average ({len(scores)})"]) + " |",
-        "|---|" + "---:|" * (len(headings) + 1),
-        f"| {name} | " + " | ".join(map(str, [*means.values(), mean_of(scores)])) + " |",
-    ]
-    for model, row in reported.items():
-        lines.append(f"| {model}, as reported | " + " | ".join(f"{value:.1f}" for value in row) + " |")
-    missing = [f"- {task.name}: {task.missing}" for task in scores if task.score is None]
-    if missing:
-        lines += ["", f"No score, so no mean with them ({len(missing)} of {len(scores)} tasks):", "", *missing]
-    lines += ["", "| task | type | metric | score |", "|---|---|---|---:|"]
-    lines += [
-        f"| {task.name} | {task.type} | {task.metric} | {'–' if task.score is None else f'{task.score:.2f}'} |"
-        for task in scores
-    ]
-    return "\n".join(lines) + "\n"
+    table = [["model", *headings, f"average ({len(scores)})"], [name, *map(str, means.values()), str(mean_of(scores))]]
+    table += [[f"{model}, as reported", *(f"{value:.1f}" for value in row)] for model, row in reported.items()]
+    parts = [to_markdown(table, numeric=[False, *[True] * (len(headings) + 1)])]
+    if missing := [f"- {task.name}: {task.missing}" for task in scores if task.score is None]:
+        parts.append(f"No score, so no mean with them ({len(missing)} of {len(scores)} tasks):")
+        parts.append("\n".join(missing))
+    tasks = [[task.name, task.type, task.metric, "–" if task.score is None else f"{task.score:.2f}"] for task in scores]
+    parts.append(to_markdown([["task", "type", "metric", "score"], *tasks], numeric=[False, False, False, True]))
+    return "\n\n".join(parts) + "\n"

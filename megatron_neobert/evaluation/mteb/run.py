@@ -1,29 +1,173 @@
-"""Runs tasks one after another and keeps each result as it comes.
+"""Runs mteb's tasks one after another from data in a folder of our own, and keeps each result as it comes.
 
-A result is one file in the layout of mteb's own cache, results/<model>/<revision>/<task>.json, so that mteb's tools
-read it. The revision stands for the weights and for every setting that changes a score: another dtype, pooling or
+Data: a task is stored as mteb holds it after loading: what it downloads, cuts and draws at random happens once, on the
+connected machine, and any machine with the same folder evaluates the same texts. Each task's folder appears whole or
+not at all and names the revision of its data; another one than the installed mteb asks for is refused.
+
+Results: one file per task in the layout of mteb's own cache, results/<model>/<revision>/<task>.json, so that mteb's
+tools read it. The revision stands for the weights and for every setting that changes a score: another dtype, pooling or
 instruction never meets an old result. The same command after a kill runs what is not there yet.
 """
 
 import hashlib
 import json
 import math
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mteb
+from datasets import Dataset, DatasetDict, load_from_disk
+from mteb.abstasks import AbsTaskRetrieval
 from mteb.abstasks.abstask import AbsTask
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.results import TaskResult
 
-from megatron_neobert.errors import MissingInputError
-from megatron_neobert.evaluation.mteb.data import check_revision, is_stored, limit_task, load_task
-from megatron_neobert.evaluation.mteb.local import PREFIX
+from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.mteb.results import TaskScore
-from megatron_neobert.evaluation.mteb.tasks import flatten
-from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.evaluation.mteb.tasks import PREFIX, flatten
+from megatron_neobert.runtime.atomic_files import own_name, replace_file, sync_to_disk
+
+_ABOUT = "task.json"
+_NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subsets"}
+_DOCUMENTS_PER_QUERY = 10  # that --limit leaves beside the relevant ones
+
+
+def task_folder(data_dir: Path, task: AbsTask) -> Path:
+    """Where a task's data is, or will be."""
+    return data_dir / "tasks" / task.metadata.name
+
+
+def is_stored(data_dir: Path, task: AbsTask) -> bool:
+    """Whether its data is there, of whichever revision."""
+    return (task_folder(data_dir, task) / _ABOUT).is_file()
+
+
+def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
+    """Of the data that is there, or None."""
+    if not is_stored(data_dir, task):
+        return None
+    about = json.loads((task_folder(data_dir, task) / _ABOUT).read_text(encoding="utf-8"))
+    return str(about["revision"])
+
+
+def check_revision(data_dir: Path, task: AbsTask) -> None:
+    """Raises DataError if the data that is there is of another revision than the installed mteb's task."""
+    if (stored := stored_revision(data_dir, task)) != task.metadata.revision:
+        raise DataError(
+            f"{task_folder(data_dir, task)}: holds revision {stored}, and the installed mteb evaluates "
+            f"{task.metadata.revision}; run tools/fetch_mteb.py --refresh with this mteb on a connected machine."
+        )
+
+
+def store_task(data_dir: Path, task: AbsTask) -> None:
+    """Loads a task by mteb's own means, which may download, and writes what it then holds."""
+    before = _settings(task)
+    task.load_data()
+    if isinstance(task, AbsTaskRetrieval):
+        task.convert_v1_dataset_format_to_v2(num_proc=None)  # some tasks still load the old form
+    target = task_folder(data_dir, task)
+    temporary = own_name(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    subsets = []
+    for number, (subset, split, content) in enumerate(_splits(task)):
+        place = temporary / str(number)
+        if isinstance(content, Dataset):
+            content.save_to_disk(place)
+        else:  # of retrieval
+            for name in ("corpus", "queries"):
+                content[name].save_to_disk(place / name)
+            judged = {name: content[name] for name in ("relevant_docs", "top_ranked")}
+            (place / "judged.json").write_text(json.dumps(judged), encoding="utf-8")
+        subsets.append({"subset": subset, "split": split})
+    changed = {name: value for name, value in _settings(task).items() if before.get(name, task) != value}
+    about = {"name": task.metadata.name, "revision": task.metadata.revision, "parts": subsets, "settings": changed}
+    (temporary / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+    sync_to_disk(target.parent)
+    task.unload_data()
+
+
+def load_task(data_dir: Path, task: AbsTask) -> None:
+    """Gives a task the data that `store_task` wrote.
+
+    Raises:
+        DataError: It is of another revision than the installed mteb's task.
+    """
+    check_revision(data_dir, task)
+    folder = task_folder(data_dir, task)
+    about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    dataset: dict[Any, Any] = {}
+    for number, part in enumerate(about["parts"]):
+        splits = dataset if part["subset"] is None else dataset.setdefault(part["subset"], {})
+        place, judged = folder / str(number), folder / str(number) / "judged.json"
+        content: Any = None
+        if judged.exists():  # of retrieval
+            content = json.loads(judged.read_text(encoding="utf-8"))
+            content |= {name: load_from_disk(place / name) for name in ("corpus", "queries")}
+        splits[part["split"]] = load_from_disk(place) if content is None else content
+    plain = all(part["subset"] is None for part in about["parts"])
+    task.dataset = DatasetDict(dataset) if plain else dataset
+    if not plain and not isinstance(task, AbsTaskRetrieval):
+        task.dataset = {subset: DatasetDict(splits) for subset, splits in dataset.items()}
+    for name, value in about["settings"].items():
+        setattr(task, name, value)
+    task.data_loaded = True
+
+
+def limit_task(task: AbsTask, limit: int) -> None:
+    """Leaves the first `limit` examples of what is scored, for a quick look; nothing about training examples."""
+    assert task.dataset is not None, task.metadata.name
+    trained_on = getattr(task, "train_split", None)
+    for subset, split, content in list(_splits(task)):
+        if split == trained_on and split not in task.eval_splits:
+            continue
+        splits: Any = task.dataset if subset is None else task.dataset[subset]
+        splits[split] = _limit_rows(content, limit) if isinstance(content, Dataset) else _limit_queries(content, limit)
+
+
+def _splits(task: AbsTask) -> Iterator[tuple[str | None, str, Any]]:
+    """(subset or None, split, content) of the splits that an evaluation reads."""
+    assert task.dataset is not None, task.metadata.name
+    wanted = {*task.eval_splits, getattr(task, "train_split", None)}
+    for key, content in task.dataset.items():
+        if isinstance(content, Dataset):
+            if key in wanted:
+                yield None, key, content
+            continue
+        for split, part in content.items():
+            if split in wanted and key in task.hf_subsets:
+                yield key, split, part
+
+
+def _settings(task: AbsTask) -> dict[str, Any]:
+    """What loading may change besides the data: some tasks set how many documents they cluster."""
+    plain = (bool, int, float, str, type(None))
+    return {key: value for key, value in vars(task).items() if key not in _NOT_DATA and isinstance(value, plain)}
+
+
+def _limit_rows(rows: Dataset, limit: int) -> Dataset:
+    """Of rows that hold a whole list of examples each, the first of these."""
+    rows = rows.select(range(min(limit, len(rows))))
+    if not any(isinstance(value, list) for value in rows[0].values()):
+        return rows
+    return rows.map(lambda row: {key: value[:limit] for key, value in row.items() if isinstance(value, list)})
+
+
+def _limit_queries(content: dict[str, Any], limit: int) -> dict[str, Any]:
+    queries = content["queries"].select(range(min(limit, len(content["queries"]))))
+    judged = {query: content["relevant_docs"].get(query, {}) for query in queries["id"]}
+    ranked = content["top_ranked"] and {query: content["top_ranked"][query] for query in queries["id"]}
+    kept = {document for documents in [*judged.values(), *(ranked or {}).values()] for document in documents}
+    others = [i for i, document in enumerate(content["corpus"]["id"]) if document not in kept]
+    kept_rows = [i for i, document in enumerate(content["corpus"]["id"]) if document in kept]
+    corpus = content["corpus"].select(sorted(kept_rows + others[: limit * _DOCUMENTS_PER_QUERY]))
+    return {"corpus": corpus, "queries": queries, "relevant_docs": judged, "top_ranked": ranked}
+
 
 BuildEncoder = Callable[[], Any]
 
@@ -109,9 +253,13 @@ def run_tasks(
     for number, task in enumerate(parts, start=1):
         place = f"{number}/{len(parts)} {task.metadata.name}"
         if (result := files.read(task)) is not None:
-            report(f"{place}: {_percent(result)} (kept)")
+            report(f"{place}: {100 * float(result.get_score()):.2f} (kept)")
             continue
-        if not _load(task, data_dir):
+        if task.metadata.name.startswith(PREFIX):
+            task.load_data()
+        elif is_stored(data_dir, task):
+            load_task(data_dir, task)
+        else:
             report(f"{place}: no data")
             continue
         if limit is not None:
@@ -127,18 +275,8 @@ def run_tasks(
         ).task_results[0]
         files.write(result)
         task.unload_data()
-        report(f"{place}: {_percent(result)} ({result.evaluation_time:.0f} s)")
+        report(f"{place}: {100 * float(result.get_score()):.2f} ({result.evaluation_time:.0f} s)")
     return [_score(task, files) for task in tasks]
-
-
-def _load(task: AbsTask, data_dir: Path) -> bool:
-    if task.metadata.name.startswith(PREFIX):
-        task.load_data()
-    elif is_stored(data_dir, task):
-        load_task(data_dir, task)
-    else:
-        return False
-    return True
 
 
 def _score(task: AbsTask, files: ResultFiles) -> TaskScore:
@@ -153,7 +291,3 @@ def _score(task: AbsTask, files: ResultFiles) -> TaskScore:
         return TaskScore(**about, score=None, missing=f"not a number: the score of {', '.join(undefined)}")
     assert len(scores) == 1 or isinstance(task, AbsTaskAggregate), scores
     return TaskScore(**about, score=100 * math.fsum(scores.values()) / len(scores))
-
-
-def _percent(result: TaskResult) -> str:
-    return f"{100 * float(result.get_score()):.2f}"

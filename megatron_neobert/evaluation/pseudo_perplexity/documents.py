@@ -63,20 +63,41 @@ def select_documents(inputs: Sequence[str], tokenizer: Any, read: ReadSettings, 
         DataError: A file is damaged or has no such text, or no document is long enough.
     """
     assert choice.max_length is not None, choice
-    selection, seen, per_bin, bins = Selection(), set[str](), Counter[int](), _reachable_bins(choice)
+    selection, seen, per_bin, enough = Selection(), set[str](), Counter[int](), choice.documents_per_bin
+    # Of the lengths that a document can have once it is truncated.
+    reachable = {bin_of(tokens, choice.length_bins) for tokens in range(choice.min_length, choice.max_length + 1)}
     for texts in _read(inputs, read, selection.left_out):
-        for id, encoding in zip(map(document_id, texts), _encode(tokenizer, texts, choice.max_length), strict=True):
-            reason = _reason_against(id, encoding, seen, per_bin, choice)
+        encoded = tokenizer(
+            texts,
+            truncation=True,
+            max_length=choice.max_length,
+            return_special_tokens_mask=True,
+            return_attention_mask=False,
+            split_special_tokens=True,  # "[SEP]" written in a text is five characters
+        )
+        for text, ids, added in zip(texts, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+            id, number = document_id(text), bin_of(len(ids), choice.length_bins)
+            scorable = [place for place, special in enumerate(added) if not special]
+            if id in seen:
+                selection.left_out["met before"] += 1
+            elif len(ids) < choice.min_length or not scorable:
+                selection.left_out["shorter than --min-length"] += 1
+            elif enough is not None and per_bin[number] >= enough:
+                selection.left_out["beyond --documents-per-bin"] += 1
+            else:
+                per_bin[number] += 1
+                document = Document(
+                    id=id,
+                    ids_s=np.array(ids, dtype=np.int32),
+                    positions=draw_positions(id, scorable, choice.positions_per_document, seed=choice.seed),
+                    scorable=len(scorable),
+                    truncated=len(ids) == choice.max_length,
+                )
+                selection.documents.append(document)
+                is_full = enough is not None and all(per_bin[other] >= enough for other in reachable)
+                if len(selection.documents) == choice.limit or is_full:
+                    return selection
             seen.add(id)
-            if reason is not None:
-                selection.left_out[reason] += 1
-                continue
-            per_bin[bin_of(len(encoding.ids_s), choice.length_bins)] += 1
-            selection.documents.append(_to_document(id, encoding, choice))
-            enough = choice.documents_per_bin
-            is_full = enough is not None and all(per_bin[reachable] >= enough for reachable in bins)
-            if len(selection.documents) == choice.limit or is_full:
-                return selection
     if not selection.documents:
         reasons = ", ".join(f"{count:,} x {reason}" for reason, count in selection.left_out.items()) or "no record"
         raise DataError(
@@ -103,12 +124,6 @@ def bin_of(length: int, length_bins: Sequence[int]) -> int:
     return bisect_left(length_bins, length)
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    ids_s: NDArray[np.int32]
-    scorable: list[int]
-
-
 def _read(inputs: Sequence[str], read: ReadSettings, left_out: Counter[str]) -> Iterator[list[str]]:
     for path in find_shards(inputs):
         for part in split_into_parts(path, read):
@@ -117,43 +132,3 @@ def _read(inputs: Sequence[str], read: ReadSettings, left_out: Counter[str]) -> 
                 left_out.update(batch.dropped)
                 if batch.texts:
                     yield batch.texts
-
-
-def _encode(tokenizer: Any, texts: list[str], max_length: int) -> Iterator[_Encoding]:
-    encoded = tokenizer(
-        texts,
-        truncation=True,
-        max_length=max_length,
-        return_special_tokens_mask=True,
-        return_attention_mask=False,
-        split_special_tokens=True,  # "[SEP]" written in a text is five characters
-    )
-    for ids, added in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
-        yield _Encoding(np.array(ids, dtype=np.int32), [place for place, special in enumerate(added) if not special])
-
-
-def _reachable_bins(choice: Choice) -> set[int]:
-    """Of the lengths that a document can have once it is cut."""
-    assert choice.max_length is not None, choice
-    return {bin_of(tokens, choice.length_bins) for tokens in range(choice.min_length, choice.max_length + 1)}
-
-
-def _reason_against(id: str, encoding: _Encoding, seen: set[str], per_bin: Counter[int], choice: Choice) -> str | None:
-    if id in seen:
-        return "met before"
-    length = len(encoding.ids_s)
-    if length < choice.min_length or not encoding.scorable:
-        return "shorter than --min-length"
-    if choice.documents_per_bin is not None and per_bin[bin_of(length, choice.length_bins)] >= choice.documents_per_bin:
-        return "beyond --documents-per-bin"
-    return None
-
-
-def _to_document(id: str, encoding: _Encoding, choice: Choice) -> Document:
-    return Document(
-        id=id,
-        ids_s=encoding.ids_s,
-        positions=draw_positions(id, encoding.scorable, choice.positions_per_document, seed=choice.seed),
-        scorable=len(encoding.scorable),
-        truncated=len(encoding.ids_s) == choice.max_length,
-    )

@@ -6,11 +6,7 @@ drawing is unbiased, while exp raises every drawn value. The band is the 95 % St
 documents of a bin, each taken as one observation, so it holds the noise of the drawing as well.
 """
 
-import csv
-import io
-import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +16,7 @@ from scipy.stats import t as student
 
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.pseudo_perplexity.documents import bin_of
-from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.evaluation.records import LineFile
 
 BAND = "95 % of the average over documents"
 _CONFIDENCE = 0.95
@@ -77,7 +73,7 @@ class Overall:
 
 
 class ResultFile:
-    """JSON lines, one per document, each written as soon as it is known; a line that a kill cut short is dropped."""
+    """The documents that have been measured, each written as soon as it is known."""
 
     def __init__(self, path: Path) -> None:
         """Reads what is there.
@@ -85,26 +81,15 @@ class ResultFile:
         Raises:
             DataError: Some whole line is not one of these.
         """
-        self.path = path
-        self.results: dict[str, DocumentResult] = {}
-        if not path.exists():
-            return
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(path, whole)
-        for number, line in enumerate(content[:whole].splitlines(), 1):
-            try:
-                result = DocumentResult(**json.loads(line))
-            except (ValueError, TypeError) as error:
-                raise DataError(
-                    f"{path}, line {number}: not a result ({error}); remove the line or the file."
-                ) from error
-            self.results[result.id] = result
+        self.file = LineFile(path)
+        try:
+            found = [DocumentResult(**line) for line in self.file.lines]
+        except TypeError as error:
+            raise DataError(f"{path}: not results of documents ({error}); remove the file.") from error
+        self.results = {result.id: result for result in found}
 
     def add(self, result: DocumentResult) -> None:
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(result)) + "\n")
+        self.file.add(asdict(result))
         self.results[result.id] = result
 
 
@@ -145,14 +130,3 @@ def average_over_tokens(results: Sequence[DocumentResult]) -> Overall:
     known = [result.tokens * error for result, error in zip(results, errors, strict=True) if error is not None]
     error = math.exp(mean) * math.hypot(*known) / tokens if len(known) == len(results) else None
     return Overall(math.exp(mean), error, mean)
-
-
-def write_table(path: Path, curves: dict[str, list[Bin]]) -> None:
-    """A CSV of all models: model -> its curve."""
-    text = io.StringIO()
-    columns = list(Bin.__dataclass_fields__)
-    table = csv.DictWriter(text, ["model", *columns], lineterminator="\n")
-    table.writeheader()
-    for name, curve in curves.items():
-        table.writerows({"model": name, **asdict(point)} for point in curve)
-    replace_file(path, text.getvalue())

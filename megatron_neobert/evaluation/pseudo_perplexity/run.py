@@ -1,31 +1,111 @@
 """Pseudo-perplexity, exp(-1/N sum log p(x_i | x without i)): how sure a model is of each token given all the others.
 
 Tokens that the tokenizer adds are neither masked nor counted. Costs as many forwards as tokens are masked, so a text of
-4,096 tokens costs 4,096 of them unless positions are drawn. This module takes one model from its folder to its record,
-and the curves of several into one table and figure.
+4,096 tokens costs 4,096 of them unless positions are drawn. Tokens are masked one at a time, in batches of documents of
+similar length. The longest documents come first: what does not fit into memory is found at once, and the time that
+remains is not underrated. Each document is written when its last position is done, and not done again.
 """
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import variance
+from typing import Any
 
 from megatron_neobert.data.shards.find import shard_label
 from megatron_neobert.data.shards.records import ReadSettings
-from megatron_neobert.evaluation.encoders import LoadOptions
-from megatron_neobert.evaluation.plots import Curve, plot_curves
-from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, select_documents
-from megatron_neobert.evaluation.pseudo_perplexity.measure import cost, measure, missing_in, name_of, protocol_of
+from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint
+from megatron_neobert.evaluation.pages import to_csv
+from megatron_neobert.evaluation.plots import plot_perplexities
+from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, Document, select_documents
 from megatron_neobert.evaluation.pseudo_perplexity.results import (
     BAND,
     Bin,
+    DocumentResult,
     ResultFile,
     average_by_length,
     average_over_tokens,
-    write_table,
 )
-from megatron_neobert.evaluation.pseudo_perplexity.scorer import Scorer
+from megatron_neobert.evaluation.pseudo_perplexity.scorer import Row, Scorer
 from megatron_neobert.evaluation.records import hold, write_record
+from megatron_neobert.runtime.atomic_files import replace_file
+
+
+def protocol_of(scorer: Scorer, choice: Choice) -> dict[str, Any]:
+    """What a document's result depends on, beside the document."""
+    return {
+        "model": fingerprint(scorer.folder),
+        "tokenizer": scorer.tokenizer_fingerprint,
+        "max_length": choice.max_length,
+        "positions_per_document": choice.positions_per_document,
+        "seed": None if choice.positions_per_document is None else choice.seed,
+        "dtype": str(scorer.model.dtype).removeprefix("torch."),
+        "attention": scorer.model.config._attn_implementation,
+    }
+
+
+def measure(
+    scorer: Scorer,
+    documents: Sequence[Document],
+    file: ResultFile,
+    *,
+    batch_tokens: int,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Measures the documents that are not in the file yet, and adds them to it.
+
+    Args:
+        batch_tokens: Rows times the longest of them, at most, unless a single row is longer.
+        on_progress: Called with the tokens of each batch, padding not counted.
+    """
+    losses_of: dict[str, list[float]] = {}
+    for batch in batches(missing_in(file, documents), batch_tokens=batch_tokens):
+        found = scorer.score([Row(document.ids_s, position) for document, position in batch])
+        for (document, _), loss in zip(batch, found, strict=True):
+            losses = losses_of.setdefault(document.id, [])
+            losses.append(loss)
+            if len(losses) < len(document.positions):
+                continue
+            del losses_of[document.id]
+            file.add(
+                DocumentResult(
+                    id=document.id,
+                    length=len(document.ids_s),
+                    truncated=document.truncated,
+                    tokens=document.scorable,
+                    positions=len(losses),
+                    nll_sum=math.fsum(losses),
+                    nll_variance=variance(losses) if len(losses) > 1 else None,
+                )
+            )
+        on_progress(sum(len(document.ids_s) for document, _ in batch))
+
+
+def missing_in(file: ResultFile, documents: Iterable[Document]) -> list[Document]:
+    return [document for document in documents if document.id not in file.results]
+
+
+def batches(documents: Iterable[Document], *, batch_tokens: int) -> Iterator[list[tuple[Document, int]]]:
+    """Every position of every document once, the longest documents first, in batches of similar length."""
+    batch: list[tuple[Document, int]] = []
+    for document in sorted(documents, key=lambda document: (-len(document.ids_s), document.id)):
+        for position in document.positions:
+            if batch and (len(batch) + 1) * len(batch[0][0].ids_s) > batch_tokens:
+                yield batch
+                batch = []
+            batch.append((document, position))
+    if batch:
+        yield batch
+
+
+def cost(documents: Iterable[Document]) -> int:
+    """Tokens that the model has to read, padding not counted."""
+    return sum(len(document.positions) * len(document.ids_s) for document in documents)
+
 
 # Shows a bar for this many tokens of this model, and gives what is called with the tokens of each batch.
 ShowProgress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -70,7 +150,8 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
     name, protocol = folder.resolve().name, protocol_of(scorer, choice)
     place = output / name
     with hold(place / "pseudo_perplexity.lock"):
-        file = ResultFile(place / f"pseudo_perplexity_{name_of(protocol)}.jsonl")
+        digest = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:12]
+        file = ResultFile(place / f"pseudo_perplexity_{digest}.jsonl")  # of another protocol, another file
         with show_progress(name, cost(missing_in(file, selection.documents))) as on_progress:
             measure(scorer, selection.documents, file, batch_tokens=evaluation.batch_tokens, on_progress=on_progress)
 
@@ -98,7 +179,7 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
             "left_out": dict(selection.left_out),
             "curve": list(map(asdict, curve)),
             "band": BAND,
-            "documents_file": file.path.name,
+            "documents_file": file.file.path.name,
         },
     )
     return Outcome(name, len(results), overall.pseudo_perplexity, overall.standard_error, curve)
@@ -106,25 +187,10 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
 
 def write_curves(output: Path, outcomes: list[Outcome]) -> None:
     """OUTPUT/pseudo_perplexity.csv and .png, replaced as a whole."""
-    write_table(output / "pseudo_perplexity.csv", {outcome.name: outcome.curve for outcome in outcomes})
-    plot_curves(
+    rows = [{"model": outcome.name, **asdict(point)} for outcome in outcomes for point in outcome.curve]
+    replace_file(output / "pseudo_perplexity.csv", to_csv(["model", *Bin.__dataclass_fields__], rows))
+    plot_perplexities(
         output / "pseudo_perplexity.png",
-        [_to_curve(outcome) for outcome in outcomes],
-        x_label="tokens (average of the documents of a bin)",
-        y_label="pseudo-perplexity",
+        {outcome.name: list(map(asdict, outcome.curve)) for outcome in outcomes},
         title=f"Pseudo-perplexity by length; band: {BAND}",
-        log_x=True,
-        log_y=True,
-    )
-
-
-def _to_curve(outcome: Outcome) -> Curve:
-    points = outcome.curve
-    nan = float("nan")
-    return Curve(
-        outcome.name,
-        [round(point.mean_length) for point in points],
-        [point.pseudo_perplexity for point in points],
-        [nan if point.low is None else point.low for point in points],
-        [nan if point.high is None else point.high for point in points],
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation.encoders import (
+    ABSURD_LENGTH,
     LoadOptions,
     count_learned_positions,
     load_masked_lm,
@@ -33,7 +34,6 @@ from megatron_neobert.evaluation.encoders import (
 # bf16 0 (24), fp16 0 (22).
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _PROBE_TOKENS = 24
-_ABSURD_LENGTH = 1 << 30  # for a model and a tokenizer that know no longest input
 
 
 class Row(NamedTuple):
@@ -66,10 +66,15 @@ class Scorer:
                 f"{folder}: its tokenizer has no mask token, and pseudo-perplexity masks one token at a time; name an "
                 "encoder trained with masks, or add mask_token to tokenizer_config.json."
             )
-        self.tokenizer_fingerprint = _fingerprint(self.tokenizer)
+        # Before its use: it remembers the truncation of its latest call.
+        if self.tokenizer.is_fast:
+            described = self.tokenizer.backend_tokenizer.to_str()
+        else:
+            described = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        self.tokenizer_fingerprint = hashlib.sha256(described.encode()).hexdigest()[:12]
         self.model = load_masked_lm(folder, options)
         self._learned_positions = count_learned_positions(self.model)
-        self.max_length = longest_input(self.model, self.tokenizer) or _ABSURD_LENGTH
+        self.max_length = longest_input(self.model, self.tokenizer, at_most=ABSURD_LENGTH)
         self.is_sparse = self._head_takes_single_positions()
 
     def check_length(self, max_length: int) -> None:
@@ -83,7 +88,7 @@ class Scorer:
                 f"--max-length {max_length}: {self.folder} has {self._learned_positions} learned positions and nothing "
                 f"beyond them; give at most {self._learned_positions}."
             )
-        if max_length >= _ABSURD_LENGTH:
+        if max_length >= ABSURD_LENGTH:
             raise ConfigError(f"{self.folder} names no longest input; give --max-length.")
 
     def score(self, rows: Sequence[Row]) -> list[float]:
@@ -155,14 +160,6 @@ class Scorer:
             stacklevel=3,
         )
         return False
-
-
-def _fingerprint(tokenizer: Any) -> str:
-    """To be taken before the tokenizer is used, because it remembers the truncation of its latest call."""
-    described = (
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
-    return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 
 class _OtherShapeError(Exception):

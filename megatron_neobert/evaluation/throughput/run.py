@@ -1,21 +1,40 @@
 """Tokens per second of encoders against the length of documents, the batch size swept until memory ends.
 
-All contenders lie on the device together and take turns step by step, so that a slow phase of the machine meets all of
-them. One that is out of memory at a batch size takes no part in larger ones of that length. Every group of steps is
-appended to a file before the next one begins: the same call goes on after a kill.
+All models under test lie on the device together and take turns step by step, so that a slow phase of the machine meets
+all of them. One that is out of memory at a batch size takes no part in larger ones of that length. The same call
+resumes after a kill. Leaves a record per model, and of all models a CSV, a Markdown page and figures.
 """
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_neobert.evaluation.throughput.batches import build_batch, draw_lengths
-from megatron_neobert.evaluation.throughput.log import StepLog
-from megatron_neobert.evaluation.throughput.models import TRAINING, Contender, Subject, find_kernels, make_step, prepare
-from megatron_neobert.evaluation.throughput.steps import Step, has_memory_for, time_step
+from megatron_neobert.errors import ConfigError
+from megatron_neobert.evaluation.encoders import fingerprint
+from megatron_neobert.evaluation.pages import to_csv
+from megatron_neobert.evaluation.records import LineFile, changed_settings, describe_machine, versions, write_record
+from megatron_neobert.evaluation.throughput.models import (
+    MASKED_SHARE,
+    TRAINING,
+    WEB_MEDIAN_TOKENS,
+    ModelsUnderTest,
+    Step,
+    Subject,
+    Variant,
+    build_batch,
+    draw_lengths,
+    find_kernels,
+    has_memory_for,
+    make_step,
+    prepare,
+    time_step,
+)
+from megatron_neobert.evaluation.throughput.tables import COLUMNS, csv_rows, describe_rows, draw
+from megatron_neobert.runtime.atomic_files import replace_file
 
 MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
 
@@ -40,8 +59,40 @@ class Sweep:
                     yield length, batch_size
 
 
+class StepLog:
+    """What has been measured, each group of steps on disk before the next begins; the first line holds the settings."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        """Opens or creates the file.
+
+        Raises:
+            ConfigError: The file holds measurements under other settings, beside which new ones could not stand.
+            DataError: The file is no such log.
+        """
+        self._file = LineFile(path)
+        if not self._file.lines:
+            self._file.add(settings)
+        if changed := changed_settings(self._file.lines[0], settings):
+            raise ConfigError(
+                f"{path} was measured with other settings ({'; '.join(changed)}). Measure with the old ones, or choose "
+                "another --output."
+            )
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for group in self._file.lines[1:] for row in group["rows"]]
+
+    def holds(self, length: int, batch_size: int) -> bool:
+        """Whether this group has been measured."""
+        groups = self._file.lines[1:]
+        return any((group["length"], group["batch_size"]) == (length, batch_size) for group in groups)
+
+    def append(self, length: int, batch_size: int, rows: list[dict[str, Any]]) -> None:
+        self._file.add({"length": length, "batch_size": batch_size, "rows": rows})
+
+
 def measure(
-    contenders: Mapping[Contender, Subject],
+    variants: Mapping[Variant, Subject],
     sweep: Sweep,
     *,
     device: torch.device,
@@ -51,16 +102,20 @@ def measure(
     """Measures what the log does not hold yet.
 
     Returns:
-        One row per contender and group, see `_to_row`; of those measured earlier too.
+        One row per variant and group, see `_to_row`; of those measured earlier too.
     """
     for length, batch_size in sweep.groups():
         if log.holds(length, batch_size):
             continue
-        failed = {_who(row) for row in log.rows if _failed(row, length, batch_size)}
+        failed = {
+            Variant(**{field.name: row[field.name] for field in fields(Variant)})
+            for row in log.rows
+            if row["outcome"] == OUT_OF_MEMORY and row["length"] == length and row["batch_size"] <= batch_size
+        }
         entered = {
-            contender: subject
-            for contender, subject in contenders.items()
-            if contender not in failed and (subject.longest is None or length <= subject.longest)
+            variant: subject
+            for variant, subject in variants.items()
+            if variant not in failed and (subject.longest is None or length <= subject.longest)
         }
         rows = _measure_group(entered, sweep, length=length, batch_size=batch_size, device=device)
         log.append(length, batch_size, rows)
@@ -72,7 +127,7 @@ def summarise(row: dict[str, Any]) -> dict[str, Any]:
     """A row with tokens per second (median and quartiles over its steps) in place of the seconds of each step."""
     summary = {name: value for name, value in row.items() if name != "seconds"}
     speeds = [row["tokens"] / seconds for seconds in row["seconds"]]
-    lower, middle, upper = quartiles(speeds) if speeds else (None, None, None)
+    lower, middle, upper = np.quantile(speeds, (0.25, 0.5, 0.75)).tolist() if speeds else (None, None, None)
     return summary | {
         "steps": len(speeds),
         "tokens_per_second": middle,
@@ -81,19 +136,11 @@ def summarise(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile, linear between the values."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return lower, middle, upper
-
-
 def _measure_group(
-    contenders: Mapping[Contender, Subject], sweep: Sweep, *, length: int, batch_size: int, device: torch.device
+    variants: Mapping[Variant, Subject], sweep: Sweep, *, length: int, batch_size: int, device: torch.device
 ) -> list[dict[str, Any]]:
     documents = draw_lengths(batch_size, longest=length, distribution=sweep.distribution, seed=sweep.seed)
-    runs = [_Run(contender, subject, documents, sweep.seed, device) for contender, subject in contenders.items()]
+    runs = [_Turn(variant, subject, documents, sweep.seed, device) for variant, subject in variants.items()]
     for run in runs:
         run.attempt(lambda run=run: run.warm_up(sweep.warmup))  # type: ignore[misc]
     for number in range(sweep.steps):
@@ -103,13 +150,13 @@ def _measure_group(
     return [run.to_row(length, batch_size) for run in runs]
 
 
-class _Run:
-    """A contender at one length and batch size."""
+class _Turn:
+    """A variant at one length and batch size."""
 
     def __init__(
-        self, contender: Contender, subject: Subject, documents: Sequence[int], seed: int, device: torch.device
+        self, variant: Variant, subject: Subject, documents: Sequence[int], seed: int, device: torch.device
     ) -> None:
-        self.contender, self.subject, self.documents, self.seed = contender, subject, documents, seed
+        self.variant, self.subject, self.documents, self.seed = variant, subject, documents, seed
         self.device = device
         self.fits = True
         self.steps: list[Step] = []
@@ -120,7 +167,7 @@ class _Run:
     def attempt(self, work: Callable[[], None]) -> None:
         """Does the work unless this run is out of memory already."""
         if self.fits:
-            prepare(self.subject, self.contender.passes)
+            prepare(self.subject, self.variant.passes)
             self.fits = has_memory_for(work, self.device)
             self.subject.model.zero_grad(set_to_none=True)  # the others need the memory
         if not self.fits:
@@ -129,25 +176,25 @@ class _Run:
     def warm_up(self, times: int) -> None:
         batch = build_batch(
             self.documents,
-            layout=self.contender.layout,
-            labels=self.contender.passes == TRAINING,
+            layout=self.variant.layout,
+            labels=self.variant.passes == TRAINING,
             config=self.subject.model.config,
             seed=self.seed,
             device=self.device,
         )
         self.slots = batch.slots
-        self.step = make_step(self.subject, batch, self.contender.passes)
+        self.step = make_step(self.subject, batch, self.variant.passes)
         self.kernels = find_kernels(self.subject, self.step)
         for _ in range(times):
-            prepare(self.subject, self.contender.passes)
+            prepare(self.subject, self.variant.passes)
             self.step()
 
     def time(self) -> None:
-        assert self.step is not None, f"{self.contender} was not warmed up"
+        assert self.step is not None, f"{self.variant} was not warmed up"
         self.steps.append(time_step(self.step, self.device))
 
     def to_row(self, length: int, batch_size: int) -> dict[str, Any]:
-        return asdict(self.contender) | {
+        return asdict(self.variant) | {
             "length": length,
             "batch_size": batch_size,
             "tokens": self.tokens,
@@ -155,16 +202,65 @@ class _Run:
             "kernels": self.kernels,
             "outcome": MEASURED if self.fits else OUT_OF_MEMORY,
             "seconds": [step.seconds for step in self.steps] if self.fits else [],
-            "peak_bytes": self._peak_bytes() if self.fits else None,
+            "peak_bytes": self.subject.weight_bytes + max(step.grown_bytes for step in self.steps)
+            if self.fits
+            else None,
         }
 
-    def _peak_bytes(self) -> int:
-        return self.subject.weight_bytes + max(step.grown_bytes for step in self.steps)
+
+def describe(folders: Mapping[str, Path], found: ModelsUnderTest, sweep: Sweep, device: torch.device) -> dict[str, Any]:
+    """All that must be equal for measurements to stand in one table."""
+    return {
+        "models": {name: fingerprint(folder) for name, folder in folders.items()},
+        "variants": [
+            f"{variant.model}, {variant.dtype}, {variant.attention}, {variant.layout}, {variant.passes}"
+            for variant in found.variants
+        ],
+        "steps": sweep.steps,
+        "warmup": sweep.warmup,
+        "lengths_distribution": sweep.distribution,
+        "web_median_tokens": WEB_MEDIAN_TOKENS if sweep.distribution == "web" else None,
+        "masked_share": MASKED_SHARE,
+        "seed": sweep.seed,
+        "max_tokens": sweep.max_tokens,
+        "device": str(device),
+        "machine": describe_machine(device),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "versions": versions(),
+    }
 
 
-def _who(row: Mapping[str, Any]) -> Contender:
-    return Contender(**{field.name: row[field.name] for field in fields(Contender)})
-
-
-def _failed(row: Mapping[str, Any], length: int, batch_size: int) -> bool:
-    return row["outcome"] == OUT_OF_MEMORY and row["length"] == length and row["batch_size"] <= batch_size
+def write_results(
+    output: Path,
+    folders: Mapping[str, Path],
+    found: ModelsUnderTest,
+    sweep: Sweep,
+    rows: Sequence[dict[str, Any]],
+    device: torch.device,
+) -> str:
+    """Writes everything and returns the Markdown page."""
+    common = describe(folders, found, sweep, device)
+    settings = {name: value for name, value in common.items() if name not in ("machine", "versions")}
+    for name, folder in folders.items():
+        own = [row for row in rows if row["model"] == name]
+        subject = next((s for c, s in found.variants.items() if c.model == name), None)
+        results = {
+            "parameters": None if subject is None else subject.parameters,
+            "rows": own,
+            "not_run": [entry for entry in found.not_run if entry["model"] == name],
+        }
+        path = output / name / "throughput.json"
+        write_record(path, "throughput", folder=folder, settings=settings, results=results, device=device)
+    replace_file(output / "throughput.csv", to_csv(COLUMNS, csv_rows(rows)))
+    for passes in dict.fromkeys(row["passes"] for row in rows):
+        draw(output / f"throughput_{passes.replace('+', '_')}.png", rows, passes, machine=common["machine"])
+    lines = [describe_rows(rows), ""]
+    lines += [f"Not measured: {entry['variant']}: {entry['reason']}.\n" for entry in found.not_run]
+    lines.append(
+        f"{common['machine']}; medians of {common['steps']} steps after {common['warmup']} to warm up; documents: "
+        f"{common['lengths_distribution']}; float32 matrix products: {common['float32_matmul_precision']}; torch "
+        f"{common['versions']['torch']}, transformers {common['versions']['transformers']}."
+    )
+    page = "\n".join(lines) + "\n"
+    replace_file(output / "throughput.md", page)
+    return page

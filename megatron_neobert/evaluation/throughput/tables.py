@@ -1,14 +1,13 @@
 """Measured speeds as CSV, as a Markdown table and as curves: per length, the batch size that was fastest.
 
-A row is what `throughput.summarise` gives. Names of contenders say no more than what tells them apart.
+A row is what `throughput.summarise` gives. Names of variants say no more than what tells them apart.
 """
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.evaluation.pages import to_markdown
 from megatron_neobert.evaluation.plots import Curve, plot_curves
 
 COLUMNS = (
@@ -22,42 +21,42 @@ Row = Mapping[str, Any]
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """Of each contender and length, the row of the fastest batch size; contenders in their order, lengths growing."""
+    """Of each variant and length, the row of the fastest batch size; variants in their order, lengths growing."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = (*_contender(row), row["length"])
-        best.setdefault(key, row)  # holds the contender's place even where nothing was measured
+        key = (*_variant(row), row["length"])
+        best.setdefault(key, row)  # holds the variant's place even where nothing was measured
         if _speed(row) > _speed(best[key]):
             best[key] = row
-    order = list(dict.fromkeys(_contender(row) for row in rows))
-    return sorted(best.values(), key=lambda row: (order.index(_contender(row)), row["length"]))
+    order = list(dict.fromkeys(_variant(row) for row in rows))
+    return sorted(best.values(), key=lambda row: (order.index(_variant(row)), row["length"]))
 
 
-def to_csv(rows: Sequence[Row]) -> str:
+def csv_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """All rows, those of the best batch sizes marked."""
     best = best_rows(rows)
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        is_best = row["tokens_per_second"] is not None and any(row is other for other in best)
-        writer.writerow({**row, "kernels": " ".join(row["kernels"]), "best": "yes" if is_best else "no"})
-    return stream.getvalue()
+    return [
+        {**row, "kernels": " ".join(row["kernels"]), "best": "yes" if _speed(row) > 0 and row in best else "no"}
+        for row in rows
+    ]
 
 
-def to_markdown(rows: Sequence[Row]) -> str:
-    """A table for each kind of passes: contenders by lengths."""
+def describe_rows(rows: Sequence[Row]) -> str:
+    """A table for each kind of passes: models by lengths."""
     tables = []
     for passes in dict.fromkeys(row["passes"] for row in rows):
-        group = [row for row in rows if row["passes"] == passes]
-        tables.append(f"{passes}, tokens/s: median (quartiles), batch size, peak memory\n\n{_table(group)}")
+        cells = to_cells([row for row in rows if row["passes"] == passes])
+        table = to_markdown(cells, numeric=[column >= 4 for column in range(len(cells[0]))])
+        tables.append(f"{passes}, tokens/s: median (quartiles), batch size, peak memory\n\n{table}")
     return "\n\n".join(tables)
 
 
 def to_curves(rows: Sequence[Row]) -> list[Curve]:
     """Median of the fastest batch size against the length, with the quartiles as a band; rows of one kind of passes."""
     curves = []
-    for name, group in _by_name(best_rows(rows)).items():
+    telling = [name for name in _TELLING if len({row[name] for row in rows}) > 1]
+    for group in _by_variant(best_rows(rows)).values():
+        name = ", ".join([group[0]["model"], *(group[0][key] for key in telling)])
         measured = [row for row in group if row["tokens_per_second"] is not None]
         if measured:
             columns = ("length", "tokens_per_second", "lower_quartile", "upper_quartile")
@@ -71,22 +70,16 @@ def to_memory(number: int) -> str:
 
 
 def to_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The header, then a line per contender that begins with its model; rows of one kind of passes."""
+    """The header, then a line per variant that begins with its model; rows of one kind of passes."""
     lengths = sorted({row["length"] for row in rows})
     lines = [["model", "dtype", "attention", "layout", *(f"{length:,}" for length in lengths)]]
-    for group in _by_contender(best_rows(rows)).values():
+    for group in _by_variant(best_rows(rows)).values():
         kernels = sorted({kernel for row in group for kernel in row["kernels"]})
         attention = group[0]["attention"] + (f" ({', '.join(kernels)})" if kernels else "")
         cells = {row["length"]: _cell(row) for row in group}
         first = [group[0]["model"], group[0]["dtype"], attention, group[0]["layout"]]
         lines.append(first + [cells.get(length, "-") for length in lengths])
     return lines
-
-
-def _table(rows: Sequence[Row]) -> str:
-    header, *lines = to_cells(rows)
-    alignment = ["---"] * 4 + ["---:"] * (len(header) - 4)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, alignment, *lines))
 
 
 def _cell(row: Row) -> str:
@@ -96,7 +89,7 @@ def _cell(row: Row) -> str:
     return f"{middle} ({lower} to {upper}), batch {row['batch_size']}, {to_memory(row['peak_bytes'])}"
 
 
-def _contender(row: Row) -> tuple[Any, ...]:
+def _variant(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("model", *_TELLING, "passes"))
 
 
@@ -104,17 +97,11 @@ def _speed(row: Row) -> float:
     return -1.0 if row["tokens_per_second"] is None else float(row["tokens_per_second"])
 
 
-def _by_contender(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
+def _by_variant(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(_contender(row), []).append(row)
+        groups.setdefault(_variant(row), []).append(row)
     return groups
-
-
-def _by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    telling = [name for name in _TELLING if len({row[name] for row in rows}) > 1]
-    groups = _by_contender(rows).values()
-    return {", ".join([group[0]["model"], *(group[0][name] for name in telling)]): group for group in groups}
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], passes: str, *, machine: str) -> bool:
@@ -123,12 +110,8 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], passes: str, *, machine:
     curves = to_curves(group)
     if not curves:
         return False
-    same = [value for name in ("dtype", "attention") for value in _only(row[name] for row in group)]
+    common = [{row[name] for row in group} for name in ("dtype", "attention")]
+    same = [value for values in common if len(values) == 1 for value in values]
     title = ", ".join([f"Throughput, {passes}", *same, machine])
     plot_curves(path, curves, x_label="tokens of a document", y_label="tokens/s", title=title, log_x=True)
     return True
-
-
-def _only(values: Any) -> list[str]:
-    distinct = set(values)
-    return list(distinct) if len(distinct) == 1 else []

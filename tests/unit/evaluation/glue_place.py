@@ -9,10 +9,9 @@ from typing import Any
 
 from unit.evaluation.pseudo_perplexity_models import write_model
 
-from megatron_neobert.evaluation.glue.grid import Grid
-from megatron_neobert.evaluation.glue.run import Evaluation
-from megatron_neobert.evaluation.glue.tasks import TASKS
-from megatron_neobert.evaluation.glue.training import Point, Protocol, Run
+from megatron_neobert.evaluation.glue.run import Evaluation, Grid
+from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol
+from megatron_neobert.evaluation.glue.training import Point, Run
 
 HEADERS = {
     "RTE": "index\tsentence1\tsentence2\tlabel",

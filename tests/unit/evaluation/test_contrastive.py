@@ -14,19 +14,20 @@ from transformers import BertForMaskedLM, RobertaConfig, RobertaModel
 from unit.evaluation.contrastive_place import INSTRUCTIONS, make_pairs, write_datasets, write_encoder, write_yaml
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
-from megatron_neobert.evaluation.contrastive.checkpoints import newest_checkpoint, prepare_folder
 from megatron_neobert.evaluation.contrastive.config import TrainingSettings, read_config
 from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
 from megatron_neobert.evaluation.contrastive.run import (
-    PairCollator,
     Places,
     RunOptions,
-    _build_loss,
+    build_loss,
     build_prompts,
     finetune,
     load_encoder,
+    newest_checkpoint,
+    prepare_folder,
     save_final,
 )
+from megatron_neobert.evaluation.contrastive.sampling import PairCollator
 
 ROWS = make_pairs(6, negatives=3, seed=9)
 KEYS = list(INSTRUCTIONS)
@@ -49,7 +50,7 @@ def train(place: Path, output: Path, *, resume: bool = False, seed: int = 0, **c
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
         paths = find_local(place / "data", KEYS, skip_missing=False)
         pairs = {key: load_pairs(key, config.datasets[key], path) for key, path in paths.items()}
-    places, options = Places.of(output, "bert"), RunOptions(seed=seed, device="cpu", resume=resume)
+    places, options = Places(output, "bert"), RunOptions(seed=seed, device="cpu", resume=resume)
     prepare_folder(places.checkpoints, {"seed": seed}, resume=resume)
     results = finetune(place / "bert", pairs, config.datasets, training, places, options)
     assert results is not None
@@ -88,8 +89,7 @@ def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(place, gr
         for name in ("query", "document")
     ]
     for temperature in (0.07, 0.5):
-        settings = TrainingSettings(temperature=temperature)
-        loss = _build_loss(model, settings, RunOptions(gradient_cache=gradient_cache))
+        loss = build_loss(model, temperature, gradient_cache)
         measured = loss(features, torch.zeros(len(ROWS)))
         torch.testing.assert_close(measured.item(), expected_loss(model, temperature), rtol=1e-4, atol=0)
 
@@ -100,11 +100,8 @@ def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(place, gr
 def test_instruction_stands_before_the_texts_it_is_meant_for(place, where, queries, documents):
     config = read_config(place / "run.yaml")
     prompts = build_prompts(config.datasets, TrainingSettings(instructions=where))
-    columns = ("query", "document") if where == "both" else ("query",)
     model = load_encoder(place / "bert", max_length=32)
-    collator = PairCollator(
-        preprocess_fn=model.preprocess, prompts={key: dict.fromkeys(columns, text) for key, text in prompts.items()}
-    )
+    collator = PairCollator(preprocess_fn=model.preprocess, prompts=prompts)
     batch = collator([{**row, "dataset_name": "SMALL"} for row in ROWS])
     for name, wanted in (("query", queries), ("document", documents)):
         texts = model.tokenizer.batch_decode(batch[f"{name}_input_ids"], skip_special_tokens=True)
@@ -146,11 +143,11 @@ def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
 
 def test_loss_is_logged_once_per_interval(trained):
     places, results = trained
-    header, *lines = places.loss_csv.read_text(encoding="utf-8").splitlines()
+    header, *lines = places.file("_loss.csv").read_text(encoding="utf-8").splitlines()
     assert header == "step,loss,learning_rate,grad_norm"
     assert [line.split(",")[0] for line in lines] == ["25", "50", "75", "100"]
     assert float(lines[-1].split(",")[1]) == results["last_loss_nats"]
-    assert places.loss_png.read_bytes().startswith(b"\x89PNG")
+    assert places.file("_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, trained, tmp_path, capsys):
@@ -160,18 +157,18 @@ def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, train
     (tmp_path / "bert" / "checkpoints" / "checkpoint-100" / "trainer_state.json").write_text('{"epoch": ')
     resumed, results = train(place, tmp_path, resume=True)
     said = capsys.readouterr().out
-    assert "going on from" in said
+    assert "resuming from" in said
     assert "step 75/100" in said and "step 50/100" not in said, "it began at the checkpoint"
     assert results["started_from"] == "checkpoint-50"
     assert weights_of(resumed) == weights_of(whole)
-    assert resumed.loss_csv.read_text() == whole.loss_csv.read_text()
+    assert resumed.file("_loss.csv").read_text() == whole.file("_loss.csv").read_text()
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"instructions": "none"}, {"instructions": "both"}], ids=str)
 def test_another_seed_or_place_of_the_instructions_gives_other_losses(place, tmp_path, change):
     common = {"steps": 2, "log_interval": 1}
     losses = [
-        train(place, tmp_path / name, **common, **changes)[0].loss_csv.read_text(encoding="utf-8")
+        train(place, tmp_path / name, **common, **changes)[0].file("_loss.csv").read_text(encoding="utf-8")
         for name, changes in (("as it is", {}), ("changed", change))
     ]
     assert losses[0] != losses[1]
@@ -180,9 +177,9 @@ def test_another_seed_or_place_of_the_instructions_gives_other_losses(place, tmp
 def test_checkpoints_are_not_gone_on_from_unasked_or_with_other_settings(trained, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(trained[0].checkpoints, folder)
-    with pytest.raises(OutputError, match="holds checkpoints; go on with --resume"):
+    with pytest.raises(OutputError, match="holds checkpoints; resume with --resume"):
         prepare_folder(folder, {"seed": 0}, resume=False)
-    with pytest.raises(ConfigError, match="seed was 0 and is 1"):
+    with pytest.raises(ConfigError, match="seed was 0 and is now 1"):
         prepare_folder(folder, {"seed": 1}, resume=True)
     (folder / "checkpoint-100" / "trainer_state.json").unlink()
     prepare_folder(folder, {"seed": 0}, resume=True)

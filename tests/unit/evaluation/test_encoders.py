@@ -119,7 +119,12 @@ def test_longest_input_is_what_the_model_has_positions_for(tmp_path: Path, kind:
     folder = write_model(tmp_path / kind, kind)
     model, tokenizer = encoders.load_masked_lm(folder), encoders.load_tokenizer(folder)
     tokenizer.model_max_length = 1000
-    assert encoders.longest_input(model, tokenizer) == LONGEST
+    length = encoders.longest_input(model, tokenizer, at_most=1024)
+    assert length == LONGEST and encoders.longest_input(model, tokenizer, at_most=7) == 7
+    model(input_ids=torch.full((1, length), 5))
+    if kind != "neobert":  # whose positions are computed; a table ends there
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, length + 1), 5))
 
 
 def test_loading_prints_no_table_of_new_and_unread_weights(folder: Path, caplog: pytest.LogCaptureFixture):

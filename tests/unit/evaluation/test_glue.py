@@ -11,14 +11,12 @@ from unit.evaluation.glue_place import POINT, build_evaluation, build_run, make_
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
 from megatron_neobert.evaluation.encoders import fingerprint
-from megatron_neobert.evaluation.glue.grid import Grid
-from megatron_neobert.evaluation.glue.predict import to_answers, write_submission
+from megatron_neobert.evaluation.glue.predictions import to_answers, write_submission
 from megatron_neobert.evaluation.glue.results import load_results
-from megatron_neobert.evaluation.glue.run import best_model, evaluate
+from megatron_neobert.evaluation.glue.run import Grid, best_model, evaluate
 from megatron_neobert.evaluation.glue.study import RUN, TaskStudy
 from megatron_neobert.evaluation.glue.tasks import TASKS, choose_tasks
-from megatron_neobert.evaluation.glue.training import MODEL, Outcome
-from megatron_neobert.evaluation.glue.workers import share_out
+from megatron_neobert.evaluation.glue.training import MODEL, Outcome, share_out
 from megatron_neobert.evaluation.records import read_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
@@ -108,7 +106,7 @@ def test_other_settings_are_not_mixed_into_the_same_results(place):
     evaluation = build_evaluation(place, "sst2", output="settings")
     evaluate(evaluation, Recorder())
     other = dataclasses.replace(evaluation, protocol=dataclasses.replace(evaluation.protocol, epochs=2))
-    with pytest.raises(OutputError, match=r"other settings \(epochs 1, now 2\)"):
+    with pytest.raises(OutputError, match=r"other settings \(epochs was 1 and is now 2\)"):
         evaluate(other, Recorder())
 
 
@@ -149,7 +147,7 @@ def test_failed_run_is_named_while_another_is_still_going_on(place, tmp_path):
     never = build_run(place, "rte", point=dataclasses.replace(POINT, seed=2))
     with (
         ThreadPoolExecutor(2) as pool,
-        pytest.warns(UserWarning, match=r"rte batch8\S+seed0 failed \(.*gone.*\).* and the 1 going on"),
+        pytest.warns(UserWarning, match=r"rte batch8\S+seed0 failed \(.*gone.*\).* and the 1 that are running"),
         pytest.raises(MissingInputError, match="gone"),
     ):
         list(share_out([failing, going, never], pool, 2))

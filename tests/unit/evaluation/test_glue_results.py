@@ -6,17 +6,16 @@ import statistics
 import pytest
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.glue.grid import GRIDS, choose_grid
 from megatron_neobert.evaluation.glue.results import (
+    describe,
     load_results,
     paper_average,
     save_result,
     summarise,
-    to_csv,
-    to_markdown,
     why_no_average,
     write_results,
 )
+from megatron_neobert.evaluation.glue.run import GRIDS, choose_grid
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.glue.training import Outcome, Point
 from megatron_neobert.evaluation.records import read_record
@@ -70,10 +69,6 @@ def test_point_with_the_best_mean_wins_not_the_one_with_the_best_run():
     assert found.seconds == 4 * 60
 
 
-def test_single_seed_has_no_deviation():
-    assert (result("rte", 0.5).score.sd, result("rte", 0.5).score.percent()) == (None, "50.0")
-
-
 def test_average_is_of_the_papers_eight_tasks_by_one_protocol():
     eight = [result(task, number / 10) for number, task in enumerate(PAPER_TASKS)]
     assert paper_average([*eight, result("wnli", 1.0)]) == pytest.approx(sum(range(8)) / 10 / 8)
@@ -92,7 +87,7 @@ def test_average_is_of_the_papers_eight_tasks_by_one_protocol():
 def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_said(tmp_path, other, reason):
     results = [other if task == "rte" else result(task) for task in PAPER_TASKS]
     assert why_no_average(results) == reason
-    assert f"No average ({reason})" in to_markdown("mine", results)
+    assert f"No average ({reason})" in describe("mine", results)
     (tmp_path / "config.json").write_text("{}")
     write_results(tmp_path, tmp_path, results, device="cpu")
     found = read_record(tmp_path / "glue.json")["results"]
@@ -101,13 +96,13 @@ def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_said(tm
 
 def test_weights_of_another_point_than_the_tables_are_named():
     name = point(8, 0).name
-    assert "weights kept" not in to_markdown("mine", [result(kept=name)])
+    assert "weights kept" not in describe("mine", [result(kept=name)])
     other = point(16, 0).name
-    assert f"RTE: the weights kept are of {other}, the best single run" in to_markdown("mine", [result(kept=other)])
+    assert f"RTE: the weights kept are of {other}, the best single run" in describe("mine", [result(kept=other)])
 
 
 def test_markdown_has_the_measured_row_above_the_reported_ones_and_names_what_was_not_run():
-    lines = to_markdown("mine", [result("rte", 0.5, 0.6)]).splitlines()
+    lines = describe("mine", [result("rte", 0.5, 0.6)]).splitlines()
     assert lines[0].split(" | ")[1:5] == ["MNLI", "QNLI", "QQP", "RTE"]
     assert (
         lines[2]
@@ -117,8 +112,10 @@ def test_markdown_has_the_measured_row_above_the_reported_ones_and_names_what_wa
     assert any("table 3" in line for line in lines)
 
 
-def test_csv_has_a_line_per_task_and_metric_in_percent():
-    rows = list(csv.DictReader(to_csv([result("mrpc", 0.5, 0.6)]).splitlines()))
+def test_csv_has_a_line_per_task_and_metric_in_percent(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    write_results(tmp_path, tmp_path, [result("mrpc", 0.5, 0.6)], device="cpu")
+    rows = list(csv.DictReader((tmp_path / "glue.csv").read_text().splitlines()))
     assert [row["metric"] for row in rows] == ["average", "accuracy", "f1"]
     assert (rows[1]["mean"], rows[1]["sd"], rows[1]["batch_size"]) == ("55.000", "7.071", "8")
 
@@ -133,5 +130,5 @@ def test_results_come_back_as_they_were_and_only_those_of_the_model(tmp_path):
 
 def test_table_of_a_quick_look_says_so():
     limited = result(settings={"protocol": {"epochs": 10, "limit": 2_000}})
-    assert "at most 2,000 rows" in to_markdown("mine", [limited])
-    assert "quick look" not in to_markdown("mine", [result()])
+    assert "at most 2,000 rows" in describe("mine", [limited])
+    assert "quick look" not in describe("mine", [result()])

@@ -13,7 +13,7 @@ from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer
-from megatron_neobert.evaluation.glue.models import load_classifier, longest_input
+from megatron_neobert.evaluation.glue.predictions import load_classifier
 from megatron_neobert.evaluation.glue.tasks import TASKS
 from megatron_neobert.evaluation.glue.training import (
     MODEL,
@@ -148,21 +148,6 @@ def test_head_that_reads_the_last_token_is_refused(tmp_path):
     transformers.LlamaModel(config).save_pretrained(tmp_path)
     with pytest.raises(ConversionError, match="LlamaForSequenceClassification classifies by the last token"):
         load_classifier(tmp_path, TASKS["rte"], LoadOptions())
-
-
-def test_longest_input_is_what_model_and_tokenizer_allow(tmp_path):
-    for kind in ("Bert", "Roberta"):
-        write_model(tmp_path / kind, kind)
-        model, tokenizer = (
-            load_classifier(tmp_path / kind, TASKS["rte"], LoadOptions()),
-            load_tokenizer(tmp_path / kind),
-        )
-        tokenizer.model_max_length = 10**30
-        length = longest_input(model, tokenizer, 1024)
-        model(input_ids=torch.full((1, length), 5))  # one more would be out of the table
-        with pytest.raises((IndexError, RuntimeError)):
-            model(input_ids=torch.full((1, length + 1), 5))
-        assert longest_input(model, tokenizer, 7) == 7
 
 
 def test_run_that_diverges_scores_0(place):

@@ -22,11 +22,22 @@ from unit.evaluation.mteb_places import (  # noqa: E402
 
 from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
-from megatron_neobert.evaluation.mteb.data import limit_task, load_task, store_task, stored_revision  # noqa: E402
-from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder  # noqa: E402
-from megatron_neobert.evaluation.mteb.instructions import Instructions  # noqa: E402
-from megatron_neobert.evaluation.mteb.local import local_task  # noqa: E402
-from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, refuse_missing, run_tasks  # noqa: E402
+from megatron_neobert.evaluation.mteb.encoder import (  # noqa: E402
+    EncoderOptions,
+    Instructions,
+    build_encoder,
+)
+from megatron_neobert.evaluation.mteb.run import (  # noqa: E402  # noqa: E402
+    ResultFiles,
+    find_missing,
+    limit_task,
+    load_task,
+    refuse_missing,
+    run_tasks,
+    store_task,
+    stored_revision,
+)
+from megatron_neobert.evaluation.mteb.tasks import local_task  # noqa: E402
 
 KINDS = ("Classification", "Clustering", "PairClassification", "Reranking", "Retrieval", "STS", "Summarization")
 MOCKS = [  # all in one language, and one that has subsets

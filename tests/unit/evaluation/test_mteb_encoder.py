@@ -14,8 +14,11 @@ from unit.evaluation.mteb_places import DIGITS, WORDS, make_encoder  # noqa: E40
 
 from megatron_neobert.errors import ConversionError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
-from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder  # noqa: E402
-from megatron_neobert.evaluation.mteb.instructions import Instructions  # noqa: E402
+from megatron_neobert.evaluation.mteb.encoder import (  # noqa: E402
+    EncoderOptions,
+    Instructions,
+    build_encoder,
+)
 
 TEXTS = ["wing flow", "the card of money of the bank", "gene", "heat food health cell gene wing flow the of"]
 STS = SimpleNamespace(name="any", type="STS")
@@ -71,7 +74,7 @@ def test_text_is_cut_at_the_given_length_and_at_the_last_position(folder, capsys
     np.testing.assert_allclose(
         encode(folder, [long, long]), expected(folder, [" ".join(["wing"] * 62)] * 2, "mean"), atol=2e-6
     )
-    assert "cut after 64 tokens, not 1024" in capsys.readouterr().out
+    assert "truncated after 64 tokens, not 1024" in capsys.readouterr().out
 
 
 def test_text_longer_than_a_table_that_starts_behind_the_padding_id_is_cut_at_its_end(tmp_path, capsys):
@@ -81,9 +84,10 @@ def test_text_longer_than_a_table_that_starts_behind_the_padding_id_is_cut_at_it
     config = Data2VecTextConfig(vocab_size=words, max_position_embeddings=66, pad_token_id=0, **sizes)
     Data2VecTextModel(config).save_pretrained(folder)
     assert encode(folder, [" ".join(["wing"] * 200)] * 2).shape == (2, 32)
-    assert "cut after 65 tokens" in capsys.readouterr().out  # 66 positions, and the padding's is none for a text
+    assert "truncated after 65 tokens" in capsys.readouterr().out  # 66 positions, and the padding's is none for a text
 
 
+@pytest.mark.slow
 def test_every_kind_of_text_task_that_mteb_has_runs(folder):
     encoder = build_encoder(folder, EncoderOptions(load=LoadOptions()), Instructions())
     statuses = dict(mteb.mock_run(encoder).items())

@@ -9,9 +9,9 @@ import pytest
 mteb = pytest.importorskip("mteb")
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError  # noqa: E402
-from megatron_neobert.evaluation.mteb.benchmarks import BENCHMARKS, PAPER  # noqa: E402
-from megatron_neobert.evaluation.mteb.instructions import Instructions, read_instructions  # noqa: E402
+from megatron_neobert.evaluation.mteb.encoder import Instructions, read_instructions  # noqa: E402
 from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name  # noqa: E402
+from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "mteb_instructions.yaml"
 TOKENIZER = SimpleNamespace(bos_token=None, cls_token="[CLS]", sep_token="[SEP]")
@@ -71,13 +71,13 @@ def test_file_that_is_not_there_and_tokens_that_are_not_are_refused(file, tmp_pa
 
 def test_example_serves_every_task_of_both_benchmarks_and_names_no_unknown_one():
     instructions = read_instructions(EXAMPLE, "prefix", TOKENIZER)
-    tasks = [task for name in BENCHMARKS for task in flatten(benchmark_tasks(name))]
+    tasks = [task for name in MTEB_BENCHMARKS for task in flatten(benchmark_tasks(name))]
     instructions.refuse_gaps(tasks)
     assert set(instructions.tasks) <= {task.metadata.name for task in tasks}
 
 
 def test_papers_benchmark_has_its_56_tasks_with_twelve_forums_as_one():
-    tasks = benchmark_tasks(PAPER)
+    tasks = benchmark_tasks(MTEB_PAPER)
     kinds = Counter(task.metadata.type for task in tasks)
     assert [kinds[kind] for kind in ("Classification", "Clustering", "PairClassification")] == [12, 11, 3]
     assert [kinds[kind] for kind in ("Reranking", "Retrieval", "STS", "Summarization")] == [4, 15, 10, 1]
@@ -91,8 +91,8 @@ def test_task_that_was_cut_for_a_quick_look_leaves_the_librarys_own_and_the_next
     for task in before:
         task.dataset = "cut"
         task.np_rng.random()
-    (own,) = [task for task in mteb.get_benchmark(PAPER).tasks if task.metadata.name == "CQADupstackRetrieval"]
-    sts = [task for task in mteb.get_benchmark(PAPER).tasks if task.metadata.name == "STS12"]
+    (own,) = [task for task in mteb.get_benchmark(MTEB_PAPER).tasks if task.metadata.name == "CQADupstackRetrieval"]
+    sts = [task for task in mteb.get_benchmark(MTEB_PAPER).tasks if task.metadata.name == "STS12"]
     for task in [*flatten(tasks_by_name([name], tmp_path)), *own.metadata.tasks, *sts]:
         assert getattr(task, "dataset", None) is None
         assert task.np_rng.bit_generator.state == type(task)().np_rng.bit_generator.state

@@ -1,9 +1,6 @@
 """Means by category: complete or not given."""
 
-import csv
-import io
-
-from megatron_neobert.evaluation.mteb.results import TaskScore, means_by_category, to_csv, to_markdown, to_results
+from megatron_neobert.evaluation.mteb.results import TaskScore, csv_rows, describe, means_by_category, to_results
 
 
 def score(name, type_, value, missing=None):
@@ -26,7 +23,7 @@ def test_category_with_a_missing_task_has_no_mean_and_names_the_task():
     assert results["average"] == {"value": None, "there": 3, "expected": 4}
     assert results["categories"]["Classification"]["value"] == 60.0
     assert results["missing"] == ["d"]
-    table = to_markdown("model", GAPS, {})
+    table = describe("model", GAPS, {})
     assert "| model | 60.0 | – (1 of 2) | – (3 of 4) |" in table
     assert "- d: no data" in table
 
@@ -38,8 +35,7 @@ def test_categories_come_in_the_order_of_the_papers_table():
 
 
 def test_csv_has_a_line_per_task_per_category_and_for_all():
-    rows = list(csv.DictReader(io.StringIO(to_csv(GAPS))))
-    assert [(row["task"], row["type"], row["score"], row["missing"]) for row in rows] == [
+    assert [(row["task"], row["type"], row["score"] or "", row.get("missing") or "") for row in csv_rows(GAPS)] == [
         ("b", "STS", "30.0000", ""),
         ("a", "Classification", "50.0000", ""),
         ("c", "Classification", "70.0000", ""),
@@ -51,5 +47,5 @@ def test_csv_has_a_line_per_task_per_category_and_for_all():
 
 
 def test_reported_rows_stand_below_and_are_marked():
-    lines = to_markdown("model", COMPLETE, {"NeoBERT-4096": (61.6, 74.8, 51.3)}).splitlines()
+    lines = describe("model", COMPLETE, {"NeoBERT-4096": (61.6, 74.8, 51.3)}).splitlines()
     assert lines[2:4] == ["| model | 60.0 | 30.0 | 50.0 |", "| NeoBERT-4096, as reported | 61.6 | 74.8 | 51.3 |"]

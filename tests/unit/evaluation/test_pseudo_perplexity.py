@@ -13,8 +13,7 @@ from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, plain_
 from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.encoders import fingerprint
 from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, document_id, select_documents
-from megatron_neobert.evaluation.pseudo_perplexity.measure import batches, cost
-from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, evaluate, write_curves
+from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, batches, cost, evaluate, write_curves
 from megatron_neobert.evaluation.pseudo_perplexity.scorer import Scorer
 from megatron_neobert.evaluation.records import hold, read_record
 

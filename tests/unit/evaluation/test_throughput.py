@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from throughput_subjects import Module, contender_of, subject_of
+from throughput_subjects import Module, subject_of, variant_of
 
 from megatron_neobert.errors import ConfigError, DataError
-from megatron_neobert.evaluation.throughput.log import StepLog
-from megatron_neobert.evaluation.throughput.run import Sweep, measure, quartiles, summarise
+from megatron_neobert.evaluation.throughput.run import StepLog, Sweep, measure, summarise
 
 CPU = torch.device("cpu")
 SETTINGS = {"steps": 3, "lengths": [1, 2]}
@@ -21,9 +20,9 @@ def sweep_of(**changes):
 
 
 def run(subjects, sweep, path):
-    contenders = {contender_of(subject): subject for subject in subjects}
+    variants = {variant_of(subject): subject for subject in subjects}
     log = StepLog(path, SETTINGS)
-    return measure(contenders, sweep, device=CPU, log=log, on_group=lambda rows: None)
+    return measure(variants, sweep, device=CPU, log=log, on_group=lambda rows: None)
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_an_ended_run_goes_on_and_measures_nothing_twice(path):
 
 def test_measurements_under_other_settings_are_refused_with_both_values(path):
     StepLog(path, SETTINGS)
-    with pytest.raises(ConfigError, match=r"steps; steps was 3 and is now 4"):
+    with pytest.raises(ConfigError, match=r"settings \(steps was 3 and is now 4\)"):
         StepLog(path, {**SETTINGS, "steps": 4})
     assert StepLog(path, {**SETTINGS, "lengths": (1, 2)}).rows == []  # a tuple is what a list was
 
@@ -100,7 +99,3 @@ def test_speed_is_tokens_of_documents_by_seconds_and_its_quartiles_are_numpys(pa
     assert [summary[name] for name in names] == pytest.approx(list(expected))
     assert summary["steps"] == 6 and "seconds" not in summary
     json.dumps(summary)
-
-
-def test_quartiles_of_a_single_step_are_the_step():
-    assert quartiles([3.0]) == (3.0, 3.0, 3.0)

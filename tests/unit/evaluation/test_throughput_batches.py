@@ -8,7 +8,7 @@ import pytest
 import torch
 from unit.huggingface.tiny_neobert import build_model
 
-from megatron_neobert.evaluation.throughput.batches import build_batch, draw_lengths
+from megatron_neobert.evaluation.throughput.models import build_batch, draw_lengths
 
 CONFIG = SimpleNamespace(vocab_size=101, pad_token_id=0)
 LENGTHS = [5, 2, 9]

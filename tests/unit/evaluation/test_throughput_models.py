@@ -5,16 +5,17 @@ import torch
 from throughput_subjects import POSITIONS, build_bert, build_roberta, subject_of
 from unit.huggingface.tiny_neobert import build_model
 
-from megatron_neobert.evaluation.throughput.batches import build_batch
 from megatron_neobert.evaluation.throughput.models import (
     FORWARD,
     TRAINING,
+    build_batch,
     find_kernels,
+    has_memory_for,
     make_step,
     prepare,
+    time_step,
     why_not,
 )
-from megatron_neobert.evaluation.throughput.steps import has_memory_for, time_step
 
 CPU = torch.device("cpu")
 

@@ -1,9 +1,6 @@
 """Tables and curves of speeds: the fastest batch size stands for a length."""
 
-import csv
-import io
-
-from megatron_neobert.evaluation.throughput.tables import best_rows, to_csv, to_curves, to_markdown, to_memory
+from megatron_neobert.evaluation.throughput.tables import best_rows, csv_rows, describe_rows, to_curves, to_memory
 
 
 def row(model="a", length=512, batch_size=1, speed=100.0, **changes):
@@ -45,13 +42,13 @@ def test_the_fastest_batch_size_stands_for_a_length():
 
 
 def test_a_csv_holds_every_row_and_marks_the_best():
-    lines = list(csv.DictReader(io.StringIO(to_csv(ROWS))))
+    lines = csv_rows(ROWS)
     assert [line["best"] for line in lines] == ["no", "yes", "no", "no", "no", "yes"]
-    assert lines[3]["outcome"] == "out of memory" and lines[3]["tokens_per_second"] == ""
+    assert lines[3]["outcome"] == "out of memory" and lines[3]["tokens_per_second"] is None
 
 
 def test_a_table_says_where_memory_ended_and_where_nothing_was_measured():
-    table = to_markdown(ROWS).splitlines()
+    table = describe_rows(ROWS).splitlines()
     assert table[2] == "| model | dtype | attention | layout | 512 | 1,024 |"
     assert table[4] == (
         "| a | float32 | sdpa (math) | padded | 150 (140 to 160), batch 2, 0.50 GiB | out of memory (batch 1) |"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 from unit.huggingface.tiny_neobert import build_model
 
-from megatron_neobert.evaluation.throughput.models import FORWARD, Contender, Subject
+from megatron_neobert.evaluation.throughput.models import FORWARD, Subject, Variant
 
 POSITIONS = 16  # of BERT and RoBERTa
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -56,5 +56,5 @@ class Module(nn.Module):
             torch.empty(1 << 50, dtype=torch.uint8)
 
 
-def contender_of(subject: Subject, passes: str = FORWARD) -> Contender:
-    return Contender(model=subject.name, dtype="float32", attention="eager", layout="padded", passes=passes)
+def variant_of(subject: Subject, passes: str = FORWARD) -> Variant:
+    return Variant(model=subject.name, dtype="float32", attention="eager", layout="padded", passes=passes)

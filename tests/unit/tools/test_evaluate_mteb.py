@@ -187,12 +187,3 @@ def test_command_that_cannot_work_says_why(arguments, code, said, evaluate):
     with pytest.raises(NeoBERTError, match=said) as caught:
         evaluate(*arguments)
     assert caught.value.exit_code == code
-
-
-@pytest.mark.parametrize("tool", ["evaluate_mteb", "fetch_mteb"])
-def test_help_answers_without_torch(tool, tmp_path):
-    (tmp_path / "torch.py").write_text("raise AssertionError('imported')")
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
-    code, output, errors = run(tool, "--help", env=environment)
-    assert (code, errors) == (0, "")
-    assert "--benchmark" in output

@@ -90,17 +90,3 @@ def test_problems_with_the_settings_are_named_together(place, tmp_path, run_here
 def test_data_that_is_not_there_is_named(place, tmp_path, run_here):
     with pytest.raises(MissingInputError, match=r"none\.parquet: no file matches"):
         run_here(*words_of(place, tmp_path, "bert"), "--data", tmp_path / "none.parquet")
-
-
-def test_help_is_answered_without_importing_torch():
-    probe = "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
-    probe += "try: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit: print('torch' in sys.modules)"
-    asked = subprocess.run(
-        [sys.executable, "-c", probe, command_line(TOOL)[1]],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "--positions-per-doc" in asked.stdout
-    assert asked.stdout.splitlines()[-1] == "False"

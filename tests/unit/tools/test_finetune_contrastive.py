@@ -7,13 +7,12 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch
 import yaml
 from commands import import_tool
 from unit.evaluation.contrastive_place import make_pairs, write_datasets, write_encoder, write_jsonl, write_yaml
 
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError
-from megatron_neobert.evaluation.records import hold, read_record
+from megatron_neobert.evaluation.records import read_record
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +110,14 @@ def test_another_divisor_instruction_or_source_is_refused(killed, command, place
     content = yaml.safe_load((place / "run.yaml").read_text(encoding="utf-8"))
     content["datasets"]["HARD"][setting] = after
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"\(datasets\.HARD\.{setting} was {before!r} and is {after!r}\)"):
+    with pytest.raises(ConfigError, match=rf"\(datasets\.HARD\.{setting} was {before!r} and is now {after!r}\)"):
         command("finetune_contrastive", "--resume", config=tmp_path / "run.yaml")
 
 
 def test_other_texts_of_the_same_number_are_refused(killed, command, tmp_path):
     write_datasets(tmp_path / "data")
     write_jsonl(tmp_path / "data" / "SMALL.jsonl", make_pairs(100, negatives=1, seed=123))
-    with pytest.raises(ConfigError, match=r"\(texts\.SMALL was '\w+' and is '\w+'\)"):
+    with pytest.raises(ConfigError, match=r"\(texts\.SMALL was '\w+' and is now '\w+'\)"):
         command("finetune_contrastive", "--resume", data_dir=tmp_path / "data")
 
 
@@ -134,12 +133,6 @@ def test_run_that_was_killed_before_its_record_is_completed_by_resume(started, k
     assert (killed / "bert" / "contrastive_loss.png").is_file()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_device_that_is_not_there_is_refused_before_the_data_are_read(command, tmp_path):
-    with pytest.raises(ConfigError, match="--device cuda"):
-        command("finetune_contrastive", device="cuda", data_dir=tmp_path)
-
-
 def test_missing_datasets_are_left_out_on_request(command, tmp_path, capsys):
     write_jsonl(tmp_path / "LARGE.jsonl", make_pairs(20, negatives=0, seed=0))
     command("finetune_contrastive", "--skip-missing", data_dir=tmp_path, batch_size=8)
@@ -150,11 +143,6 @@ def test_missing_datasets_are_left_out_on_request(command, tmp_path, capsys):
 def test_unknown_dataset_is_refused_with_those_there_are(command):
     with pytest.raises(ConfigError, match="--limit-datasets NONE: unknown; the file has LARGE, SMALL, HARD"):
         command("finetune_contrastive", "--limit-datasets", "LARGE", "NONE")
-
-
-def test_flag_is_checked_like_the_file(command):
-    with pytest.raises(ConfigError, match=r"learning_rate 0\.0 is not greater than 0"):
-        command("finetune_contrastive", learning_rate=0)
 
 
 def test_fetched_file_is_what_fine_tuning_reads(command, place, tmp_path, capsys):
@@ -191,12 +179,3 @@ def test_a_source_that_fails_does_not_keep_the_others_from_coming(command, tmp_p
 def test_dataset_without_a_source_is_not_fetched(command, place):
     with pytest.raises(ConfigError, match="names no hub for LARGE, SMALL, HARD"):
         command("fetch_contrastive")
-
-
-def test_second_command_on_the_same_output_is_refused(command, tmp_path):
-    with (
-        hold(tmp_path / "out" / "bert" / "contrastive.lock"),
-        pytest.raises(OutputError, match="another command is writing"),
-    ):
-        command("finetune_contrastive")
-    assert not (tmp_path / "out" / "bert" / "checkpoints").exists()

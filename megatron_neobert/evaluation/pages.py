@@ -1,14 +1,17 @@
-"""What a report consists of, and its two forms: Markdown, and one HTML page that needs nothing beside it.
+"""Tables as CSV and Markdown, and a report in its two forms: Markdown, and one HTML page that needs nothing beside it.
 
-Whatever comes from records (names of models, commands) is text and never markup.
+What comes from records (names of models, commands) is text and never markup.
 """
 
 import base64
+import csv
 import html
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPORTED = "reported"  # in the last column: not measured here, but printed in the paper
 
@@ -24,6 +27,21 @@ tr.reported { color: #666; font-style: italic; }
 img { max-width: 100%; height: auto; }
 pre { background: #f5f5f5; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
+
+
+def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A header and the rows; what has no column is left out, None is empty."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def to_markdown(lines: Sequence[Sequence[Any]], *, numeric: Sequence[bool] = ()) -> str:
+    """A table whose first line is its header; numeric columns are set to the right."""
+    alignment = ["---:" if right else "---" for right in numeric] or ["---"] * len(lines[0])
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (lines[0], alignment, *lines[1:]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,7 @@ class Section:
     run: int | None = None  # which run it describes
 
 
-def to_markdown(title: str, sections: Sequence[Section]) -> str:
+def page_to_markdown(title: str, sections: Sequence[Section]) -> str:
     """The report for a repository or an issue; figures are links to the files beside it."""
     parts = [f"# {_escape(title)}"]
     for section in sections:
@@ -85,7 +103,7 @@ def to_markdown(title: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_html(title: str, sections: Sequence[Section]) -> str:
+def page_to_html(title: str, sections: Sequence[Section]) -> str:
     """The report as one page, figures inside; runs are links to their descriptions."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for section in sections:
@@ -110,11 +128,9 @@ def _block_to_markdown(block: Block) -> str:
         return "\n".join(f"    {line}" for line in block.text.splitlines())
     if isinstance(block, Figure):
         return f"![{_escape(block.caption)}]({block.path.name})"
-    alignment = ["---:" if numeric else "---" for numeric in block.numeric]
-    lines = [[*block.header, "run"], [*alignment, "---"]]
+    lines = [[*block.header, "run"]]
     lines += [[*row.cells, REPORTED if row.run is None else f"[{row.run}]"] for row in block.rows]
-    cells = [[cell if number == 1 else _escape(cell) for cell in line] for number, line in enumerate(lines)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    return to_markdown([[_escape(cell) for cell in line] for line in lines], numeric=[*block.numeric, False])
 
 
 def _escape(text: str) -> str:

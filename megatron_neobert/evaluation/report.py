@@ -1,0 +1,346 @@
+"""One page of all results: tables and figures beside the paper's numbers, every number with the run it comes from.
+
+A run is one record of an evaluation, found below some folders by its name. Numbers of the paper stand in rows of their
+own and enter no average. Missing results are named.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.evaluation import reported_numbers
+from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
+from megatron_neobert.evaluation.mteb.results import CATEGORIES
+from megatron_neobert.evaluation.pages import (
+    Block,
+    Code,
+    Figure,
+    Row,
+    Section,
+    Table,
+    page_to_html,
+    page_to_markdown,
+)
+from megatron_neobert.evaluation.plots import plot_perplexities
+from megatron_neobert.evaluation.reported_numbers import MTEB_PAPER, Reported
+from megatron_neobert.evaluation.throughput.tables import draw, to_cells
+from megatron_neobert.runtime.atomic_files import replace_file
+
+TITLE = "Evaluation"
+# Kind -> the command that writes its record, in the order of the report.
+KINDS = {
+    "pseudo_perplexity": "tools/evaluate_pseudo_perplexity.py",
+    "throughput": "tools/benchmark_throughput.py",
+    "glue": "tools/evaluate_glue.py",
+    "mteb": "tools/evaluate_mteb.py",
+    "contrastive": "tools/finetune_contrastive.py",
+}
+_FIELDS = {"model": dict, "command": str, "settings": dict, "results": dict, "machine": str, "versions": dict}
+# Settings that differ between models by nature, and MTEB's tasks, which have tables of their own.
+_OWN_SETTINGS = {"model", "models", "variants", "tasks"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One record, numbered for the report."""
+
+    number: int  # from 1
+    kind: str
+    model: str  # unlike any other model's name of this kind
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def results(self) -> dict[str, Any]:
+        results: dict[str, Any] = self.record["results"]
+        return results
+
+
+def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
+    """Writes report.md, report.html and the figures from all records below the folders; returns these.
+
+    Raises:
+        MissingInputError, DataError: There are no records, or some file is none.
+    """
+    runs = find_runs(folders)
+    output.mkdir(parents=True, exist_ok=True)
+    sections = [_overview(runs)]
+    for kind, (title, build) in SECTIONS.items():
+        blocks: list[Block] = [f"Missing: no record; {KINDS[kind]} writes it."]
+        if of_kind := [run for run in runs if run.kind == kind]:
+            try:
+                blocks = build(of_kind, output)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                files = ", ".join(str(run.path) for run in of_kind)
+                reason = f"{type(error).__name__}: {error}"
+                raise DataError(
+                    f"{files}: results that are not of this version's {KINDS[kind]} ({reason}); measure again."
+                ) from error
+        sections.append(Section(title, blocks))
+    sections += [Section("Runs", ["What each number was measured with."]), *map(_describe, runs)]
+    replace_file(output / "report.md", page_to_markdown(TITLE, sections))
+    replace_file(output / "report.html", page_to_html(TITLE, sections))
+    return runs
+
+
+def find_runs(folders: Sequence[Path]) -> list[Measured]:
+    """All records, kind by kind; where one kind has two models of one name, their folders tell them apart.
+
+    Raises:
+        MissingInputError: A folder does not exist, or no folder has a record.
+        DataError: A file of a record's name is none.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise MissingInputError(f"--results {folder}: no such folder; name the --output of an evaluation.")
+    found: list[tuple[str, Path, dict[str, Any]]] = []
+    for kind in KINDS:
+        paths = {path.resolve(): path for folder in folders for path in sorted(folder.rglob(f"{kind}.json"))}
+        found += [(kind, path, _read(path, kind)) for path in paths.values()]
+    if not found:
+        wanted = ", ".join(f"{kind}.json" for kind in KINDS)
+        raise MissingInputError(f"--results {' '.join(map(str, folders))}: none of {wanted} is there; evaluate first.")
+    names = [(kind, record["model"]["name"]) for kind, _, record in found]
+    runs = []
+    for number, (kind, path, record) in enumerate(found, 1):
+        name = record["model"]["name"]
+        model = name if names.count((kind, name)) == 1 else f"{name} ({path.parent})"
+        runs.append(Measured(number=number, kind=kind, model=model, path=path, record=record))
+    return runs
+
+
+def missing(runs: Sequence[Measured]) -> dict[str, list[str]]:
+    """Model -> the kinds that there is no record of."""
+    names = dict.fromkeys(run.record["model"]["name"] for run in runs)
+    there = {(run.record["model"]["name"], run.kind) for run in runs}
+    return {name: [kind for kind in KINDS if (name, kind) not in there] for name in names}
+
+
+def _read(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8 or not JSON
+        raise DataError(f"{path}: not JSON ({error}); remove it and measure again with {KINDS[kind]}.") from None
+    whole = (
+        isinstance(record, dict)
+        and record.get("kind") == kind
+        and all(isinstance(record.get(name), type_) for name, type_ in _FIELDS.items())
+        and all(isinstance(record["model"].get(name), str) for name in ("name", "fingerprint"))
+    )
+    if not whole:
+        raise DataError(f"{path}: not a record of kind {kind}; remove it and measure again with {KINDS[kind]}.")
+    return record
+
+
+# --- sections
+
+
+def _overview(runs: Sequence[Measured]) -> Section:
+    lines = []
+    for name, absent in missing(runs).items():
+        own = [run for run in runs if run.record["model"]["name"] == name]
+        weights = ", ".join(dict.fromkeys(run.record["model"]["fingerprint"] for run in own))
+        lines.append(f"{name} (weights {weights}): missing: {', '.join(absent) or 'nothing'}.")
+    text = (
+        "Numbers are measured, by the run in the last column, unless that column says reported: those are printed in "
+        "the paper and enter no average."
+    )
+    return Section("Overview", [text, *lines])
+
+
+def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[Block]:
+    """Over all tokens, and by length."""
+    rows = []
+    for run in runs:
+        values = [_number(run.results[name], ".4g") for name in ("pseudo_perplexity", "standard_error")]
+        counts = [f"{run.results[name]:,}" for name in ("documents", "positions", "truncated")]
+        rows.append(Row([run.model, *values, *counts], run.number))
+    header = ("model", "pseudo-perplexity", "standard error", "documents", "masked positions", "truncated")
+    path = output / "report_pseudo_perplexity.png"
+    curves = {run.model: run.results["curve"] for run in runs}
+    plot_perplexities(path, curves, title="Pseudo-perplexity by length")
+    bands = " or ".join(sorted({run.results["band"] for run in runs}))
+    note = f"Band: {bands}. The paper draws its curves (figure 2) and prints no numbers."
+    figure = Figure(path, "Pseudo-perplexity against the length of documents")
+    return [Table(header, rows), *_differences([run.record["settings"] for run in runs]), figure, note]
+
+
+def throughput(runs: Sequence[Measured], output: Path) -> list[Block]:
+    """Tokens per second of the best batch size."""
+    rows = [{**row, "model": run.model} for run in runs for row in run.results["rows"]]
+    numbers = {run.model: run.number for run in runs}
+    machines = sorted({run.record["machine"] for run in runs})
+    blocks = _differences([run.record["settings"] for run in runs])
+    if len(machines) > 1:
+        blocks.append(f"Of different machines, so that lines cannot be compared: {'; '.join(machines)}.")
+    for passes in dict.fromkeys(row["passes"] for row in rows):
+        blocks.append(f"{passes}, tokens/s by length: median (quartiles), batch size, peak memory")
+        header, *lines = to_cells([row for row in rows if row["passes"] == passes])
+        blocks.append(Table(header, [Row(line, numbers[line[0]]) for line in lines]))
+        path = output / f"report_throughput_{passes.replace('+', '_')}.png"
+        if draw(path, rows, passes, machine=" / ".join(machines)):
+            blocks.append(Figure(path, f"Throughput against length, {passes}"))
+    for run in runs:
+        blocks += [f"Not measured: {entry['variant']}: {entry['reason']}." for entry in run.results["not_run"]]
+    return [*blocks, *_reported(reported_numbers.THROUGHPUT)]
+
+
+def glue(runs: Sequence[Measured], output: Path) -> list[Block]:
+    """The paper's table with measured rows above, then the best points."""
+    reported, measured, points = reported_numbers.GLUE, [], []
+    for run in runs:
+        tasks, average = run.results["tasks"], run.results["average"]
+        limits = {settings["protocol"]["limit"] for settings in run.record["settings"].values()} - {None}
+        name = f"{run.model}, at most {max(limits):,} rows a split" if limits else run.model
+        cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in PAPER_TASKS]
+        last = f"– ({run.results['no_average']})" if average is None else f"{100 * average:.1f}"
+        measured.append(Row([name, *cells, last], run.number))
+        for task, result in tasks.items():
+            metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
+            point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
+            seeds, start = " ".join(map(str, result["seeds"])), "MNLI" if result["from_mnli"] else "the model"
+            line = [run.model, TASKS[task].title, _percent(result["score"]), metrics, *point, seeds, start]
+            points.append(Row(line, run.number))
+    header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "start")
+    return [
+        Table(("model", *reported.columns), measured + _reported_rows(reported)),
+        *_glue_differences(runs),
+        f"Reported rows: {reported.title}; {reported.note}.",
+        "Best point of each task's grid:",
+        Table(header, points),
+    ]
+
+
+def mteb(runs: Sequence[Measured], output: Path) -> list[Block]:
+    """Averages by category as in the paper's table, for each set of tasks; what is missing; and every task."""
+    groups: dict[str, list[Measured]] = {}
+    for run in runs:  # what it was run on is the heading of its table
+        tasks, limit = run.record["settings"]["tasks"], run.record["settings"]["limit"]
+        what = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
+        groups.setdefault(what if limit is None else f"{what}, a quick look with limit {limit:,}", []).append(run)
+    blocks: list[Block] = []
+    reported = reported_numbers.MTEB
+    for name, group in sorted(groups.items()):
+        measured = []
+        for run in group:
+            means = [run.results["categories"].get(category) for category in CATEGORIES] + [run.results["average"]]
+            measured.append(Row([run.model, *map(_mean, means)], run.number))
+        of_paper = name == MTEB_PAPER
+        blocks += [f"{name}:", Table(("model", *reported.columns), measured + _reported_rows(reported) * of_paper)]
+        blocks += _differences([run.record["settings"] for run in group])
+        blocks += [f"Reported rows: {reported.title}; {reported.note}."] * of_paper
+    blocks.append(
+        "A mean is given only where every task asked for has a score, over the number of tasks in brackets. Tables of "
+        "different tasks cannot be compared."
+    )
+    for run in runs:
+        if run.results["missing"]:
+            blocks.append(f"{run.model}, without a score: {', '.join(run.results['missing'])}.")
+    every = [
+        Row([run.model, name, task["type"], task["metric"], _number(task["score"], ".2f")], run.number)
+        for run in runs
+        for name, task in run.results["tasks"].items()
+    ]
+    return [*blocks, Table(("model", "task", "type", "metric", "score"), every), *_reported(reported_numbers.MTEB_CDE)]
+
+
+def contrastive(runs: Sequence[Measured], output: Path) -> list[Block]:
+    """What models were fine-tuned on, and how the loss fell."""
+    rows = []
+    for run in runs:
+        losses = [f"{run.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
+        rows.append(Row([run.model, *losses, ", ".join(run.results["datasets"])], run.number))
+    return [Table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Sequence[Measured], Path], list[Block]]]] = {
+    "pseudo_perplexity": ("Pseudo-perplexity", pseudo_perplexity),
+    "throughput": ("Throughput", throughput),
+    "glue": ("GLUE", glue),
+    "mteb": ("MTEB", mteb),
+    "contrastive": ("Contrastive fine-tuning", contrastive),
+}
+
+
+def _describe(run: Measured) -> Section:
+    record, settings = run.record, run.record["settings"]
+    seeds = ", ".join(dict.fromkeys(_find_seeds(settings))) or "none"
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    blocks: list[Block] = [
+        f"{run.path}; weights {record['model']['fingerprint']}; seed {seeds}; {record['machine']}; {versions}.",
+        Code(record["command"]),
+        Code("\n".join(f"{name}: {json.dumps(value)}" for name, value in sorted(settings.items()))),
+    ]
+    return Section(f"[{run.number}] {run.model}: {run.kind}", blocks, level=3, run=run.number)
+
+
+def _find_seeds(settings: dict[str, Any]) -> Iterator[str]:
+    """At any depth: some evaluations have settings for each task."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _find_seeds(value)
+        elif name in ("seed", "seeds"):
+            yield from map(str, value if isinstance(value, list) else [value])
+
+
+# --- cells
+
+
+def _differences(settings: Sequence[dict[str, Any]], *, names: set[str] | None = None) -> list[Block]:
+    """A warning that names the settings in which runs differ; `names`: those that are known to differ."""
+    if names is None:
+        every = {name for each in settings for name in each} - _OWN_SETTINGS
+        names = {name for name in every if any(each.get(name) != settings[0].get(name) for each in settings)}
+    return [f"Not the same in all of these runs, so compare with care: {', '.join(sorted(names))}."] if names else []
+
+
+def _glue_differences(runs: Sequence[Measured]) -> list[Block]:
+    """Of settings of a task that several have run; where it was computed is none of them."""
+    differing = set[str]()
+    for task in TASKS:
+        settings = [
+            {
+                **run.record["settings"][task]["protocol"],
+                **{name: run.record["settings"][task][name] for name in ("grid", "seeds", "rows")},
+                "start from MNLI": run.results["tasks"][task]["from_mnli"],
+            }
+            for run in runs
+            if task in run.results["tasks"]
+        ]
+        differing |= {name for each in settings for name in each if each[name] != settings[0].get(name)}
+    return _differences([], names=differing)
+
+
+def _percent(value: dict[str, Any]) -> str:
+    deviation = "" if value["sd"] is None else f" ± {100 * value['sd']:.1f}"
+    return f"{100 * value['mean']:.1f}{deviation}"
+
+
+def _mean(mean: dict[str, Any] | None) -> str:
+    if mean is None:
+        return "missing"
+    if mean["value"] is None:
+        return f"– ({mean['there']} of {mean['expected']})"
+    return f"{mean['value']:.1f} ({mean['expected']})"
+
+
+def _number(value: float | None, form: str) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 1000 else format(value, form)
+
+
+def _reported(table: Reported) -> list[Block]:
+    return [f"{table.title}: {table.note}.", Table(("model", *table.columns), _reported_rows(table))]
+
+
+def _reported_rows(table: Reported) -> list[Row]:
+    blank = ["–"] * len(table.columns)
+    decimals = max(len(str(value).partition(".")[2]) for values in table.rows.values() for value in values)
+    return [
+        Row([name, *(f"{value:.{decimals}f}" for value in values), *blank[len(values) :]], None)
+        for name, values in table.rows.items()
+    ]
