@@ -164,14 +164,13 @@ def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, train
     assert resumed.file("_loss.csv").read_text() == whole.file("_loss.csv").read_text()
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"instructions": "none"}, {"instructions": "both"}], ids=str)
-def test_another_seed_or_place_of_the_instructions_gives_other_losses(place, tmp_path, change):
-    common = {"steps": 2, "log_interval": 1}
+def test_another_seed_or_place_of_the_instructions_gives_other_losses(place, tmp_path):
+    changes = [{}, {"seed": 1}, {"instructions": "none"}, {"instructions": "both"}]
     losses = [
-        train(place, tmp_path / name, **common, **changes)[0].file("_loss.csv").read_text(encoding="utf-8")
-        for name, changes in (("as it is", {}), ("changed", change))
+        train(place, tmp_path / str(number), steps=2, log_interval=1, **change)[0].file("_loss.csv").read_text()
+        for number, change in enumerate(changes)
     ]
-    assert losses[0] != losses[1]
+    assert len(set(losses)) == len(changes)
 
 
 def test_checkpoints_are_not_gone_on_from_unasked_or_with_other_settings(trained, tmp_path):

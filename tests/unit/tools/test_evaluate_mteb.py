@@ -74,6 +74,7 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
     assert (folder / "mteb.md").read_text() == table
 
 
+@pytest.mark.slow
 def test_run_that_is_killed_goes_on_where_it_was(place, tmp_path, evaluate):
     names = "abc"
     for name in names:

@@ -60,6 +60,7 @@ def kill_after_some_documents(command, output):
     return begun[0].read_bytes().count(b"\n")
 
 
+@pytest.mark.slow
 def test_killed_command_goes_on_and_gives_the_table_of_one_that_was_not(place, tmp_path, run_here, capsys):
     killed, whole = (words_of(place, tmp_path / name, "bert", "ours") for name in ("killed", "whole"))
     assert 0 < kill_after_some_documents(command_line(*killed), tmp_path / "killed") < DOCUMENTS
