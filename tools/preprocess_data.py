@@ -166,12 +166,12 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     add = parser.add_argument_group("which documents are kept").add_argument
-    add("--min-tokens", type=_count, metavar="N", help="drop shorter documents (%(default)s)")
-    add("--max-tokens", type=_count, metavar="N", help="drop longer documents")
+    add("--min-tokens", type=int, metavar="N", help="drop shorter documents (%(default)s)")
+    add("--max-tokens", type=int, metavar="N", help="drop longer documents")
     add("--deduplicate", choices=("exact",), help="drop documents whose text has occurred before")
     add(
         "--split-validation",
-        type=_fraction,
+        type=float,
         metavar="FRACTION",
         help="of the documents, chosen by their text, go to PREFIX_KEY_document_validation (%(default)s)",
     )
@@ -183,7 +183,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add(
         "--max-error-rate",
-        type=_fraction,
+        type=float,
         metavar="FRACTION",
         help="end the run if more than this fraction of the records is in error (%(default)s)",
     )
@@ -203,11 +203,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--dry-run", action="store_true", help="print what would be read and written, and write nothing")
 
     add = parser.add_argument_group("where it runs").add_argument
-    add("--workers", type=_positive, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
+    add("--workers", type=int, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
     add("--executor", choices=("local", "ray"), help="(%(default)s)")
     add("--ray-address", metavar="ADDRESS", help="auto or host:port of a cluster, local for a new one (RAY_ADDRESS)")
-    add("--shard-index", type=_count, metavar="I", help="this is task I, from 0, of an array: do its parts only")
-    add("--num-shards", type=_positive, metavar="N", help="number of tasks of the array")
+    add("--shard-index", type=int, metavar="I", help="this is task I, from 0, of an array: do its parts only")
+    add("--num-shards", type=int, metavar="N", help="number of tasks of the array")
     add("--merge", action="store_true", help="join the parts that the tasks of an array have finished")
     return parser.parse_args()
 
@@ -358,34 +358,6 @@ def _separator(text: str) -> str:
     except UnicodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no text with escapes like \\n ({error})") from error
     return separator
-
-
-def _count(text: str) -> int:
-    return _whole_number(text, minimum=0)
-
-
-def _positive(text: str) -> int:
-    return _whole_number(text, minimum=1)
-
-
-def _whole_number(text: str, *, minimum: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = minimum - 1
-    if number < minimum:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of {minimum} or more")
-    return number
-
-
-def _fraction(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0.0 <= number <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not a fraction of the records; use 0 to 1")
-    return number
 
 
 if __name__ == "__main__":

@@ -240,6 +240,12 @@ def is_complete(plan: Plan) -> bool:
 
 
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
+    for name, least in {"min_tokens": 0, "max_tokens": 0, "workers": 1, "shard_index": 0, "num_shards": 1}.items():
+        number = getattr(settings, name)
+        if number is not None and number < least:
+            yield f"--{name.replace('_', '-')} {number} is below {least}; give at least {least}"
+    if not 0.0 <= settings.max_error_rate <= 1.0:
+        yield f"--max-error-rate {settings.max_error_rate} is not a fraction of the records; use 0 to 1"
     if (settings.shard_index is None) != (settings.num_shards is None):
         yield "--shard-index and --num-shards describe one task of an array together; give both or neither"
     elif settings.num_shards is not None and not 0 <= (settings.shard_index or 0) < settings.num_shards:
@@ -251,8 +257,8 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield "--merge joins the parts of all tasks; leave out --shard-index and --num-shards"
     if settings.keep_shards and settings.shard_size is not None:
         yield "--keep-shards cuts the corpus at the shards, --shard-size at a size; choose one"
-    if settings.split_validation >= 1:
-        yield f"--split-validation {settings.split_validation} leaves nothing for training; use a fraction below 1"
+    if not 0.0 <= settings.split_validation < 1.0:
+        yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
         yield f"--max-tokens {settings.max_tokens} is below --min-tokens {settings.min_tokens}; exchange them"
     if settings.ray_address is not None and settings.executor != "ray":

@@ -11,12 +11,11 @@ import pytest
 import torch
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
 
-from megatron_neobert.data.batches.masking import MaskingScheme
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_between
 from megatron_neobert.data.batches.rows import documents_in_window, pack_window, read_cursor
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.selection import KeptDocuments
-from megatron_neobert.errors import CheckpointError, DataError
+from megatron_neobert.errors import DataError
 
 WEIGHTS = (1, 2, 2)
 NUMBER = (1 << COMPONENT_SHIFT) - 1  # the bits of a document's number inside its corpus
@@ -255,27 +254,7 @@ def test_a_blend_of_one_part_of_a_corpus_by_length_has_only_such_documents(corpo
 # --- cursors ---
 
 
-def test_a_cursor_of_another_blend_is_refused(corpora):
-    with pytest.raises(CheckpointError, match="at window 281,474,976,710,656 of an epoch, but 360 documents fill"):
-        blend(corpora, cursor=Cursor(0, 1 << COMPONENT_SHIFT, 0))
-    with pytest.raises(CheckpointError, match=r"at row 500 of window 1, which has \d+ rows"):
-        next(blend(corpora, cursor=Cursor(0, 1, 500)).steps())
-
-
 def test_a_source_without_documents_is_refused(corpora):
     kept = KeptDocuments(corpora[0], range(90), minimum=500, maximum=None)
     with pytest.raises(DataError, match="are none; batches need at least one document"):
         BatchStream((Source(corpora[0], range(90)), Source(corpora[0], kept)), batch_settings())
-
-
-def test_masking_of_random_replacements_differs_between_components_too(corpora):
-    bert = MaskingScheme(probability=1.0, mask_share=0.0, random_share=1.0)
-    corpus = MemoryCorpus([62] * 20)
-    stream = blend((corpus, corpus), weights=(1, 1), masking=bert, micro_batch_size=40, global_batch_size=40)
-    rows, _ = next(stream.global_batches())
-    (batch,) = next(stream.steps()).micro_batches
-    seen = batch.tokens_t.reshape(40, 64)[:, 1:-1]
-    numbers = rows.segments.documents_n & NUMBER
-    for number in range(20):
-        one, other = np.flatnonzero(numbers == number)
-        assert (seen[one] == seen[other]).float().mean() < 0.2  # equal by chance in 1 of 995

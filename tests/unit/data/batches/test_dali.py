@@ -48,22 +48,10 @@ def test_steps_equal_those_of_the_default_loader_though_all_are_kept(stream, num
 
 
 @needs_dali
-def test_steps_of_another_seed_differ(stream):
-    other = replace(stream, settings=replace(stream.settings, seed=stream.settings.seed + 1))
-    assert contents(take(other, 25)) != contents(take(stream, 25))
-
-
-@needs_dali
 def test_the_cursor_of_the_last_step_taken_continues_a_pipeline_that_ran_ahead(stream):
     taken = take(stream, 3, num_workers=2)
     resumed = replace(stream, cursor=taken[-1].cursor_after)
     assert contents(take(resumed, 20, num_workers=2)) == contents(list(islice(stream.steps(), 3, 23)))
-
-
-@needs_dali
-def test_iterating_again_starts_at_the_cursor_again(stream):
-    loader = DaliLoader(stream, num_workers=1, device=CPU)
-    assert contents([next(iter(loader))]) == contents([next(iter(loader))])
 
 
 @needs_dali

@@ -72,7 +72,9 @@ def test_corpus_of_several_volumes_has_the_same_documents(place, cut):
         ({"inputs": ("-", "a.jsonl")}, "stands alone"),
         ({"inputs": ("-",), "shard_index": 0, "num_shards": 2}, "has one reader"),
         ({"text_separator": ""}, "--text-separator is empty"),
-        ({"split_validation": 1.0}, "--split-validation 1.0 leaves nothing for training"),
+        ({"workers": 0}, "--workers 0 is below 1"),
+        ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),
+        ({"split_validation": 1.0}, "--split-validation 1.0 is not a fraction of the documents"),
     ],
 )
 def test_contradictory_settings_are_refused(place, settings, message):

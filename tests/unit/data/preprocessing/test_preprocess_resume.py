@@ -230,11 +230,3 @@ def test_task_that_is_started_again_does_nothing_twice(place, done):
     assert done == ["1.jsonl", "4.jsonl"]
     place.run(shard_index=1, num_shards=3)
     assert len(done) == 2
-
-
-def test_array_of_more_tasks_than_parts_is_served(place):
-    place.add_texts("a.jsonl", "hello")
-    for task in range(3):
-        place.run(shard_index=task, num_shards=3)
-    place.run(merge=True)
-    assert decoded(place) == ["hello"]

@@ -6,10 +6,9 @@ import pytest
 from tokenizers import models, pre_tokenizers
 from unit.data.small_corpus import write_vocabulary
 
-from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import ConfigError, MissingInputError
 
 UNCASED = [*"abcdehlorw", "hello", "##s"]
 CASED = [*UNCASED, "Hello", "World"]
@@ -28,12 +27,6 @@ def cased(tmp_path):
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     return [tokenizer.backend.id_to_token(id_) for id_ in tokenizer.encode_batch([text]).ids.tolist()]
-
-
-def test_types_are_auto_and_those_of_megatron():
-    assert set(TOKENIZER_TYPES) == {
-        "auto", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer", "SentencePieceTokenizer",
-    }  # fmt: skip
 
 
 def test_bert_type_decides_about_case_where_the_vocabulary_leaves_it_open(uncased, cased):
@@ -161,9 +154,3 @@ def test_folder_without_the_files_of_a_type_is_a_missing_input(uncased):
 def test_unknown_type_is_refused_with_the_known_ones(uncased):
     with pytest.raises(ConfigError, match=r"--tokenizer-type GPT2BPETokenizer does not exist; use one of auto, "):
         load_tokenizer(uncased, "GPT2BPETokenizer")
-
-
-def test_text_file_named_like_a_model_is_not_a_sentencepiece_model(tmp_path):
-    (tmp_path / "tokenizer.model").write_text("[PAD]\n[UNK]\n")
-    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model"):
-        load_tokenizer(tmp_path)
