@@ -114,10 +114,17 @@ class Progress:
         self._tell()
 
     def _tell(self) -> None:
-        if time.monotonic() - self._told >= _TELL_SECONDS:
-            self._told = time.monotonic()
-            self.on_progress(self)
-            _check_hopelessness(self)
+        if time.monotonic() - self._told < _TELL_SECONDS:
+            return
+        self._told = time.monotonic()
+        self.on_progress(self)
+        if self.plan.settings.shard_index is not None:
+            return  # the other tasks' parts may be better; the merge sees them all
+        counts, read = self.counts, self.read_bytes / self.input_bytes if self.input_bytes else 1.0
+        if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
+            expected_records = counts.records / min(read, 1.0)
+            if counts.errors > _HOPELESS * self.plan.settings.max_error_rate * expected_records:
+                raise too_many_errors(counts, self.plan.settings.max_error_rate, self.first_error)
 
 
 @dataclass(frozen=True)
@@ -293,16 +300,6 @@ def _run_tasks(
         remember(plan.tokenizer, plan.encoder)
         for task in tasks:
             yield tokenize_part(task, report)
-
-
-def _check_hopelessness(progress: Progress) -> None:
-    if progress.plan.settings.shard_index is not None:
-        return  # the other tasks' parts may be better; the merge sees them all
-    counts, read = progress.counts, progress.read_bytes / progress.input_bytes if progress.input_bytes else 1.0
-    if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
-        expected_records = counts.records / min(read, 1.0)
-        if counts.errors > _HOPELESS * progress.plan.settings.max_error_rate * expected_records:
-            raise too_many_errors(counts, progress.plan.settings.max_error_rate, progress.first_error)
 
 
 def _check_account(progress: Progress) -> None:

@@ -110,15 +110,6 @@ def test_record_in_a_later_part_is_named_by_its_line_after_a_byte(place, monkeyp
         place.run(on_error="fail")
 
 
-def test_clean_run_writes_no_rejects_and_removes_those_of_the_run_it_replaces(place):
-    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
-    place.run()
-    assert place.settings().files.rejects.exists()
-    place.add_texts("a.jsonl", "hello")
-    place.run(overwrite=True)
-    assert not place.settings().files.rejects.exists()
-
-
 def test_repaired_and_unknown_tokens_are_counted_in_the_manifest(place):
     (place.shards / "a.jsonl").write_bytes(
         b'{"content": "hello \xff"}\n{"content": "hello \\ud800 unheard"}\n{"content": "zy"}'
@@ -218,16 +209,6 @@ def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(place):
     assert manifest.tokenizer_fingerprint == tokenizer.fingerprint
     assert (manifest.vocab_size, manifest.special_tokens) == (tokenizer.vocab_size, tokenizer.special_tokens)
     assert (manifest.documents, manifest.tokens, manifest.dtype, manifest.text_key) == (2, 2, "uint16", "content")
-
-
-def test_existing_corpus_is_kept_without_overwrite_and_found_before_reading(place):
-    place.add_texts("a.jsonl", "hello")
-    place.run()
-    with pytest.raises(OutputError, match=r"exist already.*--overwrite"):
-        plan_preprocessing(place.settings())
-    place.add_texts("a.jsonl", "world")
-    place.run(overwrite=True)
-    assert decoded(place) == ["world"]
 
 
 def test_output_of_an_earlier_run_is_no_input(place):

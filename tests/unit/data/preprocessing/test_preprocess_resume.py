@@ -6,7 +6,7 @@ from unit.data.preprocess_place import add_mixed_shards, decoded
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+from megatron_neobert.errors import DataError, MissingInputError, OutputError
 
 
 class StoppedByTest(Exception):
@@ -108,21 +108,6 @@ def test_part_whose_files_are_spoilt_is_done_again(place, done, kind, spoil):
     assert place.contents() == place.contents("whole")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"min_tokens": 5}, "min_tokens 0 where this one has 5"),
-        ({"deduplicate": "exact"}, "False where this one has True"),
-    ],
-)
-def test_parts_of_other_settings_are_refused(place, done, changed, message):
-    add_mixed_shards(place)
-    stop_after(place, done, 2)
-    with pytest.raises(ConfigError, match=message):
-        place.run(resume=True, **changed)
-    place.run(resume=True)
-
-
 def test_resumed_run_that_is_to_fail_on_errors_fails_on_those_of_finished_parts(place, done):
     place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
     place.add_texts("b.jsonl", "world")
@@ -200,18 +185,6 @@ def test_merge_waits_for_all_tasks(place):
     place.run(resume=True)  # does what is missing by itself
     place.run("whole")
     assert place.contents() == place.contents("whole")
-
-
-def test_merge_never_clears_what_the_tasks_have_done(place):
-    add_mixed_shards(place)
-    for task in range(2):
-        place.run(min_tokens=3, shard_index=task, num_shards=2)
-    with pytest.raises(
-        ConfigError, match=r"min_tokens 3 where this one has 0; .*or delete run_content_document\.partial"
-    ):
-        place.run(merge=True, overwrite=True)
-    place.run(min_tokens=3, merge=True, overwrite=True)
-    assert place.corpus().manifest.filters["min_tokens"] == 3
 
 
 def test_task_of_an_array_leaves_the_error_rate_to_the_merge(place):
