@@ -15,7 +15,7 @@ Shapes: `b` rows, `s` tokens of a row, `v` vocabulary.
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,38 +236,24 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
     """
     checks: Checks = {}
     for dtype in dict.fromkeys((torch.float32, stored)):
-        result = load(dtype)
+        result, tolerance = load(dtype), TOLERANCES[dtype]
         prompts = build_prompts(source.vocab_size, longest=min(source.max_tokens, result.max_tokens))
         for how, comparison in compare_models(source, result, prompts).items():
-            _refuse_other_function(comparison, dtype, f"{what}, {how}")
+            if not comparison.within(tolerance):
+                raise ConversionError(
+                    f"{what}, {how}: its logits differ from the source's by {comparison.relative:.3g} of the largest, "
+                    f"more than {tolerance:g} in {dtype_name(dtype)}; nothing was written. transformers is "
+                    f"{version('transformers')}: try the version in constraints.txt."
+                )
             checks[how if dtype is torch.float32 else f"{how} in {dtype_name(dtype)}"] = comparison
         if dtype is torch.float32:
-            _refuse_other_content(source, result, what)
+            assert source.weights is not None
+            assert result.weights is not None
+            if differing := differing_settings(source, result):
+                raise ConversionError(f"{what}: {differing[0]}, in the source and in the result; nothing was written.")
+            if weights := differing_weights(source.weights(), result.weights()):
+                raise ConversionError(
+                    f"{what}: {len(weights)} weights are not the source's, the first of them {next(iter(weights))}; "
+                    "nothing was written."
+                )
     return checks
-
-
-def to_report(checks: Checks) -> dict[str, Any]:
-    """For conversion_report.json."""
-    return {name: check.to_report() for name, check in checks.items()}
-
-
-def _refuse_other_content(source: LogitModel, result: LogitModel, what: str) -> None:
-    assert source.weights is not None
-    assert result.weights is not None
-    if differing := differing_settings(source, result):
-        raise ConversionError(f"{what}: {differing[0]}, in the source and in the result; nothing was written.")
-    if weights := differing_weights(source.weights(), result.weights()):
-        raise ConversionError(
-            f"{what}: {len(weights)} weights are not the source's, the first of them {next(iter(weights))}; nothing "
-            "was written."
-        )
-
-
-def _refuse_other_function(comparison: Comparison, dtype: torch.dtype, what: str) -> None:
-    tolerance = TOLERANCES[dtype]
-    if not comparison.within(tolerance):
-        raise ConversionError(
-            f"{what}: its logits differ from the source's by {comparison.relative:.3g} of the largest, more than "
-            f"{tolerance:g} in {dtype_name(dtype)}; nothing was written. transformers is {version('transformers')}: "
-            "try the version in constraints.txt."
-        )

@@ -137,6 +137,11 @@ def import_folder(
 def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, options: ExportOptions) -> None:
     """What the folder was made of and how it was checked, for those who meet it later."""
     progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
+    sections = {name: asdict(getattr(checkpoint.settings, name)) for name in _SECTIONS}
+    settings = {
+        section: {name: value for name, value in values.items() if name not in _PATHS}
+        for section, values in sections.items()
+    }
     counts = {"consumed_rows": "consumed_samples", "consumed_tokens": "consumed_tokens"}
     report = {
         "source": {
@@ -149,7 +154,7 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, 
         "format": options.layout,
         "dtype": dtype_name(options.dtype),
         "options": _choices(options),
-        "training": _training_settings(checkpoint) if checkpoint.iteration else {},  # 0: converted, not trained
+        "training": settings if checkpoint.iteration else {},  # 0: converted, not trained
         "verification": {name: check.to_report() for name, check in checks.items()},
         # Read back from the written folder; one that differed would not be here.
         "compared": {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)} if checks else {},
@@ -169,11 +174,3 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: Checks, 
 def _choices(options: ExportOptions) -> dict[str, Any]:
     """What else the files depend on."""
     return {"max_shard_size": options.max_shard_size, "sentence_transformers": options.sentence_transformers}
-
-
-def _training_settings(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    settings = {name: asdict(getattr(checkpoint.settings, name)) for name in _SECTIONS}
-    return {
-        section: {name: value for name, value in values.items() if name not in _PATHS}
-        for section, values in settings.items()
-    }

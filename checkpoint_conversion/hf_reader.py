@@ -141,14 +141,20 @@ def read_weights(folder: Path, config: FolderConfig) -> FolderWeights:
     # NeoBERT's names exist with the two halves of SwiGLU fused, as published, and apart.
     has_halves = any(name.endswith(".ffn.w1.weight") for name in kept)
     layout = "neobert-unpacked" if config.layout == "neobert" and has_halves else config.layout
-    shapes = _expected_shapes(folder, layout, config, kept)
+    if config.model.num_layers > len(kept):  # before names are made for each of these
+        raise ConversionError(
+            f"{folder}: config.json has num_hidden_layers {config.model.num_layers:,}, but the files hold "
+            f"{len(kept):,} tensors, fewer than layers; fetch the folder again."
+        )
+    shapes = published_shapes(TABLES[layout], shape_of(config.model, vocab_size=config.vocab_size))
     names = _match_names(folder, kept, shapes)
     wrapped = [source for source in kept if _unwrapped(source) != source]
     absent = _find_absent(folder, layout, config, names, shapes)
     for name, source in names.items():
         _check_entry(source, kept[source], shapes[name])
     tensors = {name: kept[source].read() for name, source in names.items()}
-    embedding, decoder = tensors[_embedding(layout)], f"{_head(layout)}.weight"
+    embedding_name, decoder = _embedding_and_decoder(layout)
+    embedding = tensors[embedding_name]
     if config.tied and not absent.tied and (differing := int((tensors[decoder] != embedding).sum())):
         raise ConversionError(
             f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
@@ -163,7 +169,7 @@ def read_weights(folder: Path, config: FolderConfig) -> FolderWeights:
     notes += [f"{name} is a copy of the embedding; training does not keep them equal" for name in absent.tied]
     if absent.zero:
         notes.append(f"filled with zeros, as the files lack them: {quote_names(absent.zero)}")
-    embedding = tensors[_embedding(layout)]
+    embedding = tensors[embedding_name]
     tensors |= {name: embedding.clone() for name in absent.tied}
     tensors |= {name: embedding.new_zeros(shapes[name]) for name in absent.zero}
     return FolderWeights(layout, tensors, notes)
@@ -183,17 +189,6 @@ def _list_stored(folder: Path, config: FolderConfig) -> dict[str, StoredTensor]:
     if twice := sorted(stored.keys() & head.keys()):
         raise ConversionError(f"{folder}: {quote(twice[0])} is in {HEAD_FOLDER} as well; remove one of them.")
     return stored | head
-
-
-def _expected_shapes(folder: Path, layout: str, config: FolderConfig, stored: Mapping[str, StoredTensor]) -> _Shapes:
-    """Every published tensor of the model and its shape."""
-    model = config.model
-    if model.num_layers > len(stored):  # before names are made for each of these
-        raise ConversionError(
-            f"{folder}: config.json has num_hidden_layers {model.num_layers:,}, but the files hold {len(stored):,} "
-            "tensors, fewer than layers; fetch the folder again."
-        )
-    return published_shapes(TABLES[layout], shape_of(model, vocab_size=config.vocab_size))
 
 
 def _match_names(folder: Path, stored: Mapping[str, StoredTensor], shapes: _Shapes) -> dict[str, str]:
@@ -223,7 +218,7 @@ def _find_absent(folder: Path, layout: str, config: FolderConfig, names: dict[st
     Raises:
         ConversionError: No rule gives it, or the files hold what the model has not.
     """
-    decoder = f"{_head(layout)}.weight"
+    _, decoder = _embedding_and_decoder(layout)
     biases = [name for name in shapes if name.endswith(".bias") and not config.has_biases]
     if layout == "eurobert" and (ignored := [name for name in biases if name in names]):
         raise ConversionError(
@@ -283,10 +278,6 @@ def _describe(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTenso
     return notes
 
 
-def _head(layout: str) -> str:
-    return "lm_head" if layout == "eurobert" else "decoder"
-
-
-def _embedding(layout: str) -> str:
-    """The published name of the embedding: the first row of every table."""
-    return TABLES[layout][0].published[0]
+def _embedding_and_decoder(layout: str) -> tuple[str, str]:
+    """Their published names: the first row of every table, and the last but one."""
+    return TABLES[layout][0].published[0], TABLES[layout][-2].published[0]

@@ -38,7 +38,7 @@ from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.state import Progress
 
 PROVENANCE = "provenance.json"
-_LARGEST_PROVENANCE_BYTES = 1 << 16
+_LARGEST_PROVENANCE_BYTES = 1 << 16  # it holds two short names
 
 # What megatron.core calls the optimizer's own fp32 copies with its distributed optimizer, and without.
 _STATE, _MAIN_WEIGHTS = f"{OPTIMIZER_PREFIX}state.", ("param", "fp32_param")

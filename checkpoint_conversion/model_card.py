@@ -37,7 +37,7 @@ MARKER = "<!-- Text below this line stays when the card is written anew. -->"
 NO_MODEL_ID = "path/to/this/folder"  # stands in the examples until the model's name on the Hub is known
 
 _TEMPLATE = Path(__file__).with_name("model_card_template.md")
-_LARGEST_CARD_BYTES = 1 << 20
+_LARGEST_CARD_BYTES = 1 << 20  # of a stranger's; ours take 5 KB
 
 # The forms of the Hub's identifiers. Which of them exist changes over time, and the Hub checks it on upload.
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")

@@ -7,7 +7,7 @@ Takes settings, weights and the place in the data from the newest checkpoint bef
 between without training on them, and runs forward and backward on the batch of that iteration. Nothing is updated,
 nothing is written. --checkpoint-iteration takes the weights of another checkpoint: a run that ends because its last
 updates were skipped saves the very weights that these batches met. One process does the work of all ranks of the run;
-under torchrun the ranks share it as the settings say. All other flags are those of a run, and replace its settings.
+under torchrun the ranks share it as in the settings. All other flags are those of a run, and replace its settings.
 """
 
 import math

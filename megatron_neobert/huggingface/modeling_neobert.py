@@ -1,7 +1,7 @@
 """NeoBERT for transformers 4.48 to 5.23, in one file that lies beside the weights and needs PyTorch besides.
 
 Parameter names and conventions are those of the published checkpoint. A batch is padded (`attention_mask`) or one row
-of documents laid end to end (`cu_seqlens`), which then never attend to each other, whatever computes the attention.
+of documents laid end to end (`cu_seqlens`), which then never attend to each other under any attention.
 There are no buffers: rotary angles are computed in fp32 once per forward, so no cast and no lazy loading spoils them.
 
 Shapes: `b` rows, `s` tokens of a row, `h` hidden, `n` heads, `d` head width, `v` vocabulary, `c` classes.
@@ -152,7 +152,7 @@ class EncoderBlock(GradientCheckpointingLayer):
         attend = attend_eagerly if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         query, key = rotate_pairs(query, rotation), rotate_pairs(key, rotation)
         scaling = self.config.dim_head**-0.5
-        # is_causal is said here too, because 4.48 takes a missing mask for a causal one.
+        # is_causal is given here too, because 4.48 takes a missing mask for a causal one.
         context_bsnd, weights = attend(self, query, key, value, mask, scaling=scaling, is_causal=False, **options)
         hidden_bsh = hidden_bsh + self.wo(context_bsnd.flatten(2))
         return hidden_bsh + self.ffn(self.ffn_norm(hidden_bsh)), weights
@@ -291,7 +291,7 @@ class NeoBERTLMHead(NeoBERTPreTrainedModel):
     """Logits [b, s, v] of a linear layer with a bias; the loss is the mean over the labels [b, s] that are not -100."""
 
     output_class = modeling_outputs.MaskedLMOutput
-    _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}  # noqa: RUF012  if tie_word_embeddings says so
+    _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}  # noqa: RUF012  where tie_word_embeddings asks for it
 
     def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)

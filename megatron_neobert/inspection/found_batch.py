@@ -75,7 +75,8 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
         MissingInputError, DataError, ConfigError: Of what the settings name; the run has no such iteration.
         CheckpointError: The checkpoint is of other data.
     """
-    first = 1 if place is not None else _first_iteration(settings)
+    continued = settings.checkpoint.continue_from  # such a run counts on from the other one
+    first = 1 if place is not None or continued is None else iteration_of(latest_checkpoint(Path(continued))) + 1
     _refuse_none_of_the_run(settings, iteration, first=first)
     inputs = open_inputs(settings.data)
     stream = BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer))
@@ -128,12 +129,6 @@ def share_of_rank(settings: Settings, *, rank: int, world_size: int) -> Share:
         context_parallel_rank=rank // tp % cp,
         context_parallel_size=cp,
     )
-
-
-def _first_iteration(settings: Settings) -> int:
-    """That of a run which starts with these settings: one that continues another counts on from it."""
-    other = settings.checkpoint.continue_from
-    return 1 if other is None else iteration_of(latest_checkpoint(Path(other))) + 1
 
 
 def _refuse_none_of_the_run(settings: Settings, iteration: int, *, first: int) -> None:

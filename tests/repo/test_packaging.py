@@ -45,6 +45,13 @@ def test_command_that_misses_a_package_knows_the_extra_that_brings_it(metadata: 
     assert brought == MODULES_OF_EXTRAS
 
 
+def test_templates_are_packaged_with_the_code_that_fills_them_in(metadata: dict):
+    for package in metadata["packages"]:
+        files = [path for path in (REPOSITORY / package.replace(".", "/")).iterdir() if path.is_file()]
+        others = {path.name for path in files if path.suffix != ".py"}
+        assert others == set(metadata["package_data"].get(package, [])), package
+
+
 def constraint_lines() -> list[Requirement]:
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
