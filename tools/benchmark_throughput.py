@@ -6,7 +6,7 @@ Measures the forward pass of the backbone and, with --backward, the masked-langu
 batch size grows until memory ends; models take turns step by step. Tokens are random and those of documents alone:
 padding is not counted. Weights and activations have the dtype that is named, without autocast. Writes
 OUTPUT/<model>/throughput.json, and of all models throughput.csv, throughput.md and a figure for each kind of passes.
-The same command goes on after a kill; more lengths or batch sizes may be added.
+The same command resumes after a kill; more lengths or batch sizes may be added.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
 
 
 def to_line(row: dict[str, Any]) -> str:
-    """What is said about a variant as soon as it is measured."""
+    """The line about a variant as soon as it is measured."""
     from megatron_neobert.evaluation.throughput.tables import to_memory
 
     what = f"{row['model']} {row['dtype']} {row['attention']} {row['layout']} {row['passes']}"

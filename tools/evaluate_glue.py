@@ -4,7 +4,7 @@
 
 Fine-tunes the model at every point of the grid and with every seed, and writes OUTPUT/MODEL/glue.json, .csv and .md,
 the latter with the paper's rows below. RTE, MRPC, STS-B and QNLI start from the best MNLI model. Started again, it
-goes on with the runs that are not done. tools/fetch_glue.py gets the data on a machine with network.
+resumes with the runs that are not done. tools/fetch_glue.py gets the data on a machine with network.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Command: MTEB, or tasks from your own files, for an encoder in a Hugging Face folder; without a network.
 
 Data comes from the folder that tools/fetch_mteb.py filled on a connected machine. Every task's result is kept: the same
-command goes on after a kill. Writes mteb.json, mteb.csv and mteb.md under OUTPUT/<model name>, with the means by
+command resumes after a kill. Writes mteb.json, mteb.csv and mteb.md under OUTPUT/<model name>, with the means by
 category of the paper's Table 4; a task without data leaves its category without a mean. Other tasks and other settings
-than the defaults have a folder of their own there, whose name says them, such as mteb_v2_cls_float16: no command
+than the defaults have a folder of their own there, whose name holds them, such as mteb_v2_cls_float16: no command
 replaces another's table.
 """
 
@@ -24,7 +24,6 @@ from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.encoders import LoadOptions
-    from megatron_neobert.evaluation.mteb.encoder import Instructions
 
 # What changes a score, and what stands before a value of it in the name of a folder.
 _DEFAULTS = {
@@ -106,8 +105,10 @@ def _parse() -> argparse.Namespace:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from megatron_neobert.evaluation.encoders import fingerprint
-    from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, build_encoder
+    import torch
+
+    from megatron_neobert.evaluation.encoders import LoadOptions, choose_device, fingerprint, load_tokenizer
+    from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, Instructions, build_encoder, read_instructions
     from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, refuse_missing, run_tasks
     from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name
 
@@ -115,10 +116,17 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         tasks = tasks_by_name(arguments.tasks, arguments.data_dir)
     else:
         tasks = benchmark_tasks(arguments.benchmark)
-    instructions = _instructions(arguments)
+    instructions = Instructions()
+    if arguments.instructions != "none":
+        tokenizer = load_tokenizer(arguments.model)
+        instructions = read_instructions(Path(arguments.instructions), arguments.prompt_style, tokenizer)
     instructions.refuse_gaps(flatten(tasks))
-    load = _load_options(arguments)
-    protocol = _protocol(arguments, instructions.digest)
+    device = choose_device(arguments.device)
+    load = LoadOptions(dtype=getattr(torch, arguments.dtype), device=device, attention=arguments.attention)
+    # What changes a score. The size of batches does too: in 16 bits, padding rounds differently.
+    protocol = {name: getattr(arguments, name) for name in _DEFAULTS} | {"instructions": instructions.digest}
+    if instructions.digest == "none":
+        protocol["prompt_style"] = None
     name = arguments.model.resolve().name
     folder = arguments.output / name
     files = ResultFiles(folder / "mteb", name=name, fingerprint=fingerprint(arguments.model), settings=protocol)
@@ -138,32 +146,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         report=lambda line: print(line, flush=True),
     )
     _write(arguments, folder / _place(arguments, protocol), scores, protocol, load)
-
-
-def _instructions(arguments: argparse.Namespace) -> "Instructions":
-    from megatron_neobert.evaluation.encoders import load_tokenizer
-    from megatron_neobert.evaluation.mteb.encoder import Instructions, read_instructions
-
-    if arguments.instructions == "none":
-        return Instructions()
-    tokenizer = load_tokenizer(arguments.model)
-    return read_instructions(Path(arguments.instructions), arguments.prompt_style, tokenizer)
-
-
-def _load_options(arguments: argparse.Namespace) -> "LoadOptions":
-    import torch
-
-    from megatron_neobert.evaluation.encoders import LoadOptions, choose_device
-
-    device = choose_device(arguments.device)
-    return LoadOptions(dtype=getattr(torch, arguments.dtype), device=device, attention=arguments.attention)
-
-
-def _protocol(arguments: argparse.Namespace, instructions: str) -> dict[str, Any]:
-    """What changes a score. The size of batches does too: in 16 bits, padding rounds differently."""
-    style = None if instructions == "none" else arguments.prompt_style
-    given = {name: getattr(arguments, name) for name in _DEFAULTS}
-    return {**given, "instructions": instructions, "prompt_style": style}
 
 
 def _place(arguments: argparse.Namespace, protocol: dict[str, Any]) -> str:

@@ -4,8 +4,8 @@
         --output results --positions-per-doc 128 --documents-per-bin 200
 
 Masks one token at a time, never those that the tokenizer adds. Writes OUTPUT/MODEL/pseudo_perplexity.json, one line
-per document beside it, and the curves of all models as OUTPUT/pseudo_perplexity.csv and .png. Started again, it goes on
-where it was stopped; documents measured with other settings are kept apart.
+per document beside it, and the curves of all models as OUTPUT/pseudo_perplexity.csv and .png. Started again, it
+resumes; documents measured with other settings are kept apart.
 """
 
 import argparse
@@ -158,29 +158,23 @@ def _show_progress(name: str, total_tokens: int) -> Iterator[Callable[[int], Non
     if total_tokens == 0:
         print(f"{name}: all documents were measured before", file=sys.stderr)
     with tqdm(total=total_tokens, desc=name, unit=" tokens", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        yield bar.update if not bar.disable else _Lines(name, total_tokens).add
+        started = shown = time.monotonic()
+        done = 0
 
+        def add_line(tokens: int) -> None:
+            nonlocal done, shown
+            done, now = done + tokens, time.monotonic()
+            if now - shown < SECONDS_BETWEEN_LINES and done < total_tokens:
+                return
+            shown, rate = now, done / (now - started)
+            print(
+                f"{name}: {done:,} of {total_tokens:,} tokens | {rate:,.0f} tokens/s | "
+                f"{(total_tokens - done) / rate:,.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
-class _Lines:
-    """The progress of one model as lines for a log."""
-
-    def __init__(self, name: str, total_tokens: int) -> None:
-        self.name, self.total_tokens, self.tokens = name, total_tokens, 0
-        self.started = self.said = time.monotonic()
-
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
-        now = time.monotonic()
-        if now - self.said < SECONDS_BETWEEN_LINES and self.tokens < self.total_tokens:
-            return
-        self.said = now
-        rate = self.tokens / (now - self.started)
-        print(
-            f"{self.name}: {self.tokens:,} of {self.total_tokens:,} tokens | {rate:,.0f} tokens/s | "
-            f"{(self.total_tokens - self.tokens) / rate:,.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
+        yield add_line if bar.disable else bar.update
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tools/fetch_contrastive.py --config examples/contrastive.yaml --data-dir DIR [--datasets KEY...]
 
 Writes DATA_DIR/KEY.parquet with the columns query, positive and negatives, whole or not at all; files that are there
-are kept, so that the same command goes on. Copy the folder to where there is no network.
+are kept, so that the same command resumes. Copy the folder to where there is no network.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Runs where there is one. Loads each task as mteb does and writes what it then holds to OUTPUT/tasks/<task>, then reads
 it back with the network switched off; copy OUTPUT and give it to tools/evaluate_mteb.py as --data-dir. The same command
-goes on after an interruption. Where a cache of the Hugging Face libraries is filled already, HF_HUB_OFFLINE=1 makes it
+resumes after an interruption. Where a cache of the Hugging Face libraries is filled already, HF_HUB_OFFLINE=1 makes it
 the only source.
 """
 

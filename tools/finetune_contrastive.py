@@ -53,7 +53,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="a file or folder per dataset")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="of results")
-    overrides = parser.add_argument_group("instead of what the file says")
+    overrides = parser.add_argument_group("instead of the settings of the file")
     overrides.add_argument("--steps", type=int, metavar="N")
     overrides.add_argument("--batch-size", type=int, metavar="PAIRS", help="per process, before a dataset's divisor")
     overrides.add_argument("--learning-rate", type=float, metavar="X")
@@ -83,7 +83,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: a GPU if there is one)")
     parser.add_argument("--attention", metavar="NAME", help="implementation in transformers, such as sdpa")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --output, or start if there is none"
+        "--resume", action="store_true", help="resume from the newest checkpoint in --output, or start if there is none"
     )
     return parser.parse_args()
 

@@ -15,7 +15,7 @@ from megatron_neobert.errors import CommandParser, run_command
 
 
 def main() -> None:
-    """Reads the arguments, writes the report and says what is missing."""
+    """Reads the arguments, writes the report and prints what is missing."""
     parser = CommandParser(__doc__)
     parser.add_argument("--results", required=True, nargs="+", type=Path, metavar="DIR", help="--output of evaluations")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write to; may exist")

@@ -28,7 +28,7 @@ _TOKENIZER_FILES = (
 )
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-ABSURD_LENGTH = 1 << 30  # what a tokenizer says that knows no longest input
+ABSURD_LENGTH = 1 << 30  # the limit of a tokenizer that knows no longest input lies beyond it
 
 
 @dataclass(frozen=True, kw_only=True)

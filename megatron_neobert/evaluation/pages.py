@@ -110,7 +110,7 @@ def page_to_html(title: str, sections: Sequence[Section]) -> str:
         anchor = "" if section.run is None else f' id="run{section.run}"'
         parts.append(f"<h{section.level}{anchor}>{html.escape(section.title)}</h{section.level}>")
         parts += [_block_to_html(block) for block in section.blocks]
-    # Nothing is loaded and nothing runs, whatever a record says.
+    # Nothing is loaded and nothing runs, for any content of a record.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'

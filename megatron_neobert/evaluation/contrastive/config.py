@@ -1,7 +1,7 @@
 """What contrastive fine-tuning is told by its YAML file: one section of settings and a table of datasets.
 
 Everything about a dataset is data: where it comes from, which columns hold the texts, its share of the batch and its
-instruction. Unknown keys are refused with a suggestion, and everything that is wrong with the file is said at once.
+instruction. Unknown keys are refused with a suggestion, and everything that is wrong with the file is reported at once.
 """
 
 import difflib
@@ -19,7 +19,7 @@ Instructions = Literal["query", "both", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """The section `training`. Where the values come from is said in examples/contrastive.yaml."""
+    """The section `training`. examples/contrastive.yaml names the sources of the values."""
 
     steps: int = 2000
     batch_size: int = 128  # pairs per process and step, before a dataset's divisor

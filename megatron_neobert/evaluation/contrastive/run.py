@@ -123,7 +123,7 @@ class RunOptions:
     seed: int = 0
     gradient_cache: int | None = None  # texts that are computed at once; None: all, without caching
     autocast_bfloat16: bool = False
-    device: str | None = None  # cpu, cuda, or whatever is there
+    device: str | None = None  # cpu or cuda; None: a GPU where there is one
     attention: str | None = None
     resume: bool = False
 
@@ -156,7 +156,7 @@ class _Trainer(SentenceTransformerTrainer):
 def load_encoder(folder: Path, *, max_length: int, attention: str | None = None) -> SentenceTransformer:
     """A folder as sentence-transformers sees it; without modules.json, the mean over the tokens is its embedding.
 
-    Its weights are float32, whatever the folder holds: AdamW's steps are smaller than what bfloat16 tells apart.
+    Its weights are float32, whichever type the folder holds: AdamW's steps are smaller than what bfloat16 tells apart.
 
     Raises:
         MissingInputError: There is no such folder.

@@ -96,7 +96,7 @@ class TaskBatchSampler(MultiDatasetDefaultBatchSampler):
 
 
 def distinct_batches(rows: Rows, size: int, *, seed: Sequence[int], name: str) -> Iterator[list[int]]:
-    """Batches of row numbers without end; no two rows of a batch share a text, in whatever column.
+    """Batches of row numbers without end; no two rows of a batch share a text, in any column.
 
     Raises:
         DataError: A whole pass does not give one batch.

@@ -40,7 +40,7 @@ def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
         "AutoModelForSequenceClassification",
         options,
         num_labels=task.num_outputs,
-        # Said, because a folder that was fine-tuned says something else.
+        # Given, because the config of a fine-tuned folder may name another.
         problem_type="regression" if task.is_regression else "single_label_classification",
         ignore_mismatched_sizes=True,
     )

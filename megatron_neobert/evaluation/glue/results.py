@@ -124,7 +124,7 @@ def write_results(folder: Path, model: Path, results: Sequence[TaskResult], *, d
 
 
 def why_no_average(results: Sequence[TaskResult]) -> str | None:
-    """Why a mean over the paper's eight tasks would say nothing; None where it says something.
+    """Why a mean over the paper's eight tasks would mean nothing; None where it means something.
 
     Grids may differ: the paper's best points do.
     """

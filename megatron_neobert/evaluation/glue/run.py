@@ -236,7 +236,7 @@ def _count_rows(evaluation: Evaluation) -> dict[str, dict[str, int]]:
 
 
 def _check_model(evaluation: Evaluation) -> dict[str, Any]:
-    """Loads what the runs will load, once, and says what they will use."""
+    """Loads what the runs will load, once, and gives what they will use."""
     starts = {evaluation.model}
     if isinstance(evaluation.transfer_from, Path):
         starts.add(evaluation.transfer_from)

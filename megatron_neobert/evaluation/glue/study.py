@@ -1,7 +1,7 @@
 """The runs of one task that are done, in an Optuna database, and the weights of the best of them.
 
 A run is entered when it is finished, so one that was killed has left nothing but its folder, and is run again.
-Optuna's GridSampler is not asked for points: it takes a killed run for one that is still going on, a failed one for one
+Optuna's GridSampler is not asked for points: it takes a killed run for one that is still running, a failed one for one
 that is done, and hands out points twice where several processes near the grid's end. What is left is a difference of
 sets here. `optuna-dashboard sqlite:///FILE` shows the database.
 """

@@ -229,7 +229,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(shares,))
     try:
         yield from share_out(runs, pool, jobs)
-    except BaseException:  # Ctrl-C: what is going on is not waited for
+    except BaseException:  # Ctrl-C: what is running is not waited for
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
         raise
@@ -273,7 +273,7 @@ def _start_worker(shares: "Queue[list[str]]") -> None:
 
 
 def _end_with_parent() -> None:
-    """Otherwise the workers of a command that was killed would go on beside those of the one that follows it."""
+    """Otherwise the workers of a command that was killed would keep running beside those of the one that follows it."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "only workers call this"
     wait([parent.sentinel])

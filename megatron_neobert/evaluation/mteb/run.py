@@ -227,7 +227,7 @@ def refuse_missing(missing: Sequence[str], data_dir: Path) -> None:
         raise MissingInputError(
             f"--data-dir {data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run python "
             "tools/fetch_mteb.py --output DIR with the same --benchmark or --tasks on a machine with a network and "
-            "copy DIR here, or go on without them with --skip-missing."
+            "copy DIR here, or leave them out with --skip-missing."
         )
 
 

@@ -1,7 +1,7 @@
 """What pseudo-perplexity is measured on: documents out of files, as rows of a model's tokens with positions to mask.
 
 A document is known by a hash of its text: by the same name in every file, order and run, and beside every tokenizer.
-One that occurs twice counts once. A row is cut at the longest input; what lies beyond it is neither read nor scored.
+One that occurs twice counts once. A document is truncated at the longest input: the rest is neither read nor scored.
 """
 
 import hashlib

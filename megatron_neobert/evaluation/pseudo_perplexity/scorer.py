@@ -1,7 +1,7 @@
 """-log p of tokens that are masked one at a time, by any encoder with a masked-language-model head.
 
 Only the masked position goes through the head, which for short rows and a large vocabulary is most of the work: a hook
-cuts the encoder's output down to that position before the head sees it, whatever the head is made of. Each model is
+cuts the encoder's output down to that position before the head sees it, for any kind of head. Each model is
 tried first, and a head that needs the other positions gets all of them.
 
 b rows, s tokens of a row, h hidden, v vocabulary.
@@ -139,7 +139,7 @@ class Scorer:
         return logits_bv
 
     def _head_takes_single_positions(self) -> bool:
-        """Whether two rows, one of them padded, get the same logits both ways; else says so."""
+        """Whether two rows, one of them padded, get the same logits both ways; warns otherwise."""
         known = min(self.model.config.vocab_size, len(self.tokenizer))
         length = max(2, min(_PROBE_TOKENS, self.max_length))
         ids = np.random.default_rng(0).integers(known, size=length, dtype=np.int32)

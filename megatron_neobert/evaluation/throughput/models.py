@@ -95,7 +95,7 @@ def _pack(ids_s: Tensor, targets_s: Tensor | None, lengths: Sequence[int], pad: 
     return inputs if targets_s is None else inputs | {"labels": targets_s[None]}
 
 
-# What other libraries say on a GPU, and PyTorch on a CPU, when memory is at its end.
+# Messages of other libraries on a GPU, and of PyTorch on a CPU, when memory is at its end.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 

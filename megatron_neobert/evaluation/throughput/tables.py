@@ -1,6 +1,6 @@
 """Measured speeds as CSV, as a Markdown table and as curves: per length, the batch size that was fastest.
 
-A row is what `throughput.summarise` gives. Names of variants say no more than what tells them apart.
+A row is what `throughput.summarise` gives. Names of variants hold only what distinguishes them.
 """
 
 from collections.abc import Mapping, Sequence
