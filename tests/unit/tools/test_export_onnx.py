@@ -97,12 +97,9 @@ def test_report_and_output_show_the_figures_of_both_graphs(exported):
     assert "same prediction" in said
 
 
+@pytest.mark.slow  # the command above does the same with the default layout
 @pytest.mark.parametrize(
-    ("layout", "task", "width"),
-    [
-        pytest.param("neobert", "fill-mask", len(WORDS), marks=pytest.mark.slow),
-        ("llama", "feature-extraction", 32),
-    ],
+    ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("llama", "feature-extraction", 32)]
 )
 def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(folder_of, tmp_path, layout, task, width):
     model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
