@@ -360,7 +360,8 @@ def install() -> None:
     """Makes `import transformer_engine` find this file's classes."""
     assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine once, when it is imported"
     recipes = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "Format")
-    quantization = {"FP8GlobalStateManager": _absent("FP8GlobalStateManager"), "fp8_autocast": nullcontext}
+    quantization = {"FP8GlobalStateManager": _absent("FP8GlobalStateManager")}
+    quantization |= {"fp8_autocast": nullcontext, "fp8_model_init": nullcontext}
     _add_module("transformer_engine", __version__=VERSION)
     _add_module("transformer_engine.common")
     _add_module("transformer_engine.common.recipe", **{name: _absent(name) for name in recipes})

@@ -79,6 +79,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,  # in a CUDA graph, which this is never part of
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
