@@ -1,5 +1,5 @@
 # Each target prepares its environment itself: an active one, or .venv (see tools/prepare_environment.sh).
-.PHONY: help quickstart test test-all fuzz lint docs clean
+.PHONY: help quickstart test test-all test-current fuzz lint docs clean
 
 environment = python="$$(bash tools/prepare_environment.sh --dev)"
 
@@ -7,6 +7,7 @@ help:
 	@echo "make quickstart   train, stop, resume, convert and try a tiny NeoBERT on this machine"
 	@echo "make test         ruff, mypy and the tests that guard every promise once: about twelve minutes on two idle cores"
 	@echo "make test-all     the same with everything: every layout, storms of kills, fuzzing, the walk through the README"
+	@echo "make test-current the engine on Python 3.12 with the newest Megatron-Core, in .venv-current; checkpoints of both lines"
 	@echo "make fuzz         mutated corpora, settings, tokenizers, checkpoints and model folders; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make docs         the documentation as a site in build/site, every link and anchor checked"
@@ -23,6 +24,18 @@ test: selection = -m "not slow"
 test test-all:
 	@$(environment) && lint=0 && { $(MAKE) --no-print-directory lint || lint=$$?; } && "$$python" -m pytest -n auto --dist worksteal --durations=10 $(selection) && exit $$lint
 
+# Python 3.12 of the PATH, or one that pyenv has; an active environment takes no part.
+python_current = { python3.12 -c "import sys; print(sys.executable)" || ls "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python | tail -n 1; } 2>/dev/null
+engine = tests/distributed tests/parity tests/reliability tests/security/test_checkpoints.py tests/repo/test_recipes.py \
+	$(addprefix tests/unit/, checkpoint conversion model planning runtime training)
+
+test-current:
+	@base="$$($(python_current))" && [ -n "$$base" ] || { echo "make test-current needs Python 3.12, and there is none: nothing was run" >&2; exit 69; }; \
+	$(environment) && other="$$python" || exit; \
+	[ -x .venv-current/bin/python ] || "$$base" -m venv .venv-current || exit; \
+	python="$$(VIRTUAL_ENV="$$PWD/.venv-current" bash tools/prepare_environment.sh --dev)" || exit; \
+	OTHER_PYTHON="$$other" "$$python" -m pytest -n auto --dist worksteal -m "not slow" $(engine)
+
 fuzz:
 	@$(environment) && FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) "$$python" -m pytest tests/bad_inputs -k fuzz
 
@@ -34,4 +47,4 @@ docs:
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +

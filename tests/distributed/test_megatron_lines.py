@@ -1,0 +1,98 @@
+"""Checkpoints move between the release lines of megatron-core that setup.py names, both ways.
+
+OTHER_PYTHON names the interpreter of an environment with the other line; `make test-current` gives that of `make test`.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from ranks import read_metrics, train_on_ranks
+from reliability.states import assert_same_state
+from test_layouts import largest_relative_gap
+from tolerances import LAYOUT_LOSS
+from training_command import REPOSITORY, environment, flags_of
+
+from megatron_neobert.checkpoint.folder import iteration_folder
+from megatron_neobert.checkpoint.load import load_checkpoint
+from megatron_neobert.checkpoint.save import Saver
+from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.training.setup import build_run, join
+
+OTHER_PYTHON = os.environ.get("OTHER_PYTHON", "")
+ITERATIONS, STOP = 20, 10
+LENGTH = {"train_iters": ITERATIONS, "eval_interval": ITERATIONS}
+
+
+def run_elsewhere(*command: str, settings: Settings) -> None:
+    """In the other environment, with this checkout's code."""
+    folders = [REPOSITORY, *(REPOSITORY / "tests" / name for name in ("", "distributed", "parity"))]
+    variables = {**environment(1), "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    ended = subprocess.run(
+        [OTHER_PYTHON, *command, *flags_of(settings)], env=variables, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode in (0, 75), ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_line() -> None:
+    if not OTHER_PYTHON:
+        pytest.skip("OTHER_PYTHON names no environment with the other release line of megatron-core")
+    command = [OTHER_PYTHON, "-c", "import importlib.metadata as m; print(m.version('megatron-core'))"]
+    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if other == importlib.metadata.version("megatron-core"):
+        pytest.skip(f"OTHER_PYTHON has megatron-core {other} as well")
+
+
+def load_and_save(settings: Settings) -> None:
+    """What the checkpoint of --load holds becomes a checkpoint of --save, by way of a model and its optimizer."""
+    inputs, device = join(settings)
+    run = build_run(settings, inputs, device)
+    load_checkpoint(run)
+    saver = Saver(run, log=print)
+    saver.save()
+    saver.finish()
+
+
+def stopped_halfway(settings: Callable[..., Settings], name: str) -> Settings:
+    return settings(name, training={**LENGTH, "exit_interval": STOP})
+
+
+def resumed(run: Settings) -> Settings:
+    return run.with_section("checkpoint", load=run.checkpoint.save)
+
+
+def test_a_checkpoint_that_the_other_line_loads_and_saves_keeps_every_bit(settings):
+    here, there = stopped_halfway(settings, "here"), settings("there", training=LENGTH)
+    train_on_ranks(here)
+    run_elsewhere(__file__, settings=there.with_section("checkpoint", load=here.checkpoint.save))
+    folders = [iteration_folder(Path(str(run.checkpoint.save)), STOP) for run in (there, here)]
+    assert_same_state(*folders)
+    uninterrupted = settings("uninterrupted", training=LENGTH)
+    train_on_ranks(uninterrupted)
+    train_on_ranks(resumed(there))  # and back
+    losses = read_metrics(uninterrupted.checkpoint.save)
+    assert read_metrics(there.checkpoint.save) == {k: v for k, v in losses.items() if k > STOP}
+
+
+@pytest.mark.parametrize("first_half", ["here", "elsewhere"])
+def test_a_run_that_resumes_under_the_other_line_has_the_losses_of_one_that_stays(settings, first_half):
+    uninterrupted, moved = settings("uninterrupted", training=LENGTH), stopped_halfway(settings, "moved")
+    train_on_ranks(uninterrupted)
+    halves = [train_on_ranks, partial(run_elsewhere, "-m", "megatron_neobert.pretrain")]
+    before, after = halves if first_half == "here" else halves[::-1]
+    before(settings=moved)
+    after(settings=resumed(moved).with_section("training", exit_interval=None))
+    losses = read_metrics(moved.checkpoint.save)
+    assert sorted(losses) == list(range(1, ITERATIONS + 1))
+    assert largest_relative_gap(read_metrics(uninterrupted.checkpoint.save), losses) <= LAYOUT_LOSS.gate
+
+
+if __name__ == "__main__":
+    load_and_save(parse_command_line(sys.argv[1:], world_size=1).settings)
