@@ -2,10 +2,9 @@
 
     python benchmarks/benchmark_preprocessing.py --input 'shards/*.parquet' --tokenizer-model vocab.txt
 
-Each run of a tool is a process of its own, start-up included, on as many cores as it has workers. The tools take turns,
-so that the machine's mood hits all of them, and read the same parquet shards with the same vocabulary. Ratios are shown
-only if all have written the same number of tokens, counted in the files they leave; and, where these hold nothing but
-the ids of the text, the same bytes. Peers that are not installed are left out. MB are 10^6 bytes.
+Each run of a tool is a process of its own, start-up included, on as many cores as it has workers. The tools take turns
+on the same parquet shards with the same vocabulary. Ratios are shown only if all have written the same number of tokens
+and, where their files hold nothing but the ids of the text, the same bytes. MB are 10^6 bytes.
 """
 
 import argparse
@@ -155,12 +154,8 @@ def available_tools(names: Sequence[str]) -> list[str]:
 
 
 def step_command(step: str, **arguments: Any) -> list[str]:
-    return [
-        sys.executable,
-        str(REPOSITORY / "benchmarks" / "benchmark_preprocessing_steps.py"),
-        step,
-        json.dumps(arguments),
-    ]
+    script = Path(__file__).with_name("benchmark_preprocessing_steps.py")
+    return [sys.executable, str(script), step, json.dumps(arguments)]
 
 
 def run_step(step: str, **arguments: Any) -> Any:

@@ -360,8 +360,8 @@ def install() -> None:
     """Makes `import transformer_engine` find this file's classes."""
     assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine once, when it is imported"
     recipes = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "Format")
-    quantization = {"FP8GlobalStateManager": _absent("FP8GlobalStateManager")}
-    quantization |= {"fp8_autocast": nullcontext, "fp8_model_init": nullcontext}
+    quantization = {name: nullcontext for name in ("fp8_autocast", "fp8_model_init")}
+    quantization["FP8GlobalStateManager"] = _absent("FP8GlobalStateManager")
     _add_module("transformer_engine", __version__=VERSION)
     _add_module("transformer_engine.common")
     _add_module("transformer_engine.common.recipe", **{name: _absent(name) for name in recipes})
@@ -383,9 +383,8 @@ def install() -> None:
         activation_recompute_forward=_absent("activation_recompute_forward"),
     )
     _add_module("transformer_engine.pytorch.tensor", QuantizedTensor=_absent("QuantizedTensor"))
-    _add_module(
-        "transformer_engine.pytorch.ops", Sequential=_absent("Sequential"), FusibleOperation=_absent("FusibleOperation")
-    )
+    operations = {name: _absent(name) for name in ("Sequential", "FusibleOperation")}
+    _add_module("transformer_engine.pytorch.ops", **operations)
     routing = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
     _add_module("transformer_engine.pytorch.router", **dict.fromkeys(routing))
 

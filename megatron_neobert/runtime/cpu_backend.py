@@ -31,7 +31,8 @@ def install() -> None:
         return
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
     torch.cuda.synchronize = lambda device=None: None  # CPU operations have finished when they return
-    torch.cuda.current_stream = _CurrentStream  # type: ignore[assignment,misc]
+    ordered = types.SimpleNamespace(wait_stream=lambda stream: None, wait_event=lambda event: None)
+    torch.cuda.current_stream = lambda device=None: ordered  # they run in the order of their calls
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     # Megatron keeps states of CUDA's random numbers for each group of ranks; there are none here.
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -53,16 +54,6 @@ def install() -> None:
 def _current_device() -> torch.device:
     """Every caller in megatron.core hands the answer on as `device=`."""
     return torch.device("cpu")
-
-
-class _CurrentStream:
-    """CPU operations run in the order of their calls: there is nothing to wait for."""
-
-    def __init__(self, device: Any = None) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
