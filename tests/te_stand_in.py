@@ -360,7 +360,7 @@ def install() -> None:
     """Makes `import transformer_engine` find this file's classes."""
     assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine once, when it is imported"
     recipes = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "Format")
-    quantization = {name: nullcontext for name in ("fp8_autocast", "fp8_model_init")}
+    quantization: dict[str, Any] = dict.fromkeys(("fp8_autocast", "fp8_model_init"), nullcontext)
     quantization["FP8GlobalStateManager"] = _absent("FP8GlobalStateManager")
     _add_module("transformer_engine", __version__=VERSION)
     _add_module("transformer_engine.common")
