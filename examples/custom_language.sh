@@ -8,7 +8,7 @@
 # INPUT: a pattern that names raw shards (parquet, JSON lines, WARC, text, ...). OUTPUT: where everything goes. Flags
 # are those of training; the recipe is examples/configs/neobert_stage1.yaml. VOCAB_SIZE (30522), TEXT_KEY (content), WORKERS
 # (the cores of this machine) and LOWERCASE=0 (keep capitals and accents) concern the steps before. Finished steps are
-# skipped when the same command is started again, and training goes on. Afterwards:
+# skipped when the same command is started again, and training resumes. Afterwards:
 #
 #   python checkpoint_conversion/convert.py megatron-to-hf --load finnish_run/run --output finnish_run/model
 set -euo pipefail

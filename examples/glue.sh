@@ -8,7 +8,7 @@
 #
 # MNLI comes first: RTE, MRPC, STS-B and QNLI start from its best model. GRID=best takes the paper's best point of each
 # task instead of the grid, GRID=small the grid of its ablations. JOBS runs go on at a time, one per GPU; SEEDS="0 1 2"
-# gives means with deviations. After a kill the same command goes on, with the runs that were not finished.
+# gives means with deviations. After a kill the same command resumes, with the runs that were not finished.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

@@ -7,7 +7,7 @@
 #     bash examples/mteb.sh mteb_data results MODEL_DIR [MODEL_DIR...]
 #
 # A model that has learnt no embeddings gets low numbers; the paper fine-tunes all of them first
-# (tools/finetune_contrastive.py). The same command goes on after a kill, task by task.
+# (tools/finetune_contrastive.py). The same command resumes after a kill, task by task.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

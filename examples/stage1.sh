@@ -5,7 +5,7 @@
 #
 #   bash examples/stage1.sh corpus/refinedweb_content_document bert-base-uncased/vocab.txt runs/stage1 --dry-run
 #
-# The recipe is examples/configs/neobert_stage1.yaml; flags replace its settings. The same command goes on after a stop.
+# The recipe is examples/configs/neobert_stage1.yaml; flags replace its settings. The same command resumes after a stop.
 # On Slurm: sbatch examples/slurm/pretrain.sh --config examples/configs/neobert_stage1.yaml, and the flags below.
 set -euo pipefail
 

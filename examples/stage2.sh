@@ -7,7 +7,7 @@
 #
 # Of the rows, 20 % hold documents of any length, 40 % documents of at least 1,024 tokens and 40 % of at least 2,048,
 # all from the corpus of stage 1. The recipe is examples/configs/neobert_stage2.yaml; flags replace its settings. The
-# same command goes on after a stop.
+# same command resumes after a stop.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

@@ -88,7 +88,7 @@ if [[ $description != *" suitable" ]]; then
 fi
 "$python" -m pip --version >/dev/null 2>&1 || fail "$prefix has no pip; install pip into it and start again."
 
-# 4. Install. torch first, so that whatever depends on it takes the one that is there.
+# 4. Install. torch first, so that packages that depend on it take this build.
 : >"$log" || fail "cannot write to $prefix; activate an environment that you may change."
 install() {
     "$python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 && return

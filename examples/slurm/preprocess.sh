@@ -15,7 +15,7 @@
 #   array=$(sbatch --parsable --array=0-63 examples/slurm/preprocess.sh "${arguments[@]}")
 #   sbatch --dependency=afterok:"$array" examples/slurm/preprocess.sh "${arguments[@]}"
 #
-# A task that is preempted, or runs out of time, is queued again and goes on with the part that it was at. Tasks that
+# A task that is preempted, or runs out of time, is queued again and resumes at its chunk. Tasks that
 # failed can be started again alone: NUM_SHARDS=64 sbatch --array=5,17 examples/slurm/preprocess.sh "${arguments[@]}".
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"

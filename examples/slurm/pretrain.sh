@@ -18,7 +18,7 @@
 #          --tokenizer-model DIR --save runs/first --load runs/first
 #
 # Five minutes before its time is over, or when Slurm asks it to stop, the run saves and ends with exit code 75; the job
-# is then queued again and goes on, which is why it needs both --save and --load. Any other exit code ends the job; so
+# is then queued again and resumes, which is why it needs both --save and --load. Any other exit code ends the job; so
 # does a file STOP in the folder given to --save, after a checkpoint. What sbatch is given on its command line replaces
 # the lines above; a cluster with its own way of asking for GPUs needs that.
 set -euo pipefail

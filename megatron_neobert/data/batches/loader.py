@@ -1,7 +1,7 @@
 """Builds batches ahead of training, in worker processes.
 
 One core reads far more tokens than a GPU trains on, so one worker is enough to keep batches off the critical path, and
-none is right for tests and small runs. Whatever the number, steps arrive in the same order: worker i of n builds steps
+none is right for tests and small runs. For any number, steps arrive in the same order: worker i of n builds steps
 i, i + n, ... and DataLoader asks its workers in turn. Workers run ahead; what a checkpoint stores is therefore the
 `cursor_after` of the last step that was trained on.
 """

@@ -86,7 +86,7 @@ _COLUMNS = ("step", "loss", "learning_rate", "grad_norm")
 class LossLog(TrainerCallback):
     """Rewrites the CSV at every interval from the trainer's history, which a checkpoint carries: no step is twice.
 
-    A loss is the mean since the last interval; where a run went on in the middle of one, since the checkpoint.
+    A loss is the mean since the last interval; where a run resumed in the middle of one, since the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
