@@ -8,7 +8,7 @@
 #
 # MODEL_DIR holds config.json, model.safetensors and the tokenizer's files, as published or as convert.py writes them;
 # nothing in it is executed. Its weights become a checkpoint beside RUN once, RUN.start. The recipe is
-# examples/configs/neobert_continued.yaml, for the 28 x 768 model; flags replace its settings, and convert.py says which
+# examples/configs/neobert_continued.yaml, for the 28 x 768 model; flags replace its settings, and convert.py prints which
 # ones a model of another size needs. The same command resumes after a stop.
 set -euo pipefail
 

@@ -145,7 +145,7 @@ def _overview(runs: Sequence[Measured]) -> Section:
         weights = ", ".join(dict.fromkeys(run.record["model"]["fingerprint"] for run in own))
         lines.append(f"{name} (weights {weights}): missing: {', '.join(absent) or 'nothing'}.")
     text = (
-        "Numbers are measured, by the run in the last column, unless that column says reported: those are printed in "
+        "Numbers are measured, by the run in the last column, unless that column reads reported: those are printed in "
         "the paper and enter no average."
     )
     return Section("Overview", [text, *lines])

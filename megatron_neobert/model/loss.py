@@ -18,7 +18,7 @@ def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: Transformer
     Args:
         logits_mv: Logits of this rank's share of the vocabulary; overwritten.
         labels_m: Original token ids; below 0 for a filler, whose loss, correctness and gradient are zero.
-        config: Says which kernel computes the loss.
+        config: Selects the kernel that computes the loss.
 
     Returns:
         losses_m in nats, fp32; correct_m, fp32 zeros and ones.
