@@ -31,7 +31,7 @@ def install() -> None:
         return
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
     torch.cuda.synchronize = lambda device=None: None  # CPU operations have finished when they return
-    ordered = types.SimpleNamespace(wait_stream=lambda stream: None, wait_event=lambda event: None)
+    ordered: Any = types.SimpleNamespace(wait_stream=lambda stream: None, wait_event=lambda event: None)
     torch.cuda.current_stream = lambda device=None: ordered  # they run in the order of their calls
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     # Megatron keeps states of CUDA's random numbers for each group of ranks; there are none here.
