@@ -175,11 +175,11 @@ def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
     wanted = [
         {key: group[key] for key in group if key not in ("params", "step")} for group in run.optimizer.param_groups
     ]
-    # Later releases pair the groups by their rates as well, which this start may have changed.
-    # Source: megatron-core 0.19.2 core/optimizer/optimizer.py `param_group_identifier_keys`.
-    for group in state["optimizer"]["param_groups"]:
-        group.update(max_lr=wanted[0]["max_lr"], min_lr=wanted[0]["min_lr"])
     try:
+        # Later releases pair the groups by their rates as well, which this start may have changed.
+        # Source: megatron-core 0.19.2 core/optimizer/optimizer.py `param_group_identifier_keys`.
+        for group in state.get("optimizer", state)["param_groups"]:  # the outer level is that of main weights
+            group.update(max_lr=wanted[0]["max_lr"], min_lr=wanted[0]["min_lr"])
         with torch.no_grad():
             run.optimizer.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:

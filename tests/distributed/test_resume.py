@@ -46,7 +46,14 @@ def stop_and_resume(settings, *, world_size: int, parallel: dict, training: dict
 
 
 @pytest.mark.parametrize(
-    "case", quick_only(CASES, "one rank, bfloat16", "two ranks, several buckets", "tensor parallel 2")
+    "case",
+    quick_only(
+        CASES,
+        "one rank, bfloat16",
+        "one rank, whole optimizer",
+        "two ranks, several buckets",
+        "tensor parallel 2",
+    ),
 )
 def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, case):
     world_size, parallel, training = CASES[case]

@@ -10,7 +10,7 @@ def test_the_table_shows_what_each_way_of_saving_costs_and_the_speed_of_verifyin
     code, said, complaints = run("benchmark_checkpoint", *options, "--folder", tmp_path)
     assert code == 0, complaints
     rows = [line.split(" | ") for line in said.splitlines() if " | " in line]
-    assert [row[0].strip() for row in rows] == ["checkpoint", "none", "at once", "beside training"]
+    assert [row[0].strip() for row in rows] == ["checkpoint", "none", "synchronous", "asynchronous"]
     assert float(rows[1][3]) == 0.0, "the round without a checkpoint costs nothing"
     assert "MiB/s" in said
     assert list(tmp_path.iterdir()) == []
