@@ -134,7 +134,7 @@ def fail_in(function: str) -> Any:
 def error_of_all_ranks(run: Settings, *, prepare: Any, world_size: int = 2) -> str:
     """What ends the training of the ranks, which must be the same sentence on all.
 
-    A rank that heard nothing and went on is no longer answered by the other; one that waits is ended after two minutes.
+    A rank that heard nothing and continued gets no answer from the other; one that waits is ended after two minutes.
     Neither has a sentence then.
     """
     folder = Path(run.checkpoint.save).parent
