@@ -4,8 +4,6 @@ What it changes: every row is packed and bidirectional, the decoder is untied an
 computed at the masked positions only (a fifth of the tokens). Everything else is megatron.core's.
 """
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -93,10 +91,13 @@ class NeoBERTModel(GPTModel):
         angles_t11d = None
         if self.rotary is not None:
             angles_t11d = self.rotary(max_seqlen, packed_seq=True)[positions_t]
-        hidden_t1h = super().forward(
-            input_ids=tokens_t.unsqueeze(0),
+        embedded_t1h = None  # a later stage has the hidden states of the one before
+        if self.pre_process:
             # Row 0 of the learned positions is padding's, as in the released ablation.
-            position_ids=1 + positions_t[rank * own : (rank + 1) * own].unsqueeze(0),
+            position_ids_1t = 1 + positions_t[rank * own : (rank + 1) * own].unsqueeze(0)
+            embedded_t1h = self.embedding(tokens_t.unsqueeze(0), position_ids_1t)
+        hidden_t1h = self.decoder(
+            hidden_states=embedded_t1h,
             attention_mask=None,
             packed_seq_params=pack_row(cu_seqlens_n, max_seqlen, angles_t11d=angles_t11d),
         )
@@ -104,10 +105,6 @@ class NeoBERTModel(GPTModel):
             return hidden_t1h
         logits_mv = self._decode(hidden_t1h, masked_positions_m)
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
-
-    def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
-        """Hands the hidden states through: the head in `forward` wants only some of them."""
-        return hidden_states
 
     def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
         if self.config.sequence_parallel:
