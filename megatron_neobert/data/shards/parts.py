@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from megatron_neobert.data.shards.json_objects import read_json
 from megatron_neobert.data.shards.records import (
     BYTE_ORDER_MARK,
     PART_BYTES,
@@ -21,9 +20,9 @@ from megatron_neobert.data.shards.records import (
     ShardPart,
     says_json,
 )
-from megatron_neobert.data.shards.separated import find_cuts, read_text
 from megatron_neobert.data.shards.streams import DamagedStream, PartStream, compression_of, named_errors, open_shard
 from megatron_neobert.data.shards.tables import RowGroup, read_column, row_groups
+from megatron_neobert.data.shards.text_files import find_cuts, read_json, read_text
 from megatron_neobert.data.shards.web_archives import read_archive
 from megatron_neobert.errors import DataError
 

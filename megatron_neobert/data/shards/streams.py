@@ -5,6 +5,7 @@ makes a DataError of it. Memory: one block of compressed and one of decompressed
 """
 
 import bz2
+import io
 import lzma
 import os
 import re
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatron_neobert.data.shards.records import BATCH_BYTES, Compression, ShardPart
+from megatron_neobert.data.shards.records import BATCH_BYTES, BYTE_ORDER_MARK, Compression, ShardPart
 from megatron_neobert.errors import ConfigError, MissingInputError, NeoBERTError
 
 _MAGIC: dict[bytes, Compression] = {
@@ -43,29 +44,22 @@ def is_url(path: str) -> bool:
 def named_errors(path: str) -> Iterator[None]:
     """Gives errors the name of the shard, and those of fsspec and its clients the classes of local files' errors."""
     try:
-        if is_url(path):
-            with _remote_errors(path):
-                yield
-        else:
-            yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:  # as of a failing disk or network drive
-            error.filename = path
-        raise
-
-
-@contextmanager
-def _remote_errors(url: str) -> Iterator[None]:
-    try:
         yield
-    except FileNotFoundError as error:
-        raise MissingInputError(f"{url}: no such file ({error}); check the address") from error
-    except ImportError as error:
-        raise ConfigError(f"{url}: {error}; install the package that this kind of address needs") from error
-    except (OSError, NeoBERTError, DamagedStream):
+    except (NeoBERTError, DamagedStream):
         raise
-    except Exception as error:  # every store's client has exception classes of its own
-        problem = f"{url}: {type(error).__name__}: {error}; check the address, the network and the credentials"
+    except Exception as error:
+        if isinstance(error, OSError) and not (is_url(path) and isinstance(error, FileNotFoundError)):
+            if error.errno is not None and error.filename is None:  # as of a failing disk or network drive
+                error.filename = path
+            raise
+        if not is_url(path):
+            raise
+        if isinstance(error, FileNotFoundError):
+            raise MissingInputError(f"{path}: no such file ({error}); check the address") from error
+        if isinstance(error, ImportError):
+            raise ConfigError(f"{path}: {error}; install the package that this kind of address needs") from error
+        # Every store's client has exception classes of its own.
+        problem = f"{path}: {type(error).__name__}: {error}; check the address, the network and the credentials"
         raise OSError(problem) from error
 
 
@@ -131,28 +125,27 @@ def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
     return zstd.ZstdDecompressor(options=options), zstd.ZstdError
 
 
-class PartStream:
-    """The bytes of one part of a shard, decompressed.
+class PartStream(io.RawIOBase):
+    """The bytes of one part of a shard, decompressed, without the byte order mark that a text file may begin with.
 
     `progress` counts the bytes taken from the file, so it is right for compressed parts too.
     """
+
+    _file: BinaryIO = io.BytesIO()  # closed in place of a file that cannot be opened
 
     def __init__(self, part: ShardPart) -> None:
         self._part = part
         self._file = open_shard(part.path)
         self._size = part.end or file_size(self._file, part.path)
         self._position = self._file.seek(part.start) if part.start else 0  # a URL may give a stream that cannot seek
-        self._file_ended = False
-        self._decoder: Any = None
-        self._damage: type[Exception] = DamagedStream
-        self._ahead = b""  # compressed bytes read but not yet given to a decoder
-        self._broken: DamagedStream | None = None
+        self._blocks = self._file_blocks(BATCH_BYTES) if part.compression is None else self._decompressed()
+        self._rest = b""  # read, and not yet given away
+        self._has_mark = part.start == 0 and part.format in ("jsonl", "json", "text")
+        self._damage: DamagedStream | None = None
 
-    def __enter__(self) -> "PartStream":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._file.close()
+        super().close()
 
     @property
     def progress(self) -> float:
@@ -161,64 +154,65 @@ class PartStream:
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
         """At most `size` bytes; fewer only at the end, or before damage, which the next call raises."""
-        if self._broken is not None:
-            raise self._broken
-        if self._part.compression is None:
-            return self._read_file(size)
-        pieces = []
+        if self._damage is not None:
+            raise self._damage
+        pieces, held = [], 0
         try:
-            while size > 0 and (content := self._decompress(min(size, _STEP_BYTES))):
-                pieces.append(content)
-                size -= len(content)
+            while held < size and (block := self._rest or next(self._blocks, b"")):
+                pieces.append(block[: size - held])
+                self._rest = block[size - held :]
+                held += len(pieces[-1])
         except DamagedStream as damage:
-            if not pieces:
+            if not held:
                 raise
-            self._broken = damage
-        return b"".join(pieces)
+            self._damage = damage
+        content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self._has_mark:
+            content, self._has_mark = content.removeprefix(BYTE_ORDER_MARK), False
+        return content
 
-    def _read_file(self, size: int) -> bytes:
-        pieces = []
-        left = size if self._part.end is None else min(size, self._part.end - self._position)
-        with named_errors(self._part.path):
-            while left > 0 and (content := self._file.read(left)):
-                pieces.append(content)
-                left -= len(content)
-                self._position += len(content)
-        self._file_ended = left > 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _decompress(self, size: int) -> bytes:
-        """Some decompressed bytes, none at the end."""
-        while True:
-            if self._decoder is None and not self._begin_member():
-                return b""
-            decoder = self._decoder
-            content = self._step(decoder, size)
-            if decoder.eof:
-                self._ahead, self._decoder = decoder.unused_data, None
-            elif not content and decoder.needs_input and not self._ahead and self._file_ended:
-                raise DamagedStream("it ends in the middle")
-            if content:
-                return content
-
-    def _step(self, decoder: Any, size: int) -> bytes:
-        data = b""
-        if decoder.needs_input:
-            data, self._ahead = self._ahead or self._read_file(_READ_BYTES), b""
-        try:
-            return decoder.decompress(data, size)
-        except self._damage as error:
-            raise DamagedStream(str(error)) from error
-
-    def _begin_member(self) -> bool:
-        """Whether another member follows: concatenated streams are one, and zeros may fill up the end."""
-        self._ahead = self._ahead.lstrip(b"\0")
-        while len(self._ahead) < _MAGIC_BYTES and (more := self._read_file(_READ_BYTES)):
-            self._ahead = (self._ahead + more).lstrip(b"\0")
-        if not self._ahead:
-            return False
-        compression = cast(Any, self._part.compression)
-        if compression_of(self._ahead) != compression:
-            raise DamagedStream(f"what follows is not {compression}")
-        self._decoder, self._damage = _new_decoder(compression)
+    def readable(self) -> bool:
         return True
+
+    def readinto(self, buffer: Any) -> int:
+        """For io.BufferedReader, which reads lines."""
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def _file_blocks(self, size: int) -> Iterator[bytes]:
+        end = self._part.end
+        while end is None or self._position < end:
+            with named_errors(self._part.path):
+                block = self._file.read(size if end is None else min(size, end - self._position))
+            if not block:
+                return
+            self._position += len(block)
+            yield block
+
+    def _decompressed(self) -> Iterator[bytes]:
+        """Concatenated streams are one, and zeros may fill up the end."""
+        compression = cast(Compression, self._part.compression)
+        blocks, ahead = self._file_blocks(_READ_BYTES), b""
+        while True:
+            ahead = ahead.lstrip(b"\0")
+            while len(ahead) < _MAGIC_BYTES and (block := next(blocks, b"")):
+                ahead = (ahead + block).lstrip(b"\0")
+            if not ahead:
+                return
+            if compression_of(ahead) != compression:
+                raise DamagedStream(f"what follows is not {compression}")
+            decoder, damage = _new_decoder(compression)
+            while not decoder.eof:
+                data = b""
+                if decoder.needs_input:
+                    data, ahead = ahead or next(blocks, b""), b""
+                    if not data:
+                        raise DamagedStream("it ends in the middle")
+                try:
+                    content = decoder.decompress(data, _STEP_BYTES)
+                except damage as error:
+                    raise DamagedStream(str(error)) from error
+                if content:
+                    yield content
+            ahead = decoder.unused_data

@@ -1,19 +1,17 @@
 """Texts out of the text column of parquet and Arrow shards, a little at a time.
 
 Neither a row group nor a mapped file stays in memory, and a part may begin within either. What is damaged is a
-DataError. Memory: parquet takes some three times the largest page of the column, decompressed, and _BATCH_ROWS values;
-Arrow with compressed buffers one record batch of the column, and all dictionaries of the file. Values are taken over
-some rows at a time; only rows with a null, a blank, an over-long or an undecodable value among them are looked at one
-by one.
+DataError. Memory: parquet takes some three times the largest page of the column, decompressed, and _DECODED_ROWS
+values; Arrow with compressed buffers one record batch of the column, and all dictionaries of the file. Values are taken
+over some rows at a time; only rows with a null, a blank, an over-long or an undecodable value among them are looked at
+one by one.
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_neobert.data.shards.records import (
     BATCH_BYTES,
@@ -34,10 +32,10 @@ if TYPE_CHECKING:
 
 _BUFFER_BYTES = 1 << 20
 _ROWS = 256  # looked at together at most: 64 rows of web text cost a quarter more time, 1,024 are not faster
-_STEP_BYTES = 1 << 20  # of text in them, unless one row alone has more; web pages come 256 at a time even so
+_STEP_BYTES = 1 << 20  # of text in them, unless one row alone has more
 # Decoded by pyarrow at once. A few bytes of a page may stand for a long value once more (by a dictionary, by a shared
 # prefix), so no size in the file bounds what a row takes: 256 rows of 20 MB would come to 5 GB before anyone sees one.
-_BATCH_ROWS = 8
+_DECODED_ROWS = 8
 _RECORD_BATCH_ROWS = 4096  # at most in one RecordBatch
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off between two batches would look whole
 
@@ -52,7 +50,7 @@ class RowGroup(NamedTuple):
 class Rows(NamedTuple):
     """Consecutive values of the text column, and how much of the part is read with them."""
 
-    column: "pa.Array"  # in the type that it has in the shard, dictionaries and views too
+    column: "pa.Array"
     progress: float
 
 
@@ -83,69 +81,61 @@ def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch
     Raises:
         DataError: The shard is damaged, or has no such text column.
     """
+    import pyarrow.compute as pc
+
     batch, row = RecordBatch(), part.start
-    for rows in (parquet_rows if part.format == "parquet" else arrow_rows)(part, settings.text_key):
-        for column, text_bytes in _cut_by_bytes(rows.column):
-            full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
-            if batch.numbers and full:
-                yield batch
-                batch = RecordBatch()
-            _add_rows(batch, column, row, settings.max_document_bytes)
-            row += len(column)
-            batch.numbers += len(column)
-            batch.progress = rows.progress
+    read = parquet_rows if part.format == "parquet" else arrow_rows
+    for column, progress in take_together(read(part, settings.text_key)):
+        text_bytes = pc.sum(pc.binary_length(column)).as_py() or 0
+        full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
+        if batch.numbers and full:
+            yield batch
+            batch = RecordBatch()
+        _add_rows(batch, column, row, text_bytes, settings.max_document_bytes)
+        row += len(column)
+        batch.numbers += len(column)
+        batch.progress = progress
     if batch.numbers:
         yield batch
 
 
-def _cut_by_bytes(column: "pa.Array") -> "Iterator[tuple[pa.Array, int]]":
-    """Pieces of at most BATCH_BYTES of text, longer values alone, in a type that has offsets."""
+def take_together(steps: Iterable[Rows]) -> Iterator[Rows]:
+    """The same rows up to _ROWS or _STEP_BYTES at a time, longer values alone, as columns whose values have offsets.
+
+    What rows share, by a dictionary or by views, is decoded for _DECODED_ROWS of them at a time.
+    """
     import pyarrow as pa
 
-    first = held = 0
-    sizes = _value_bytes(column).tolist()
-    for row, size in enumerate([*sizes, BATCH_BYTES + 1]):
-        if row > first and held + size > BATCH_BYTES:
-            piece = column[first:row]
+    is_view_or_null = (pa.types.is_null, pa.types.is_string_view, pa.types.is_binary_view)
+    held: list[pa.Array] = []
+    held_rows, held_bytes, done = 0, 0, 0.0
+    for column, progress in steps:
+        pieces = [column[first : first + _DECODED_ROWS] for first in range(0, len(column), _DECODED_ROWS)]
+        for piece in pieces:
             if pa.types.is_dictionary(piece.type):
                 piece = piece.dictionary_decode()
-            if any(test(piece.type) for test in (pa.types.is_null, pa.types.is_string_view, pa.types.is_binary_view)):
+            if any(test(piece.type) for test in is_view_or_null):
                 piece = piece.cast(pa.large_binary())  # not to a string: what is no UTF-8 is repaired later
-            yield piece, held
-            first, held = row, 0
-        held += size
+            rows = [piece[row : row + 1] for row in range(len(piece))] if piece.nbytes > _STEP_BYTES else [piece]
+            for some in rows:
+                if held and (held_bytes + some.nbytes > _STEP_BYTES or held_rows >= _ROWS):
+                    yield Rows(pa.concat_arrays(held), done)
+                    held, held_rows, held_bytes = [], 0, 0
+                held.append(some)
+                held_rows += len(some)
+                held_bytes += some.nbytes
+        done = progress
+    if held:
+        yield Rows(pa.concat_arrays(held), done)
 
 
-def _value_bytes(column: "pa.Array") -> NDArray[np.int64]:
-    """The size of each value, 0 of a null. Decodes none: rows of a dictionary, and views, may share a long one."""
+def _add_rows(batch: RecordBatch, column: "pa.Array", first_row: int, text_bytes: int, limit: int) -> None:
     import pyarrow as pa
-
-    sizes = np.zeros(len(column), dtype=np.int64)
-    rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-    values, places = column, rows
-    if pa.types.is_dictionary(column.type):
-        values, places = column.dictionary, column.indices.drop_null().to_numpy()
-    if not rows.size or pa.types.is_null(values.type):
-        return sizes
-    places = places.astype(np.int64) + values.offset
-    layout = values.buffers()[1]
-    if pa.types.is_string_view(values.type) or pa.types.is_binary_view(values.type):
-        sizes[rows] = np.frombuffer(layout, "<i4")[4 * places]  # a view is its size and 12 more bytes
-    else:
-        is_large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
-        offsets = np.frombuffer(layout, "<i8" if is_large else "<i4")
-        sizes[rows] = offsets[places + 1] - offsets[places]
-    return sizes
-
-
-def _add_rows(batch: RecordBatch, column: "pa.Array", first_row: int, limit: int) -> None:
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
     texts = _faultless_texts(column, limit)
     if texts is not None:
         batch.texts += texts
-        batch.utf8_bytes += pc.sum(pc.binary_length(column)).as_py()
+        batch.utf8_bytes += text_bytes
         return
     for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first_row):
         if value is None:
@@ -190,43 +180,21 @@ def parquet_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
     with _open_parquet(part.path) as shard:
         names, arrow_type = _find_column(part.path, shard.schema_arrow, text_key)
         end = shard.metadata.num_rows if part.end is None else part.end
-        groups, row = _groups_with_rows(shard, part.start, end)
+        numbers = range(shard.num_row_groups)
+        begins = list(accumulate((shard.metadata.row_group(number).num_rows for number in numbers), initial=0))
+        groups = [number for number in numbers if begins[number + 1] > part.start and begins[number] < end]
+        row = begins[groups[0]] if groups else end
         # A dictionary comes whole with every batch, and its values are not decoded here.
-        batch_rows = _ROWS if pa.types.is_dictionary(arrow_type) else _BATCH_ROWS
-        held: list[pa.Array] = []  # small batches, to be looked at together
-        held_bytes, progress = 0, 0.0
+        batch_rows = _ROWS if pa.types.is_dictionary(arrow_type) else _DECODED_ROWS
         for batch in shard.iter_batches(batch_rows, groups, columns=[text_key], use_threads=False):
-            column, following = _take_column(batch, names), row + batch.num_rows
-            if row < part.start or following > end:
-                column = column[max(0, part.start - row) : end - row]
-            size = column.nbytes
-            if held and (held_bytes + size > _STEP_BYTES or len(held) * batch_rows >= _ROWS):
-                yield Rows(pa.concat_arrays(held), progress)
-                held, held_bytes = [], 0
-            row = following
+            column = _take_column(batch, names)[max(0, part.start - row) : max(0, end - row)]
+            row += batch.num_rows
             if len(column):
-                held.append(column)
-                held_bytes += size
-                progress = (min(row, end) - part.start) / (end - part.start)
+                yield Rows(column, (min(row, end) - part.start) / (end - part.start))
             if row >= end:
                 break
-        if held:
-            yield Rows(pa.concat_arrays(held), progress)
         if row < end:
             raise DataError(f"{part.path}: damaged parquet file (row {row} of {end} is missing); fetch the shard again")
-
-
-def _groups_with_rows(shard: "pq.ParquetFile", start: int, end: int) -> tuple[list[int], int]:
-    """The row groups that have some of the rows [start, end), and the number of their first row."""
-    groups, before, row = [], 0, 0
-    for group in range(shard.num_row_groups):
-        following = row + shard.metadata.row_group(group).num_rows
-        if following <= start:
-            before = following
-        elif row < end:
-            groups.append(group)
-        row = following
-    return groups, before
 
 
 class _Arrow(NamedTuple):
@@ -336,26 +304,20 @@ def _find_column(path: str, schema: "pa.Schema", text_key: str) -> "tuple[list[s
     """
     import pyarrow as pa
 
-    columns = list(_columns(schema))
-    texts = [".".join(names) for names, arrow_type in columns if _holds_text(arrow_type)]
+    found: dict[str, tuple[list[str], pa.DataType]] = {}
+    waiting: list[tuple[list[str], pa.DataType]] = [([field.name], field.type) for field in schema]
+    for names, arrow_type in waiting:  # which grows: columns come first, then what is in structs
+        found.setdefault(".".join(names), (names, arrow_type))
+        if pa.types.is_struct(arrow_type):
+            waiting += [([*names, field.name], field.type) for field in arrow_type]
+    texts = [name for name, (_, arrow_type) in found.items() if _holds_text(arrow_type)]
     remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
-    found = [column for column in columns if ".".join(column[0]) == text_key]
-    if not found:
+    if text_key not in found:
         raise DataError(f"{path} has no column '{text_key}'; {remedy}")
-    names, arrow_type = min(found, key=lambda column: len(column[0]))
+    names, arrow_type = found[text_key]
     if not _holds_text(arrow_type) and not pa.types.is_null(arrow_type):
         raise DataError(f"{path}: column '{text_key}' holds {arrow_type}, not strings; {remedy}")
     return names, arrow_type
-
-
-def _columns(fields: Any, outer: Sequence[str] = ()) -> Iterator[tuple[list[str], Any]]:
-    """Names and type of each column of a schema, and of those within structs."""
-    import pyarrow as pa
-
-    for field in fields:
-        yield [*outer, field.name], field.type
-        if pa.types.is_struct(field.type):
-            yield from _columns(field.type, [*outer, field.name])
 
 
 def _holds_text(arrow_type: Any) -> bool:

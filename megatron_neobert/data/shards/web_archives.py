@@ -1,13 +1,14 @@
 """Texts out of web archives: WARC (pages as they were fetched) and WET (the texts of pages, taken out by somebody).
 
-The archive is cut into records here, by their lengths, and every cut is checked against what follows it: so a faulty
-record costs itself, and a file that breaks off is noticed. fastwarc undoes what HTTP did to a page, resiliparse takes
-the main text out of its HTML.
+The archive is cut into records here, by their lengths, so that one that breaks off is noticed, as it is by no library:
+where no record begins at the end of another, a length is wrong and the archive damaged. fastwarc undoes what HTTP did
+to a page, resiliparse takes the main text out of its HTML.
 """
 
+import io
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron_neobert.data.shards.records import (
     BATCH_BYTES,
@@ -27,12 +28,8 @@ from megatron_neobert.data.shards.records import (
 from megatron_neobert.data.shards.streams import DamagedStream, PartStream
 
 _HEADER_BYTES = 64 << 10  # more before a blank line is no header
-_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
-_NEXT_RECORD = re.compile(rb"[\r\n]WARC/[01]\.")
-_MARGIN_BYTES = 16  # between two records: two line ends and the beginning of the next, with some to spare
-_VERSION = b"WARC/"
-_RECORD_END = b"\r\n\r\n"
-_LENGTH_DIGITS = 18
+_LENGTH_DIGITS = 18  # what int64 holds for certain
+_ENDS_WITHIN = "it ends within a record"
 _BATCH_RECORDS = 1024  # at most in one RecordBatch
 _HTML = ("text/html", "application/xhtml+xml")
 _WARC_HEADER = b"WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http\r\nContent-Length: %d\r\n\r\n"
@@ -42,11 +39,11 @@ _MAX_DEPTH = 2000
 
 
 class ArchiveRecord(NamedTuple):
-    """One record, or some bytes that are none."""
+    """One record of an archive."""
 
     headers: dict[bytes, bytes]  # names in lower case
-    block: bytes  # what the headers describe; of a problem its first RAW_BYTES at most
-    problem: tuple[str, str] | None = None  # a reason and its detail
+    block: bytes  # what the headers describe; of one that is too long, its first RAW_BYTES with the headers
+    too_long: str | None = None  # how long
 
 
 def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
@@ -54,12 +51,13 @@ def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatc
 
     Raises:
         ModuleNotFoundError: fastwarc or resiliparse is not installed.
-        DamagedStream: The archive ends within a record.
+        DamagedStream: The archive ends within a record, or a length in it is wrong.
     """
     batch, number, held = RecordBatch(), 0, 0
     with PartStream(part) as stream:
         try:
-            for number, record in enumerate(cut_records(stream, limit=settings.max_document_bytes), start=1):
+            archive = io.BufferedReader(stream, BATCH_BYTES)
+            for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):
                 rejected = len(batch.rejected)
                 _add_record(batch, record, number, settings.max_document_bytes)
                 held += sum(len(each.raw) for each in batch.rejected[rejected:])
@@ -79,8 +77,8 @@ def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatc
 def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, limit: int) -> None:
     kind = record.headers.get(b"warc-type")
     content_type = record.headers.get(b"content-type", b"").lower()
-    if record.problem is not None:
-        reject(batch, record.problem[0], number, record.problem[1], record.block)
+    if record.too_long is not None:
+        reject(batch, TOO_LONG, number, record.too_long, record.block)
     elif kind == b"response" and content_type.startswith(b"application/http"):
         _add_response(batch, record.block, number, limit=limit)
     elif kind == b"conversion" and content_type.startswith(b"text/"):
@@ -187,117 +185,37 @@ def _depth(tree: Any) -> int:
     return deepest
 
 
-def cut_records(stream: PartStream, *, limit: int) -> Iterator[ArchiveRecord]:
+def cut_records(archive: BinaryIO, *, limit: int) -> Iterator[ArchiveRecord]:
     """All records of an archive; of one above `limit` bytes only the beginning is held.
 
     Raises:
-        DamagedStream: The archive ends within a record.
+        DamagedStream: The archive ends within a record, or none begins where one should.
     """
-    window = _Window(stream)
-    while window.skip_line_ends():
-        start = window.peek(RAW_BYTES)
-        header = window.header()
-        if header is None:
-            window.skip_to_next_record()
-            yield _faulty(start, "no WARC header where a record should begin")
+    while line := archive.readline(_HEADER_BYTES):
+        if not line.strip():  # between two records
             continue
-        pairs = (line.partition(b":") for line in header.splitlines()[1:])
+        if not line.startswith(b"WARC/"):
+            raise DamagedStream("no WARC header where a record should begin")
+        header = [line]
+        while header[-1].strip():
+            if sum(map(len, header)) >= _HEADER_BYTES:
+                raise DamagedStream(f"a header has more than {_HEADER_BYTES:,} bytes")
+            header.append(archive.readline(_HEADER_BYTES))
+        if not header[-1]:
+            raise DamagedStream(_ENDS_WITHIN)
+        pairs = (line.partition(b":") for line in header[1:])
         headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        length = headers.get(b"content-length", b"none")
-        window.skip(len(header))
-        if not length.isdigit() or len(length) > _LENGTH_DIGITS:
-            window.skip_to_next_record()
-            yield _faulty(start, f"its Content-Length is {length[:50].decode('latin-1')}")
-        elif int(length) > limit:
-            window.skip(int(length))
-            yield ArchiveRecord(headers, start, (TOO_LONG, f"{int(length):,} bytes"))
-        elif (block := window.take_block(int(length))) is None:
-            window.skip_to_next_record()
-            yield _faulty(start, f"no record follows after its {int(length):,} bytes")
-        else:
-            yield ArchiveRecord(headers, block)
-
-
-def _faulty(start: bytes, detail: str) -> ArchiveRecord:
-    following = _NEXT_RECORD.search(start)
-    return ArchiveRecord({}, start[: following.start()] if following else start, (MALFORMED_RECORD, detail))
-
-
-class _Window:
-    """What has been read of an archive and not been used. Damage behind it counts only once it is used up."""
-
-    def __init__(self, stream: PartStream) -> None:
-        self._stream = stream
-        self._data = b""
-        self._at = 0
-        self._damaged = False
-        self._end = DamagedStream("it ends within a record")  # why there is no more where there should be
-
-    def peek(self, count: int) -> bytes:
-        """The next bytes; fewer at the end of the archive."""
-        while (missing := self._at + count - len(self._data)) > 0 and (block := self._read(missing)):
-            self._data, self._at = self._data[self._at :] + block, 0
-        return self._data[self._at : self._at + count]
-
-    def skip_line_ends(self) -> bool:
-        """Whether anything is left behind the line ends that separate records."""
-        while head := self.peek(_MARGIN_BYTES):
-            rest = head.lstrip(b"\r\n")
-            self._at += len(head) - len(rest)
-            if rest:
-                return True
-        if self._damaged:
-            raise self._end
-        return False
-
-    def header(self) -> bytes | None:
-        """The header that comes next, with its blank line; None if something else does."""
-        head = self.peek(_HEADER_BYTES)
-        end = _BLANK_LINE.search(head)
-        is_header = _begins_record(head)
-        if is_header and end is None and len(head) < _HEADER_BYTES:
-            raise self._end
-        return head[: end.end()] if is_header and end else None
-
-    def take_block(self, length: int) -> bytes | None:
-        """The next bytes, unless what follows them shows that the length is wrong."""
-        block = self.peek(length + _MARGIN_BYTES)
-        if len(block) < length:
-            if _NEXT_RECORD.search(block):
-                return None
-            raise self._end
-        following = block[length:]
-        if not following.startswith(_RECORD_END) and not _begins_record(following.lstrip(b"\r\n")):
-            return None
-        self._at += length
-        return block[:length]
-
-    def skip(self, count: int) -> None:
-        while count > (held := len(self._data) - self._at):
-            count -= held
-            self._data, self._at = self._read(), 0
-            if not self._data:
-                raise self._end
-        self._at += count
-
-    def skip_to_next_record(self) -> None:
-        while (match := _NEXT_RECORD.search(self._data, self._at)) is None:
-            kept = self._data[max(self._at, len(self._data) - _MARGIN_BYTES) :]
-            block = self._read()
-            if not block:
-                self._data, self._at = b"", 0
-                return
-            self._data, self._at = kept + block, 0
-        self._at = match.start() + 1
-
-    def _read(self, least: int = 0) -> bytes:
-        try:
-            return self._stream.read(max(BATCH_BYTES, least))
-        except DamagedStream as damage:
-            self._end, self._damaged = damage, True
-            return b""
-
-
-def _begins_record(content: bytes) -> bool:
-    """Whether it begins as a record does; what is too short to tell may."""
-    return _VERSION.startswith(content[: len(_VERSION)])
+        given = headers.get(b"content-length", b"none")
+        if not given.isdigit() or len(given) > _LENGTH_DIGITS:
+            raise DamagedStream(f"a Content-Length is {given[:50].decode('latin-1')}")
+        length, too_long = int(given), None
+        block = archive.read(length if length <= limit else min(length, RAW_BYTES))
+        held = len(block)
+        if length > limit:
+            too_long = f"{length:,} bytes"
+            block = (b"".join(header) + block)[:RAW_BYTES]
+            while held < length and (more := archive.read(min(BATCH_BYTES, length - held))):
+                held += len(more)
+        if held < length:
+            raise DamagedStream(_ENDS_WITHIN)
+        yield ArchiveRecord(headers, block, too_long)

@@ -140,15 +140,6 @@ def test_name_of_a_text_needs_a_first_line_that_is_an_object(tmp_path, name, con
     assert found(tmp_path / name)[0] == form
 
 
-def test_guess_that_may_be_wrong_says_how_to_read_plain_text(tmp_path):
-    for name in ("shard", "shard.jsonl"):
-        (tmp_path / name).write_bytes(b"Some text,\n{}\nand more.\n")
-    hint = "if this is plain text: --input-format text"
-    assert [hint in record.detail for record in read(tmp_path / "shard").rejected] == [True, False, False]
-    for told in ({"path": tmp_path / "shard", "input_format": "jsonl"}, {"path": tmp_path / "shard.jsonl"}):
-        assert not any(hint in record.detail for record in read(**told).rejected)
-
-
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("name", ["shard.tar", "shard.jsonl", "shard.tar.gz"])
 def test_tar_archive_of_json_lines_is_refused(tmp_path, tar_format, name):

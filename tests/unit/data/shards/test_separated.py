@@ -10,7 +10,7 @@ from unit.data.shards.reading import Drip, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.records import BATCH_BYTES, EMPTY_TEXT, RAW_BYTES, TOO_LONG, ReadSettings, ShardPart
-from megatron_neobert.data.shards.separated import read_records
+from megatron_neobert.data.shards.text_files import TooLong, read_records
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", "aa", "aba", "<|end|>"])
@@ -47,8 +47,7 @@ def test_records_are_the_same_wherever_the_blocks_end(separator):
         for width in (1, 2, 3, 11, 1000):
             found = []
             for records in read_records(Drip(content, width), separator=separator, limit=limit):
-                found += [(record, False) for record in records.whole]
-                found += [(records.too_long, True)] if records.too_long is not None else []
+                found += [(each.head, True) if isinstance(each, TooLong) else (each, False) for each in records]
             assert len(found) == len(expected)
             for (record, too_long), whole in zip(found, expected, strict=True):
                 assert too_long == (len(whole) > limit)

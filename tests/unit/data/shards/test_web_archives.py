@@ -183,15 +183,6 @@ NEVER_GZIP = http(b"<p>never packed", more="Content-Encoding: gzip\r\n")
         (record("response", http(b"zzz", more="Transfer-Encoding: chunked\r\n")), "HTTP: Invalid chunk header"),
         (record("response", http(b"<p>x", more="Content-Encoding: unheard-of\r\n")), "HTTP: Unsupported"),
         (record("response", http(b"<div>" * 10_000 + b"deep")), "HTML: elements are nested 10,"),
-        (record("response", b"x" * 50, length=20), "no record follows after its 20 bytes"),
-        (record("response", b"x" * 50, length=80), "no record follows after its 80 bytes"),
-        (record("response", b"x" * 50, length=2000), "no record follows after its 2,000 bytes"),
-        (record("response", b"x" * 50, length="many"), "its Content-Length is many"),
-        (record("response", b"x" * 50, length="9" * 5000), "its Content-Length is 9999"),
-        (record("response", b"x").replace(b"Content-Length", b"Other"), "its Content-Length is none"),
-        (b"some garbage\r\n\r\n", "no WARC header where a record should begin"),
-        (b"\x00" * 200_000 + b"\r\n", "no WARC header where a record should begin"),
-        (b"WARC/1.0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", "no WARC header where a record should begin"),
     ],
 )
 def test_faulty_record_is_rejected_and_its_neighbours_are_not(tmp_path, block, detail):
@@ -206,11 +197,25 @@ def test_faulty_record_is_rejected_and_its_neighbours_are_not(tmp_path, block, d
         assert raw[:50] in block
 
 
-def test_faulty_records_one_after_the_other_are_told_apart(tmp_path):
-    faulty = record("response", b"x" * 50, length=20)
-    reading = read_between(tmp_path, faulty, faulty, page("Between."), b"garbage\r\n", faulty)
-    assert reading.texts == ["Between."]
-    assert [number for _, number in reading.faults] == [2, 3, 5, 6]
+@pytest.mark.parametrize(
+    ("block", "detail"),
+    [
+        (record("response", b"x" * 50, length=20), "no WARC header"),
+        (record("response", b"x" * 50, length=80), "no WARC header"),
+        (record("response", b"x" * 50, length=200_000), "ends within"),
+        (record("response", b"x" * 50, length="many"), "a Content-Length is many"),
+        (record("response", b"x" * 50, length="9" * 5000), "a Content-Length is 9999"),
+        (record("response", b"x").replace(b"Content-Length", b"Other"), "a Content-Length is none"),
+        (b"some garbage\r\n\r\n", "no WARC header"),
+        (b"\x00" * 200_000 + b"\r\n", "no WARC header"),
+        (b"WARC/1.0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", "a header has more than 65,536 bytes"),
+    ],
+)
+def test_archive_with_a_wrong_length_is_damaged_from_there_on(tmp_path, block, detail):
+    for content in (BEFORE + block + AFTER, b"".join(map(gzip.compress, (BEFORE, block, AFTER)))):
+        (tmp_path / "shard").write_bytes(content)
+        with pytest.raises(DataError, match=f"damaged after record [12] .*{detail}"):
+            read(tmp_path / "shard", input_format="warc")
 
 
 def test_page_nested_less_deep_is_read(tmp_path):

@@ -1,0 +1,284 @@
+"""Texts out of text files: JSON lines, arrays of JSON objects, JSON objects over several lines, and plain text.
+
+orjson reads the JSON that is faultless; everything else is read again by the standard library, which reports precisely
+what is wrong and forgives more (NaN, numbers of any size). A key `data.text` names the key of that spelling or, where
+there is none, `text` within `data`. A file of arrays is cut into its values without parsing them, by its strings and
+brackets alone, so that one faulty value costs itself and the file streams.
+
+A plain text file is one UTF-8 document, or many with a separator between them. A text stays as it is, white space at
+its ends included.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
+from typing import BinaryIO, NamedTuple
+
+import orjson
+
+from megatron_neobert.data.shards.records import (
+    BATCH_BYTES,
+    MALFORMED_JSON,
+    MISSING_KEY,
+    RAW_BYTES,
+    TOO_LONG,
+    ReadSettings,
+    RecordBatch,
+    ShardPart,
+    add_text,
+    add_value,
+    decode,
+    reject,
+    utf8_size,
+)
+from megatron_neobert.data.shards.streams import DamagedStream, PartStream, file_size, named_errors, open_shard
+
+_READ_BYTES = 64 << 10
+# A whole string, so that brackets in it are not seen; or a quotation mark whose string does not end in these bytes.
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\],]', re.DOTALL)
+
+
+class TooLong(NamedTuple):
+    """In place of a record above the limit."""
+
+    head: bytes  # its first RAW_BYTES
+
+
+Records = list[bytes | TooLong]
+
+
+def read_json(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+    """The objects of JSON lines, of arrays, or over several lines.
+
+    Raises:
+        DamagedStream: The file ends within an object or an array.
+    """
+    number, limit = 1, settings.max_document_bytes
+    with PartStream(part) as stream:
+        is_lines = part.format == "jsonl"
+        groups = read_records(stream, separator=b"\n", limit=limit) if is_lines else read_values(stream, limit=limit)
+        for records in groups:
+            batch = _read_objects(records, number, settings)
+            batch.progress = stream.progress
+            number += batch.numbers
+            yield batch
+
+
+def _read_objects(records: Records, first_number: int, settings: ReadSettings) -> RecordBatch:
+    """The texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
+    batch = RecordBatch(numbers=len(records))
+    key, texts, size = settings.text_key, batch.texts, 0
+    take = partial(_look_up, key=key) if "." in key else itemgetter(key)
+    for number, line in enumerate(records, first_number):
+        try:
+            text = take(orjson.loads(line))  # type: ignore[arg-type]  # a TooLong is as malformed as other bytes
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            _read_object(batch, line, number, settings)
+            continue
+        if text.__class__ is str and text and not text.isspace():
+            texts.append(text)
+            size += utf8_size(text)
+        else:
+            add_value(batch, text, number, raw=line)  # type: ignore[arg-type]
+    batch.utf8_bytes += size
+    return batch
+
+
+def _read_object(batch: RecordBatch, line: bytes | TooLong, number: int, settings: ReadSettings) -> None:
+    """Adds what the standard library reads, or why it is no text."""
+    if isinstance(line, TooLong):
+        return reject(batch, TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
+    if not line or line.isspace():
+        return None
+    decoded, repaired = decode(line)
+    try:
+        record = json.loads(decoded)
+    except json.JSONDecodeError as error:
+        return reject(batch, MALFORMED_JSON, number, f"column {error.colno}: {error.msg}", line)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
+        return reject(batch, MALFORMED_JSON, number, str(error), line)
+    if not isinstance(record, dict):
+        return reject(batch, MALFORMED_JSON, number, f"expected an object, found {type(record).__name__}", line)
+    try:
+        value = _look_up(record, settings.text_key)
+    except KeyError:
+        # Two levels deep: of what is deeper, there may be thousands.
+        inner = {key: value if isinstance(value, dict) else {} for key, value in record.items()}
+        found = sorted(f"{key}.{name}" if name else key for key, names in inner.items() for name in names or [""])
+        detail = f"no key '{settings.text_key}'; keys found: {', '.join(found[:10]) or 'none'}"
+        return reject(batch, MISSING_KEY, number, detail, line)
+    return add_value(batch, value, number, raw=line, repaired=repaired)
+
+
+def _look_up(record: dict[str, object], key: str) -> object:
+    if key in record:
+        return record[key]
+    first, dot, rest = key.partition(".")
+    inner = record[first]
+    if not dot or not isinstance(inner, dict):
+        raise KeyError(key)
+    return _look_up(inner, rest)
+
+
+def read_values(stream: PartStream, *, limit: int) -> Iterator[Records]:
+    """The elements of outermost arrays and the objects outside of one, in groups of about BATCH_BYTES.
+
+    Of a value above `limit` bytes only the beginning is held.
+
+    Raises:
+        DamagedStream: Brackets or quotes are still open at the end.
+    """
+    buffer, left = b"", 0  # from the beginning of the current value on; bytes at its end that need another look
+    depth, in_array = 0, False  # open brackets within the value; whether it is an element
+    head: bytes | None = None  # of a current value that is too long, whose bytes so far are forgotten
+    while block := stream.read(max(BATCH_BYTES, len(buffer))):
+        looked_at = len(buffer) - left
+        buffer += block
+        values: Records = []
+        start, in_string = 0, False
+        for match in _STRUCTURE.finditer(buffer, looked_at):
+            token, end = match[0], None
+            if in_string := token == b'"':
+                break
+            if token == b"[" and not depth and not in_array:
+                in_array, end = True, match.start()
+            elif token in b"{[":
+                depth += 1
+            elif token in b"}]" and depth:
+                depth -= 1
+                end = None if depth or in_array else match.end()
+            elif not depth and len(token) == 1:  # a comma, or a closing bracket of the array or of nothing
+                in_array, end = in_array and token == b",", match.start()
+            if end is not None:
+                value = buffer[start:end].strip()
+                if head is not None:
+                    values.append(TooLong(head))
+                    head = None
+                elif value:
+                    values.append(value)
+                start = match.end()
+        left = len(buffer) - match.start() if in_string else 0
+        buffer = buffer[start:].lstrip()
+        if len(buffer) > limit:
+            head = buffer[:RAW_BYTES] if head is None else head
+            # Of the bytes that are forgotten, two matter: the quotation mark of an open string, and a backslash that
+            # escapes what follows.
+            backslashes = len(buffer) - len(buffer.rstrip(b"\\"))
+            buffer = b'"' + b"\\" * (backslashes % 2) if in_string else b""
+            left = len(buffer)
+        if values:
+            yield from group_records(values, limit)
+    if depth or in_array or head is not None or buffer.strip():
+        raise DamagedStream("it ends with open brackets or quotes")
+
+
+def read_text(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+    """What is blank between two separators is no record, just as a blank line among JSON lines is none."""
+    limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
+    too_long = f"more than {limit:,} bytes"
+    with PartStream(part) as stream:
+        if separator is None:
+            content = b""
+            while len(content) <= limit and (block := stream.read(max(BATCH_BYTES, len(content)))):
+                content += block
+            batch = RecordBatch(numbers=1, progress=1.0)
+            if len(content) > limit:
+                reject(batch, TOO_LONG, 1, too_long, content)
+            else:
+                text, repaired = decode(content)
+                add_text(batch, text, repaired=repaired)
+            yield batch
+            return
+        for documents in read_records(stream, separator=separator.encode(), limit=limit):
+            batch = RecordBatch(numbers=len(documents), progress=stream.progress)
+            for document in documents:
+                number += 1
+                if isinstance(document, TooLong):
+                    reject(batch, TOO_LONG, number, too_long, document.head)
+                    continue
+                text, repaired = decode(document)
+                if text and not text.isspace():
+                    add_text(batch, text, repaired=repaired)
+            yield batch
+
+
+def read_records(stream: PartStream, *, separator: bytes, limit: int) -> Iterator[Records]:
+    """What lies between the separators, in groups of about BATCH_BYTES.
+
+    No record of more than `limit` bytes is held, and the rest after the last separator is a record unless empty.
+    """
+    rest = b""
+    head: bytes | None = None  # of a record that is too long; then `rest` is what may be the beginning of its separator
+    begun = len(separator) - 1  # bytes at the end of `rest` that may belong to a separator
+    while block := stream.read(max(BATCH_BYTES, len(rest))):  # growing, or a long record would be copied too often
+        records: Records = []
+        *whole, rest = (rest + block).split(separator)
+        records += whole
+        if head is not None and whole:
+            records[0], head = TooLong(head), None
+        if head is None and len(rest) - begun > limit:
+            head = rest[: len(rest) - begun][:RAW_BYTES]
+        if head is not None:
+            rest = rest[max(0, len(rest) - begun) :]
+        if records:
+            yield from group_records(records, limit)
+    if head is not None:
+        yield [TooLong(head)]
+    elif rest:
+        yield from group_records([rest], limit)
+
+
+def group_records(records: Records, limit: int) -> Iterator[Records]:
+    """The same in groups of about BATCH_BYTES, in which those above `limit` bytes are TooLong."""
+    if sum(map(len, records)) <= min(2 * BATCH_BYTES, limit):
+        yield records
+        return
+    group: Records = []
+    held = 0
+    for record in records:
+        if group and held + len(record) > BATCH_BYTES:
+            yield group
+            group, held = [], 0
+        held += len(record)
+        group.append(TooLong(record[:RAW_BYTES]) if isinstance(record, bytes) and len(record) > limit else record)
+    if group:
+        yield group
+
+
+def find_cuts(path: str, separator: bytes, *, part_bytes: int) -> list[int]:
+    """Bytes of a file at which records begin, about `part_bytes` apart, so that readers of the pieces agree.
+
+    Separators may overlap (two line ends where there are three): only one that begins within no other is certain to
+    be found by a reader that comes from the beginning.
+    """
+    width = len(separator)
+    cuts: list[int] = []
+    with open_shard(path) as file, named_errors(path):
+        size = file_size(file, path)
+        while (target := (cuts[-1] if cuts else 0) + part_bytes) < size:
+            start = max(target - 2 * width, 0)
+            file.seek(start)
+            cut = _first_cut(file, separator, start, target)
+            if cut is None or cut >= size:
+                break
+            cuts.append(cut)
+    return cuts
+
+
+def _first_cut(file: BinaryIO, separator: bytes, start: int, target: int) -> int | None:
+    """The first byte from `target` on that follows a separator which overlaps no earlier one."""
+    width = len(separator)
+    window, latest = b"", -width  # latest: where the separator before began
+    while block := file.read(_READ_BYTES):
+        window += block
+        at = -1
+        while (at := window.find(separator, at + 1)) >= 0:
+            if start + at >= latest + width and start + at + width >= target:
+                return start + at + width
+            latest = start + at
+        keep = min(len(window), width - 1)
+        start += len(window) - keep
+        window = window[len(window) - keep :]
+    return None
