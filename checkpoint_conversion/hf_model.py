@@ -3,8 +3,7 @@
 A folder of the neobert layout is loaded with our own class, which is the file that our exports carry.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaModel
-from transformers.utils import logging as transformers_logging
 
 from checkpoint_conversion.comparison import LogitModel
 from checkpoint_conversion.hf_config import LAYOUTS, read_model_config
@@ -20,8 +18,8 @@ from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES, WEIGHTS, ch
 from checkpoint_conversion.hf_reader import read_weights
 from checkpoint_conversion.mapping import TABLES, to_internal
 from checkpoint_conversion.tensor_rules import shape_of
-from megatron_neobert.errors import LONGEST_REASON, ConversionError, short_reason
-from megatron_neobert.huggingface.auto_classes import register_neobert
+from megatron_neobert.errors import LONGEST_REASON, ConversionError
+from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTLMHead
 
 # Of a forward, also where config.json asks for something else.
@@ -170,42 +168,17 @@ def _load(
         tensors: Instead of those in its files.
         changes: Of the config.
     """
-    register_neobert()
     source: Path | None = folder
     options: dict[str, Any] = {"local_files_only": True, **_OUTPUTS, **(changes or {})}
-    try:
-        with _silence():
-            if tensors is not None:
-                config = kind.config_class.from_pretrained(folder, trust_remote_code=False, **options)
-                source, options = None, {"config": config, "state_dict": dict(tensors)}
-            model, info = kind.from_pretrained(
-                source,
-                dtype=dtype,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
-    except Exception as error:  # a strange config.json makes transformers raise almost anything
-        reason = short_reason(error)
-        raise ConversionError(
-            f"{folder}: transformers cannot load it as {kind.__name__} ({reason}); use the version in constraints.txt, "
-            "or fetch the folder again."
-        ) from error
+    with loading(folder, kind.__name__):
+        if tensors is not None:
+            config = kind.config_class.from_pretrained(folder, trust_remote_code=False, **options)
+            source, options = None, {"config": config, "state_dict": dict(tensors)}
+        model, info = kind.from_pretrained(
+            source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
+        )
     problems = {what: sorted(map(str, names)) for what, names in info.items() if names and what not in ignored}
     if problems:
         found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items())[:LONGEST_REASON]
         raise ConversionError(f"{folder}: weights and architecture do not fit ({found}); fetch the folder again.")
     return model.eval()
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Without progress bars and tables of what did not fit: what matters of these is in one sentence."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)

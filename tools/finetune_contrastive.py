@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +35,14 @@ def main() -> None:
     fetch = "on a machine with network: python tools/fetch_contrastive.py --data-dir DIR"
     require_folder("--data-dir", arguments.data_dir, remedy=fetch)
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the libraries are imported
-    from megatron_neobert.evaluation.contrastive.config import read_config
+    from megatron_neobert.evaluation.contrastive.config import TrainingSettings, build, read_config
 
-    config = read_config(arguments.config)
+    config, problems = read_config(arguments.config), list[str]()
     changes = {name: value for name in _OVERRIDES if (value := getattr(arguments, name)) is not None}
-    config = replace(config, training=replace(config.training, **changes))
-    if problems := config.training.problems():
+    training = build(TrainingSettings, {**asdict(config.training), **changes}, "flags: ", problems)
+    if problems:
         raise ConfigError(problems)
-    _run(arguments, config, _choose(arguments.limit_datasets, config))
+    _run(arguments, replace(config, training=training), _choose(arguments.limit_datasets, config))
 
 
 def _parse() -> argparse.Namespace:

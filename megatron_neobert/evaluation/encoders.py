@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, short_reason
-from megatron_neobert.huggingface.auto_classes import register_neobert
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 _TOKENIZER_FILES = (
@@ -54,12 +53,9 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
     """
     options = options or LoadOptions()
     _check(folder)
-    register_neobert()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # its table of new and unread weights; what matters is refused below
     if options.attention is not None:
         changes["attn_implementation"] = options.attention
-    try:
+    with loading(folder, auto_class):
         model, info = getattr(transformers, auto_class).from_pretrained(
             folder,
             dtype=options.dtype,
@@ -69,9 +65,6 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
             output_loading_info=True,
             **changes,
         )
-    except Exception as error:  # a strange config.json makes transformers raise almost anything
-        reason = short_reason(error)
-        raise ConversionError(f"{folder}: transformers cannot load it as {auto_class} ({reason}).") from error
     classifies = auto_class.endswith("Classification")
     inner = f"{model.base_model_prefix}."
     drawn = [name for name in sorted(info["missing_keys"]) if "pooler" not in name.split(".")]
@@ -150,12 +143,37 @@ def load_tokenizer(folder: Path) -> Any:
     _check(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make an empty one
         raise MissingInputError(f"{folder} holds no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); copy it there.")
-    register_neobert()
-    try:
+    with loading(folder, "a tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        reason = short_reason(error)
-        raise ConversionError(f"{folder}: transformers cannot load its tokenizer ({reason}).") from error
+
+
+def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, *, max_length: int) -> Any:
+    """A folder as sentence-transformers sees it; without modules.json, the mean over the tokens is its embedding.
+
+    Args:
+        max_length: Tokens of a text, specials included; fewer where the model or the folder allows no more.
+
+    Raises:
+        MissingInputError, ConversionError: As `load_model`, or the library cannot load the folder.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    options = options or LoadOptions()
+    modules = folder / "modules.json"
+    for entry in json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []:
+        if not str(entry["type"]).startswith("sentence_transformers."):  # the library would import any other
+            raise ConversionError(f"{modules}: {entry['type']!r:.80} is no module of sentence-transformers; remove it.")
+    load_tokenizer(folder)  # refuses a folder without one, of which the library would make an empty one
+    backbone = load_model(folder, "AutoModel", options)
+    changes = {"dtype": options.dtype} | ({"attn_implementation": options.attention} if options.attention else {})
+    with loading(folder, "a SentenceTransformer"):
+        model = SentenceTransformer(
+            str(folder), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs=changes
+        )
+    model[0].model = backbone  # with our checks and classes, where the library's own loading has none
+    longest = min(max_length, model.max_seq_length or max_length)
+    model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=longest)
+    return model.to(options.device)
 
 
 def fingerprint(folder: Path) -> str:

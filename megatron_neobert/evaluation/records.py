@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import megatron_neobert
-from megatron_neobert.errors import DataError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.evaluation.encoders import choose_device, fingerprint
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
 
@@ -105,6 +105,15 @@ class LineFile:
             stream.flush()
             os.fsync(stream.fileno())
         self.lines.append(line)
+
+
+def refuse_changed_settings(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ConfigError, with all that differs, if what is at `place` was made with other settings."""
+    if changed := changed_settings(before, now):
+        raise ConfigError(
+            f"{place} was made with other settings ({'; '.join(changed)}), and new results cannot stand beside the old "
+            "ones; use those settings, or name another --output."
+        )
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -4,8 +4,14 @@ Once registered, AutoModel and its kind, pipelines, SentenceTransformer and ever
 folder with trust_remote_code=False.
 """
 
-import transformers
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from megatron_neobert.errors import ConversionError, short_reason
 from megatron_neobert.huggingface import modeling_neobert
 
 
@@ -17,3 +23,25 @@ def register_neobert() -> None:
             transformers.AutoConfig.register(own.model_type, own, exist_ok=True)
         else:
             getattr(transformers, auto_class).register(modeling_neobert.NeoBERTConfig, own, exist_ok=True)
+
+
+@contextmanager
+def loading(folder: Path, what: str) -> Iterator[None]:
+    """Around a from_pretrained: with our class, without progress bars and tables of weights that did not fit.
+
+    Raises:
+        ConversionError: transformers cannot load the folder.
+    """
+    register_neobert()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    except Exception as error:  # a strange config.json makes transformers raise almost anything
+        raise ConversionError(
+            f"{folder}: transformers cannot load it as {what} ({short_reason(error)}); use the version in "
+            "constraints.txt, or fetch the folder again."
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)

@@ -27,14 +27,14 @@ from sentence_transformers.sentence_transformer.losses import (
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from megatron_neobert.errors import ConfigError, ConversionError, OutputError, short_reason
+from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.evaluation.contrastive.config import DatasetSource, TrainingSettings
 from megatron_neobert.evaluation.contrastive.data import digest_of
 from megatron_neobert.evaluation.contrastive.sampling import PairCollator, SamplingPlan, TaskBatchSampler
-from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
+from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.pages import to_csv
 from megatron_neobert.evaluation.plots import Curve, plot_curves
-from megatron_neobert.evaluation.records import changed_settings
+from megatron_neobert.evaluation.records import refuse_changed_settings
 from megatron_neobert.runtime.atomic_files import own_name, replace_file
 
 _SETTINGS = "settings.json"
@@ -62,58 +62,31 @@ def prepare_folder(folder: Path, settings: dict[str, Any], *, resume: bool) -> N
         OutputError: It holds checkpoints and `resume` is not set.
         ConfigError: They were made with other settings.
     """
-    noted = folder / _SETTINGS
-    content = json.loads(json.dumps(settings))  # as it will be read
     if newest_checkpoint(folder) is not None:
         if not resume:
             raise OutputError(f"{folder} holds checkpoints; resume with --resume, or name another --output.")
-        before = json.loads(noted.read_text(encoding="utf-8"))
-        if changed := changed_settings(before, content):
-            raise ConfigError(
-                f"--resume: {folder} was started with other settings ({'; '.join(changed)}); use those, or name "
-                "another --output."
-            )
+        refuse_changed_settings(folder, json.loads((folder / _SETTINGS).read_text(encoding="utf-8")), settings)
     for path in folder.glob("checkpoint-*"):
         if not _steps(path):
             shutil.rmtree(path)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(noted, json.dumps(content, indent=2) + "\n")
+    replace_file(folder / _SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
-_COLUMNS = ("step", "loss", "learning_rate", "grad_norm")
+class ProgressLine(TrainerCallback):
+    """A line per interval where there is no terminal for the trainer's bar."""
 
-
-class LossLog(TrainerCallback):
-    """Rewrites the CSV at every interval from the trainer's history, which a checkpoint carries: no step is twice.
-
-    A loss is the mean since the last interval; where a run resumed in the middle of one, since the checkpoint.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._start: tuple[int, float] | None = None  # step and time
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        self._start = state.global_step, time.monotonic()
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        entries = [entry for entry in state.log_history if "loss" in entry]
-        if not state.is_world_process_zero or not entries or "loss" not in state.log_history[-1]:
-            return
-        replace_file(self._path, to_csv(_COLUMNS, entries))
-        if sys.stderr.isatty():  # where the trainer draws a bar
-            return
-        assert self._start is not None, "on_log before on_train_begin"
-        (step, started), entry = self._start, entries[-1]
-        pace = (time.monotonic() - started) / max(1, state.global_step - step)
-        print(
-            f"step {state.global_step}/{state.max_steps} | loss {entry['loss']:.4f} nats | "
-            f"lr {entry['learning_rate']:.1e} | grad norm {entry['grad_norm']:.2f} | {pace:.2f} s/step | "
-            f"{pace * (state.max_steps - state.global_step) / 60:.0f} min left",
-            flush=True,
-        )
+        if args.disable_tqdm and state.is_world_process_zero and logs and "loss" in logs:
+            line = f"step {state.global_step}/{state.max_steps} | loss {logs['loss']:.4f} nats"
+            print(f"{line} | lr {logs['learning_rate']:.1e} | grad norm {logs['grad_norm']:.2f}", flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,31 +126,6 @@ class _Trainer(SentenceTransformerTrainer):
         """No card: it would quote texts of the datasets and the paths of this machine."""
 
 
-def load_encoder(folder: Path, *, max_length: int, attention: str | None = None) -> SentenceTransformer:
-    """A folder as sentence-transformers sees it; without modules.json, the mean over the tokens is its embedding.
-
-    Its weights are float32, whichever type the folder holds: AdamW's steps are smaller than what bfloat16 tells apart.
-
-    Raises:
-        MissingInputError: There is no such folder.
-        ConversionError: The library cannot load it, or would draw weights that the folder does not hold.
-    """
-    load_tokenizer(folder)  # refuses a folder without model or tokenizer
-    backbone = load_model(folder, "AutoModel", LoadOptions(attention=attention))
-    changes = {"dtype": torch.float32} | ({} if attention is None else {"attn_implementation": attention})
-    try:
-        model = SentenceTransformer(
-            str(folder), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs=changes
-        )
-    except Exception as error:  # a strange config.json makes the libraries raise almost anything
-        reason = short_reason(error)
-        raise ConversionError(f"{folder}: sentence-transformers cannot load it ({reason}).") from error
-    model[0].model = backbone  # with our checks and classes, where the library's own loading has none
-    longest = min(max_length, model.max_seq_length or max_length)
-    model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=longest)
-    return model
-
-
 def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettings) -> dict[str, dict[str, str]]:
     """Dataset -> column -> what stands before its texts, the separator included; nothing without instructions."""
     columns = {"none": (), "query": ("query",), "both": ("query", "document")}[training.instructions]
@@ -205,7 +153,9 @@ def finetune(
     """
     transformers.set_seed(options.seed)  # before the model: a pooler that the folder lacks is drawn
     arguments = _build_arguments(training, places, options)
-    model = load_encoder(model_folder, max_length=training.max_length, attention=options.attention)
+    # AdamW's steps are smaller than what bfloat16 tells apart: float32, whichever type the folder holds.
+    loading = LoadOptions(attention=options.attention)
+    model = load_sentence_transformer(model_folder, loading, max_length=training.max_length)
     by_column = build_prompts({key: sources[key] for key in pairs}, training)
     model.prompts = {**model.prompts, **{key: prompts["query"] for key, prompts in by_column.items()}}  # for its users
     plan = SamplingPlan(
@@ -224,7 +174,7 @@ def finetune(
         train_dataset=datasets.DatasetDict(pairs),
         loss=build_loss(model, training.temperature, options.gradient_cache),
         data_collator=PairCollator(preprocess_fn=model.preprocess, prompts=by_column),
-        callbacks=[LossLog(places.file("_loss.csv"))],
+        callbacks=[ProgressLine()],
     )
     trainer.remove_callback(PrinterCallback)
     started = time.monotonic()
@@ -235,16 +185,19 @@ def finetune(
     seconds = time.monotonic() - started
     if not trainer.is_world_process_zero():
         return None
-    losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    curve = Curve(places.final.name, *map(list, zip(*losses, strict=True)))
+    # The history travels with the checkpoints, so that no step is there twice. A loss is the mean since the entry before
+    # it; where a run resumed in the middle of an interval, since the checkpoint.
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    replace_file(places.file("_loss.csv"), to_csv(("step", "loss", "learning_rate", "grad_norm"), entries))
+    curve = Curve(places.final.name, [entry["step"] for entry in entries], [entry["loss"] for entry in entries])
     title = "contrastive fine-tuning"
     plot_curves(places.file("_loss.png"), [curve], x_label="step", y_label="InfoNCE (nats)", title=title)
     save_final(trainer.model, model_folder, places.final)
     return {
         "folder": str(places.final),
         "fingerprint": fingerprint(places.final),
-        "first_loss_nats": losses[0][1],
-        "last_loss_nats": losses[-1][1],
+        "first_loss_nats": entries[0]["loss"],
+        "last_loss_nats": entries[-1]["loss"],
         "seconds_of_this_start": round(seconds, 1),
         "started_from": None if checkpoint is None else checkpoint.name,
         "datasets": plan.describe(),

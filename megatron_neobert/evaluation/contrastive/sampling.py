@@ -1,18 +1,18 @@
 """Which pairs make a batch: one dataset per batch, drawn with p ~ size^alpha, and no text twice in it.
 
-The order is a function of the seed alone, so that a resumed run finds the batches it would have had. A dataset is
-read in passes over a random order; a row that shares a text with the batch waits for the next one, and what is left
-when a pass cannot fill another batch is mixed into the next pass.
+The order is a function of the seed alone, so that a resumed run finds the batches it would have had. Within a dataset
+it is that of sentence-transformers' NoDuplicatesBatchSampler, which reads the rows in passes over a random order and
+lets a row that shares a text with the batch wait for the next one.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
-from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler
+from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
 from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 from torch.utils.data import BatchSampler, ConcatDataset
 
@@ -95,51 +95,41 @@ class TaskBatchSampler(MultiDatasetDefaultBatchSampler):
         return self.plan.batches
 
 
+class _Texts:
+    """Rows as the library compares them: a column for each text, every hard negative one of its own."""
+
+    column_names: ClassVar[list[str]] = []  # none of them is a label
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[Any, str]:
+        row = self._rows[number]
+        return {"query": row["query"], "positive": row["positive"], **dict(enumerate(row["negatives"]))}
+
+
 def distinct_batches(rows: Rows, size: int, *, seed: Sequence[int], name: str) -> Iterator[list[int]]:
     """Batches of row numbers without end; no two rows of a batch share a text, in any column.
 
     Raises:
         DataError: A whole pass does not give one batch.
     """
+    (first,) = np.random.SeedSequence(seed).generate_state(1).tolist()
+    # The library's sampler adds the number of a pass to its seed.
+    sampler = NoDuplicatesBatchSampler(_Texts(rows), size, drop_last=True, generator=torch.Generator(), seed=first)
     for number in itertools.count():
-        order = np.random.default_rng([*seed, number]).permutation(len(rows))
-        waiting: list[int] = []
-        position = produced = 0
-        while True:
-            batch, waiting, position = _fill(rows, size, order, waiting, position)
-            if len(batch) < size:
-                break
-            produced += 1
+        sampler.set_epoch(number)
+        batch = None
+        for batch in sampler:
             yield batch
-        if not produced:
+        if batch is None:
             raise DataError(
                 f"{name}: its {len(rows):,} rows do not give one batch of {size} without a text that stands there "
                 "twice; lower --batch-size, or leave the dataset out."
             )
-
-
-def _fill(
-    rows: Rows, size: int, order: np.ndarray, waiting: list[int], position: int
-) -> tuple[list[int], list[int], int]:
-    """A batch, the rows that wait, and how much of the order has been used."""
-    batch: list[int] = []
-    texts: set[str] = set()
-    still_waiting: list[int] = []
-    remaining = iter(waiting)
-    while len(batch) < size:
-        row = next(remaining, None)
-        if row is None:
-            if position == len(order):
-                break
-            row, position = int(order[position]), position + 1
-        content = rows[row]
-        own = {content["query"], content["positive"], *content["negatives"]}
-        if texts.isdisjoint(own):
-            batch.append(row)
-            texts |= own
-        else:
-            still_waiting.append(row)
-    return batch, still_waiting + list(remaining), position
 
 
 class PairCollator(SentenceTransformerDataCollator):

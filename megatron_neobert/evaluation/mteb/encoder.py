@@ -12,21 +12,19 @@ Source: chandar-lab/NeoBERT scripts/evaluation/wrappers.py, which cannot run as 
 paper's numbers come from that spelling.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 import yaml
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
-from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
+from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_sentence_transformer
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 PromptStyle = Literal["prefix", "paper"]
@@ -156,44 +154,20 @@ def build_encoder(folder: Path, options: EncoderOptions, instructions: Instructi
     Raises:
         MissingInputError, ConversionError: The folder is not there, or cannot be loaded as an encoder of texts.
     """
-    _refuse_more_modules(folder)
-    backbone, tokenizer = load_model(folder, "AutoModel", options.load), load_tokenizer(folder)
-    longest = longest_input(backbone, tokenizer, at_most=options.max_length)
+    loaded = load_sentence_transformer(folder, options.load, max_length=options.max_length)
+    if unknown := [name for module in loaded if (name := type(module).__name__) not in _KNOWN_MODULES]:
+        raise ConversionError(
+            f"{folder / 'modules.json'}: lists {', '.join(unknown)}, which would be left out here: only a transformer "
+            "with mean or cls pooling is measured; evaluate this model with mteb itself."
+        )
+    longest = loaded.max_seq_length
     if longest < options.max_length:
         print(f"{folder}: texts are truncated after {longest} tokens, not {options.max_length}: no more positions")
-    model = SentenceTransformer(
-        modules=[_token_states(folder, backbone, longest), Pooling(backbone.config.hidden_size, options.pooling)],
+    model = SentenceTransformer(  # without the folder's own pooling and prompts
+        modules=[loaded[0], Pooling(loaded[0].model.config.hidden_size, options.pooling)],
         device=str(options.load.device),
         similarity_fn_name="cosine",
     )
     revision = {"name": f"local/{folder.resolve().name}", "revision": fingerprint(folder), "max_tokens": longest}
     meta = ModelMeta.create_empty(overwrites=revision)
     return MtebEncoder(model.eval(), meta, instructions, show_progress=options.show_progress)
-
-
-def _token_states(folder: Path, backbone: torch.nn.Module, longest: int) -> Transformer:
-    """sentence-transformers' module around a model that is loaded already, with our checks and classes.
-
-    The module can only load one itself, which is dropped for ours.
-    """
-    module = Transformer(
-        str(folder),
-        model_kwargs={"local_files_only": True, "trust_remote_code": False, "dtype": backbone.dtype},
-        processor_kwargs={"local_files_only": True, "trust_remote_code": False},
-        config_kwargs={"local_files_only": True, "trust_remote_code": False},
-        max_seq_length=longest,
-    )
-    module.model = backbone
-    return module
-
-
-def _refuse_more_modules(folder: Path) -> None:
-    path = folder / "modules.json"
-    if not path.exists():
-        return
-    modules = [str(entry["type"]).rpartition(".")[2] for entry in json.loads(path.read_text(encoding="utf-8"))]
-    if unknown := [name for name in modules if name not in _KNOWN_MODULES]:
-        raise ConversionError(
-            f"{path}: lists {', '.join(unknown)}, which would be left out here: only a transformer with mean or cls "
-            "pooling is measured; evaluate this model with mteb itself."
-        )

@@ -22,12 +22,12 @@ from megatron_neobert.evaluation.contrastive.run import (
     build_loss,
     build_prompts,
     finetune,
-    load_encoder,
     newest_checkpoint,
     prepare_folder,
     save_final,
 )
 from megatron_neobert.evaluation.contrastive.sampling import PairCollator
+from megatron_neobert.evaluation.encoders import load_sentence_transformer
 
 ROWS = make_pairs(6, negatives=3, seed=9)
 KEYS = list(INSTRUCTIONS)
@@ -82,7 +82,7 @@ def expected_loss(model: SentenceTransformer, temperature: float) -> float:
 
 @pytest.mark.parametrize("gradient_cache", [None, 2])
 def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(place, gradient_cache):
-    model = load_encoder(place / "bert", max_length=32).eval()
+    model = load_sentence_transformer(place / "bert", max_length=32).eval()
     batch = PairCollator(preprocess_fn=model.preprocess)(ROWS)
     features = [
         {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
@@ -100,7 +100,7 @@ def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(place, gr
 def test_instruction_stands_before_the_texts_it_is_meant_for(place, where, queries, documents):
     config = read_config(place / "run.yaml")
     prompts = build_prompts(config.datasets, TrainingSettings(instructions=where))
-    model = load_encoder(place / "bert", max_length=32)
+    model = load_sentence_transformer(place / "bert", max_length=32)
     collator = PairCollator(preprocess_fn=model.preprocess, prompts=prompts)
     batch = collator([{**row, "dataset_name": "SMALL"} for row in ROWS])
     for name, wanted in (("query", queries), ("document", documents)):
@@ -113,7 +113,7 @@ def test_training_brings_positives_nearer_than_they_were(place, trained):
     rows = make_pairs(100, negatives=0, seed=77)  # not among those it was trained on
 
     def share_of_hits(folder: Path) -> float:
-        model = load_encoder(folder, max_length=32)
+        model = load_sentence_transformer(folder, max_length=32)
         queries, documents = (model.encode([row[name] for row in rows]) for name in ("query", "positive"))
         return float((model.similarity(queries, documents).argmax(1) == torch.arange(100)).float().mean())
 
@@ -187,21 +187,21 @@ def test_checkpoints_are_not_gone_on_from_unasked_or_with_other_settings(trained
 
 
 def test_pooling_of_a_folder_is_kept_and_mean_added_where_there_is_none(place, tmp_path):
-    assert load_encoder(place / "bert", max_length=16)[1].pooling_mode == "mean"
+    assert load_sentence_transformer(place / "bert", max_length=16)[1].pooling_mode == "mean"
     transformer = Transformer(str(place / "bert"))
     modules = [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode="cls")]
     SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
-    model = load_encoder(tmp_path, max_length=16)
+    model = load_sentence_transformer(tmp_path, max_length=16)
     assert model[1].pooling_mode == "cls"
     assert model.max_seq_length == 16
-    assert load_encoder(tmp_path, max_length=1024).max_seq_length == 32
+    assert load_sentence_transformer(tmp_path, max_length=1024).max_seq_length == 32
 
 
 def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
     shutil.copytree(place / "bert", tmp_path / "bert")
     BertForMaskedLM.from_pretrained(place / "bert", dtype=torch.bfloat16).save_pretrained(tmp_path / "bert")
     assert {tensor.dtype for tensor in load_file(tmp_path / "bert" / "model.safetensors").values()} == {torch.bfloat16}
-    model = load_encoder(tmp_path / "bert", max_length=16)
+    model = load_sentence_transformer(tmp_path / "bert", max_length=16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     save_final(model, tmp_path / "bert", tmp_path / "final")
     written = load_file(tmp_path / "final" / "model.safetensors")
@@ -214,18 +214,25 @@ def test_longest_text_is_that_of_a_table_counted_from_behind_its_padding_id(plac
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=18
     )
     RobertaModel(config).save_pretrained(tmp_path / "roberta")
-    model = load_encoder(tmp_path / "roberta", max_length=32)
+    model = load_sentence_transformer(tmp_path / "roberta", max_length=32)
     assert model.max_seq_length == 18 - config.pad_token_id - 1
     model.encode("ba " * 40)  # an index beyond the table would raise
 
 
 def test_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(MissingInputError, match="no such folder"):
-        load_encoder(tmp_path / "none", max_length=16)
+        load_sentence_transformer(tmp_path / "none", max_length=16)
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     (tmp_path / "vocab.txt").write_text("[PAD]")
     with pytest.raises(ConversionError, match="cannot load"):
-        load_encoder(tmp_path, max_length=16)
+        load_sentence_transformer(tmp_path, max_length=16)
+
+
+def test_module_of_another_package_is_refused_before_it_is_imported(place, tmp_path):
+    folder = shutil.copytree(place / "bert", tmp_path / "bert")
+    (folder / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "subprocess.Popen"}]')
+    with pytest.raises(ConversionError, match="'subprocess.Popen' is no module of sentence-transformers"):
+        load_sentence_transformer(folder, max_length=16)
 
 
 def test_folder_that_lacks_a_weight_is_refused_rather_than_drawn_anew(place, tmp_path):
@@ -234,4 +241,4 @@ def test_folder_that_lacks_a_weight_is_refused_rather_than_drawn_anew(place, tmp
     del weights["bert.encoder.layer.0.output.dense.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConversionError, match=r"does not hold encoder\.layer\.0\.output\.dense\.weight"):
-        load_encoder(folder, max_length=16)
+        load_sentence_transformer(folder, max_length=16)

@@ -47,9 +47,9 @@ def test_all_problems_are_said_at_once(tmp_path):
         read_config(path)
     said = "\n".join(error.value.problems)
     assert "unknown setting temprature; did you mean 'temperature'?" in said
-    assert "training.instructions: 'corpus' is not one of query, both, none." in said
-    assert "training.learning_rate: '1e-3' is not a number (write 1.0e-4 with its point)." in said
-    assert "datasets.HARD: divisor 0 is not a number of at least 1." in said
+    assert "training.instructions 'corpus': Input should be 'query', 'both' or 'none'." in said
+    assert "training.learning_rate '1e-3': Input should be a valid number (with its point: 1.0e-4)." in said
+    assert "datasets.HARD.divisor 0: Input should be greater than 0." in said
 
 
 def test_file_that_is_not_yaml_is_sent_to_the_example_there_is(tmp_path):
