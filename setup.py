@@ -35,6 +35,7 @@ REQUIREMENTS = [
     "PyYAML>=6",
     "tensorboard>=2.16",
     "rich>=13",
+    "markdown-it-py>=3",  # the report as HTML; rich brings it
     "tqdm>=4.66",
     "matplotlib>=3.8",  # the curves of a run, and the figures of evaluations
     "packaging>=24.2",  # megatron.core imports it
@@ -59,6 +60,7 @@ EXTRAS = {
         "scipy>=1.13",
         "optuna>=4",
         "accelerate>=1",  # transformers' Trainer
+        "pydantic>=2",
     ],
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what tools/export_onnx.py writes and runs
     "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what benchmarks/benchmark_preprocessing.py compares with

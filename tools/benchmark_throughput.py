@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
-from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.evaluation.options import name_models, positive
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = tuple(2**power for power in range(10))
@@ -27,13 +27,7 @@ CPU_MAX_TOKENS = 16_384
 def main() -> None:
     """Reads the arguments, measures and writes."""
     arguments = _parse()
-    names = [folder.resolve().name for folder in arguments.model]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"--model: two folders are called {name}, the name of results; link or rename one.")
-    for folder in arguments.model:
-        require_folder("--model", folder, holding="config.json")
-    _run(arguments, dict(zip(names, arguments.model, strict=True)))
+    _run(arguments, name_models(arguments.model))
 
 
 def _parse() -> argparse.Namespace:
@@ -41,39 +35,38 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, nargs="+", type=Path, metavar="DIR", help="Hugging Face folders of encoders")
     add("--output", required=True, type=Path, metavar="DIR", help="folder for results; created if missing")
-    add("--lengths", nargs="+", type=_positive, default=LENGTHS, metavar="N", help="tokens (512 to 8192)")
-    add("--batch-sizes", nargs="+", type=_positive, default=BATCH_SIZES, metavar="N", help="documents (1, 2, ... 512)")
+    add("--lengths", nargs="+", type=positive, default=LENGTHS, metavar="N", help="tokens (512 to 8192)")
+    add(
+        "--batch-sizes",
+        nargs="+",
+        type=positive,
+        default=BATCH_SIZES,
+        metavar="N",
+        help="documents (1, 2, ... 512)",
+    )
     add("--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32"], help="default float32")
     add("--attention", nargs="+", default=[None], metavar="NAME", help="sdpa, eager, flash_attention_2, ...; default: "
         "what transformers chooses")  # fmt: skip
     add("--layout", choices=("padded", "packed", "both"), default="padded", help="padded: a document per row; packed: "
         "documents end to end, where the model takes them (default: %(default)s)")  # fmt: skip
     add("--backward", action="store_true", help="measure forward and backward of the masked-language-model loss too")
-    add("--steps", type=_positive, default=20, metavar="N", help="timed, of each (%(default)s)")
-    add("--warmup", type=_positive, default=3, metavar="N", help="steps before, not timed (%(default)s)")
+    add("--steps", type=positive, default=20, metavar="N", help="timed, of each (%(default)s)")
+    add("--warmup", type=positive, default=3, metavar="N", help="steps before, not timed (%(default)s)")
     add("--lengths-distribution", choices=("full", "web"), default="full", help="full: every document has the length; "
         "web: log-normal as web pages, cut at the length (default: %(default)s)")  # fmt: skip
-    add("--max-tokens", type=_positive, metavar="N", help="leave out larger batches (documents x length); default: no "
+    add("--max-tokens", type=positive, metavar="N", help="leave out larger batches (documents x length); default: no "
         f"limit on a GPU; on a CPU {CPU_MAX_TOKENS:,} or the longest length")  # fmt: skip
     add("--device", metavar="NAME", help="default: cuda if there is one, else cpu")
     add("--seed", type=int, default=0, metavar="N", help="of tokens and lengths (%(default)s)")
     return parser.parse_args()
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
-
-
 def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
-
     from tqdm import tqdm
 
     from megatron_neobert.evaluation.encoders import choose_device
     from megatron_neobert.evaluation.throughput.models import load_models
-    from megatron_neobert.evaluation.throughput.run import StepLog, Sweep, describe, measure, summarise, write_results
+    from megatron_neobert.evaluation.throughput.run import Sweep, describe, measure, open_log, summarise, write_results
 
     device = choose_device(arguments.device)
     longest = max(arguments.lengths)
@@ -102,7 +95,7 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
     for line in found.not_run:
         print(f"not measured: {line['variant']}: {line['reason']}", flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    log = StepLog(arguments.output / "throughput.jsonl", describe(folders, found, sweep, device))
+    log = open_log(arguments.output / "throughput.jsonl", describe(folders, found, sweep, device))
     with tqdm(total=len(list(sweep.groups())), unit="group", disable=None) as progress:
 
         def show(rows: list[dict[str, Any]]) -> None:

@@ -10,12 +10,13 @@ resumes with the runs that are not done. tools/fetch_glue.py gets the data on a 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, choose_tasks
+from megatron_neobert.evaluation.options import positive
 from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -45,16 +46,22 @@ def _parse() -> argparse.Namespace:
         help="paper: 60 points per task; small: the 6 of its ablations; best: the one that it found best for its model "
         "(default: %(default)s)",
     )
-    parser.add_argument("--batch-size", nargs="+", type=int, metavar="N", help="replaces the grid's")
+    parser.add_argument("--batch-size", nargs="+", type=positive, metavar="N", help="replaces the grid's")
     parser.add_argument("--learning-rate", nargs="+", type=float, metavar="X", help="replaces the grid's")
     parser.add_argument("--weight-decay", nargs="+", type=float, metavar="X", help="replaces the grid's")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="default: 0")
-    parser.add_argument("--epochs", type=int, default=10, help="at most (default: %(default)s)")
+    parser.add_argument("--epochs", type=positive, default=10, help="at most (default: %(default)s)")
     parser.add_argument(
-        "--max-length", type=int, default=1024, metavar="N", help="cut inputs after N tokens (default: %(default)s)"
+        "--max-length",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="cut inputs after N tokens (default: %(default)s)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="only N rows of every split, for a quick look")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, on one GPU each (default: 1)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only N rows of every split, for a quick look")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="runs at a time, on one GPU each (default: 1)"
+    )
     transfer = parser.add_mutually_exclusive_group()
     transfer.add_argument(
         "--transfer-from",
@@ -78,16 +85,9 @@ def _parse() -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    problems = [
-        f"--{name.replace('_', '-')} {value} is too small; give at least 1."
-        for name in ("epochs", "max_length", "limit", "jobs")
-        if (value := getattr(arguments, name)) is not None and value < 1
-    ]
-    for name, least in (("batch_size", 1), ("learning_rate", 0.0), ("weight_decay", 0.0), ("seeds", 0)):
-        values = getattr(arguments, name) or []
-        problems += [f"--{name.replace('_', '-')} {value}: give at least {least}." for value in values if value < least]
-    if problems:
-        raise ConfigError(problems)
+    for name in ("learning_rate", "weight_decay", "seeds"):
+        if (values := getattr(arguments, name)) and min(values) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {min(values)} is below 0.")
     arguments.tasks = choose_tasks(arguments.tasks, PAPER_TASKS)
     fetch = "on a machine with network: python tools/fetch_glue.py --output DIR"
     require_folder("--data-dir", arguments.data_dir, remedy=fetch)
@@ -99,9 +99,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from megatron_neobert.evaluation.glue.run import best_model, evaluate
 
     evaluation = _build_evaluation(arguments)
-    progress = _Progress()
-    evaluate(evaluation, progress.show)
-    progress.close()
+    evaluate(evaluation, _show_progress)
     print((evaluation.folder / "glue.md").read_text(encoding="utf-8"))
     print(f"wrote {evaluation.folder / 'glue.json'}, .csv and .md")
     if arguments.predict:
@@ -148,31 +146,13 @@ def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
     )
 
 
-class _Progress:
-    """A line for every run that has ended, and on a terminal a bar below them."""
-
-    def __init__(self) -> None:
-        self.bar: Any = None
-
-    def show(self, task: str, done: int, total: int, run: "Run | None", outcome: "Outcome | None") -> None:
-        """See glue.Progress."""
-        from tqdm import tqdm
-
-        if run is None or outcome is None:
-            self.close()
-            self.bar = tqdm(total=total, initial=done, desc=task, unit=" runs", disable=not sys.stderr.isatty())
-            return
-        self.bar.update()
-        tqdm.write(
-            f"{task} {done}/{total} | {run.point.name} | {100 * outcome.average:.2f} at step {outcome.best_step:,} of "
-            f"{outcome.steps:,} | {outcome.seconds:,.0f} s",
-            file=sys.stderr,
-        )
-
-    def close(self) -> None:
-        """Leaves the bar as it is."""
-        if self.bar is not None:
-            self.bar.close()
+def _show_progress(task: str, done: int, total: int, run: "Run | None", outcome: "Outcome | None") -> None:
+    """A line for every run that has ended; see run.Progress."""
+    line = f"{task} {done}/{total}"
+    if run is not None and outcome is not None:
+        line += f" | {run.point.name} | {100 * outcome.average:.2f} at step {outcome.best_step:,} of {outcome.steps:,}"
+        line += f" | {outcome.seconds:,.0f} s"
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

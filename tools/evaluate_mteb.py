@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.evaluation.options import positive
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER, MTEB_SUCCESSOR
 from megatron_neobert.runtime.atomic_files import require_folder
 
@@ -87,21 +88,21 @@ def _parse() -> argparse.Namespace:
         "documents too (default: %(default)s)",
     )
     parser.add_argument("--pooling", choices=["mean", "cls"], help="default: %(default)s")
-    parser.add_argument("--max-length", type=int, metavar="N", help="cut texts after N tokens (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="texts at once (default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=positive, metavar="N", help="cut texts after N tokens (default: %(default)s)"
+    )
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="texts at once (default: %(default)s)")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="(default: %(default)s)")
     parser.add_argument("--device", help="such as cuda:1 (default: cuda if there is one, else cpu)")
     parser.add_argument("--attention", metavar="NAME", help="transformers' attn_implementation (default: its choice)")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only N examples or queries per task: a quick look, not a result"
+        "--limit",
+        type=positive,
+        metavar="N",
+        help="only N examples or queries per task: a quick look, not a result",
     )
     parser.set_defaults(**_DEFAULTS)
-    arguments = parser.parse_args()
-    for name in ("max_length", "batch_size", "limit"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1.")
-    return arguments
+    return parser.parse_args()
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -170,27 +171,17 @@ def _name_tasks(tasks: list[str]) -> str:
 def _write(
     arguments: argparse.Namespace, place: Path, scores: list[Any], protocol: dict[str, Any], load: "LoadOptions"
 ) -> None:
-    from megatron_neobert.evaluation.mteb.results import COLUMNS, csv_rows, describe, to_results
+    from megatron_neobert.evaluation.mteb.results import COLUMNS, csv_rows, to_results
     from megatron_neobert.evaluation.pages import to_csv
     from megatron_neobert.evaluation.records import write_record
-    from megatron_neobert.evaluation.reported_numbers import MTEB
+    from megatron_neobert.evaluation.report import write_page
     from megatron_neobert.runtime.atomic_files import replace_file
 
-    name = arguments.model.resolve().name
-    write_record(
-        place / "mteb.json",
-        "mteb",
-        folder=arguments.model,
-        settings={**protocol, "tasks": arguments.tasks or arguments.benchmark},
-        results=to_results(scores),
-        name=name,
-        device=load.device,
-    )
-    replace_file(place / "mteb.csv", to_csv(COLUMNS, csv_rows(scores)))
-    is_papers = not arguments.tasks and arguments.benchmark == MTEB_PAPER and arguments.limit is None
-    table = describe(name, scores, MTEB.rows if is_papers else {})
-    replace_file(place / "mteb.md", table)
-    print(f"\n{table}\nwrote {place / 'mteb.json'}, mteb.csv and mteb.md")
+    results, settings = to_results(scores), {**protocol, "tasks": arguments.tasks or arguments.benchmark}
+    record = place / "mteb.json"
+    write_record(record, "mteb", folder=arguments.model, settings=settings, results=results, device=load.device)
+    replace_file(place / "mteb.csv", to_csv(COLUMNS, csv_rows(results)))
+    print(f"\n{write_page('mteb', [record], place)}\nwrote {record}, mteb.csv and mteb.md")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
         --output results --positions-per-doc 128 --documents-per-bin 200
 
 Masks one token at a time, never those that the tokenizer adds. Writes OUTPUT/MODEL/pseudo_perplexity.json, one line
-per document beside it, and the curves of all models as OUTPUT/pseudo_perplexity.csv and .png. Started again, it
+per document beside it, and the curves of all models as OUTPUT/pseudo_perplexity.csv, .md and .png. Started again, it
 resumes; documents measured with other settings are kept apart.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
-from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.evaluation.options import name_models, positive
 
 LENGTH_BINS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCH_TOKENS = 16384
@@ -46,34 +45,40 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--text-key", default="content", metavar="KEY", help="column or key (default: %(default)s)")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
     parser.add_argument(
-        "--positions-per-doc", type=int, metavar="K", help="mask K tokens of each document, drawn (default: all)"
+        "--positions-per-doc",
+        type=positive,
+        metavar="K",
+        help="mask K tokens of each document, drawn (default: all)",
     )
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="cut documents after N tokens (default: the model's longest input)"
+        "--max-length",
+        type=positive,
+        metavar="N",
+        help="cut documents after N tokens (default: the model's longest input)",
     )
     parser.add_argument(
         "--min-length",
-        type=int,
+        type=positive,
         default=16,
         metavar="N",
         help="leave out shorter documents (default: %(default)s tokens)",
     )
     parser.add_argument(
         "--length-bins",
-        type=int,
+        type=positive,
         nargs="+",
         default=list(LENGTH_BINS),
         metavar="N",
         help=f"upper ends, in tokens, of the lengths that are averaged (default: {' '.join(map(str, LENGTH_BINS))})",
     )
     parser.add_argument(
-        "--documents-per-bin", type=int, metavar="N", help="only the first N of each length (default: all)"
+        "--documents-per-bin", type=positive, metavar="N", help="only the first N of each length (default: all)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents (default: all)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N documents (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of --positions-per-doc (default: %(default)s)")
     parser.add_argument(
         "--batch-tokens",
-        type=int,
+        type=positive,
         default=BATCH_TOKENS,
         metavar="N",
         help="of one batch, at most (default: %(default)s)",
@@ -89,24 +94,10 @@ def _parse() -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    problems = [
-        f"--{name.replace('_', '-')} {value} is not a number of tokens or documents; give at least 1."
-        for name in ("positions_per_doc", "max_length", "min_length", "documents_per_bin", "limit", "batch_tokens")
-        if (value := getattr(arguments, name)) is not None and value < 1
-    ]
     bins = arguments.length_bins
-    if bins[0] < 1 or any(low >= high for low, high in pairwise(bins)):
-        problems.append(f"--length-bins {' '.join(map(str, bins))} must be positive and increase.")
-    names = [folder.resolve().name for folder in arguments.model]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        problems.append(
-            f"--model names {names.count(name)} folders called {name}, and results are kept by that name; measure them "
-            "into different --output folders, or rename them."
-        )
-    if problems:
-        raise ConfigError(problems)
-    for folder in arguments.model:
-        require_folder("--model", folder, holding="config.json")
+    if any(low >= high for low, high in pairwise(bins)):
+        raise ConfigError(f"--length-bins {' '.join(map(str, bins))} must increase.")
+    name_models(arguments.model)
     from megatron_neobert.data.shards.find import find_shards
 
     find_shards(arguments.data)  # refuses what is not there, before seconds of imports
@@ -147,34 +138,17 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         print(f"{outcome.name}: {found}", flush=True)
         outcomes.append(outcome)
     write_curves(arguments.output, outcomes)
-    print(f"wrote {arguments.output / 'pseudo_perplexity.csv'} and .png")
+    print(f"wrote {arguments.output / 'pseudo_perplexity.csv'}, .md and .png")
 
 
 @contextmanager
 def _show_progress(name: str, total_tokens: int) -> Iterator[Callable[[int], None]]:
-    """Tokens a second and the time that remains: as a bar on a terminal, else as a line now and then."""
+    """Tokens a second and the time that remains, where there is no terminal as a line now and then."""
     from tqdm import tqdm
 
-    if total_tokens == 0:
-        print(f"{name}: all documents were measured before", file=sys.stderr)
-    with tqdm(total=total_tokens, desc=name, unit=" tokens", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        started = shown = time.monotonic()
-        done = 0
-
-        def add_line(tokens: int) -> None:
-            nonlocal done, shown
-            done, now = done + tokens, time.monotonic()
-            if now - shown < SECONDS_BETWEEN_LINES and done < total_tokens:
-                return
-            shown, rate = now, done / (now - started)
-            print(
-                f"{name}: {done:,} of {total_tokens:,} tokens | {rate:,.0f} tokens/s | "
-                f"{(total_tokens - done) / rate:,.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
-
-        yield add_line if bar.disable else bar.update
+    seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    with tqdm(total=total_tokens, desc=name, unit=" tokens", unit_scale=True, mininterval=seconds) as bar:
+        yield bar.update
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
+from megatron_neobert.evaluation.options import positive
 from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -66,11 +67,11 @@ def _parse() -> argparse.Namespace:
         metavar="KEY",
         help="use only these (default: all but those with default: false)",
     )
-    parser.add_argument("--limit", type=_at_least_one, metavar="N", help="first N pairs of each dataset: a quick look")
+    parser.add_argument("--limit", type=positive, metavar="N", help="first N pairs of each dataset: a quick look")
     parser.add_argument("--skip-missing", action="store_true", help="train without the datasets that are not there")
     parser.add_argument(
         "--gradient-cache",
-        type=_at_least_one,
+        type=positive,
         metavar="N",
         help="compute N texts at a time and cache gradients: large batches in little memory, about half as fast",
     )
@@ -86,12 +87,6 @@ def _parse() -> argparse.Namespace:
         "--resume", action="store_true", help="resume from the newest checkpoint in --output, or start if there is none"
     )
     return parser.parse_args()
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
 
 
 def _choose(wanted: list[str] | None, config: "ContrastiveConfig") -> list[str]:

@@ -1,4 +1,4 @@
-"""Tables as CSV and Markdown, and a report in its two forms: Markdown, and one HTML page that needs nothing beside it.
+"""Tables as CSV, and pages in two forms: Markdown, and the same as one HTML page that needs nothing beside it.
 
 What comes from records (names of models, commands) is text and never markup.
 """
@@ -10,20 +10,21 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
+
+MEASURED = "measured"  # in the last column of a page about one run
 REPORTED = "reported"  # in the last column: not measured here, but printed in the paper
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a; }
 h1, h2, h3 { line-height: 1.2; margin: 2rem 0 .6rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
 th, td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top; }
 th { border-bottom: 2px solid #888; }
-.number { text-align: right; }
-tr.reported { color: #666; font-style: italic; }
 img { max-width: 100%; height: auto; }
 pre { background: #f5f5f5; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
@@ -38,15 +39,9 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     return stream.getvalue()
 
 
-def to_markdown(lines: Sequence[Sequence[Any]], *, numeric: Sequence[bool] = ()) -> str:
-    """A table whose first line is its header; numeric columns are set to the right."""
-    alignment = ["---:" if right else "---" for right in numeric] or ["---"] * len(lines[0])
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (lines[0], alignment, *lines[1:]))
-
-
 @dataclass(frozen=True)
 class Row:
-    """Cells, and the number of the run they come from; None where the paper reports them."""
+    """Cells, and the number of the run they come from: 0 on a page about one run, None where the paper reports them."""
 
     cells: Sequence[str]
     run: int | None
@@ -58,12 +53,6 @@ class Table:
 
     header: Sequence[str]
     rows: Sequence[Row]
-
-    @property
-    def numeric(self) -> list[bool]:
-        """Which columns hold numbers, or what stands for one that is not there."""
-        columns = zip(*(row.cells for row in self.rows), strict=True)
-        return [all(re.match(r"\d|–|-$|missing$", cell) for cell in column) for column in columns]
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,6 @@ class Section:
     title: str
     blocks: Sequence[Block]
     level: int = 2
-    run: int | None = None  # which run it describes
 
 
 def page_to_markdown(title: str, sections: Sequence[Section]) -> str:
@@ -103,13 +91,17 @@ def page_to_markdown(title: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def page_to_html(title: str, sections: Sequence[Section]) -> str:
-    """The report as one page, figures inside; runs are links to their descriptions."""
-    parts = [f"<h1>{html.escape(title)}</h1>"]
-    for section in sections:
-        anchor = "" if section.run is None else f' id="run{section.run}"'
-        parts.append(f"<h{section.level}{anchor}>{html.escape(section.title)}</h{section.level}>")
-        parts += [_block_to_html(block) for block in section.blocks]
+def page_to_html(title: str, markdown: str, folder: Path) -> str:
+    """A page's Markdown as HTML, with the figures that lie in the folder inside; `Run 3` is the target `#run-3`."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = parser.parse(markdown)
+    for opening, inline in pairwise(tokens):
+        if opening.type == "heading_open" and (run := re.fullmatch(r"Run (\d+)", inline.content)):
+            opening.attrSet("id", f"run-{run[1]}")  # as GitHub calls it
+        for child in inline.children or []:
+            if child.type == "image":
+                content = (folder / str(child.attrs["src"])).read_bytes()
+                child.attrSet("src", f"data:image/png;base64,{base64.b64encode(content).decode()}")
     # Nothing is loaded and nothing runs, for any content of a record.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = (
@@ -117,7 +109,7 @@ def page_to_html(title: str, sections: Sequence[Section]) -> str:
         f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style>"
     )
-    body = "\n".join(parts)
+    body = parser.renderer.render(tokens, parser.options, {})
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
@@ -128,36 +120,18 @@ def _block_to_markdown(block: Block) -> str:
         return "\n".join(f"    {line}" for line in block.text.splitlines())
     if isinstance(block, Figure):
         return f"![{_escape(block.caption)}]({block.path.name})"
-    lines = [[*block.header, "run"]]
-    lines += [[*row.cells, REPORTED if row.run is None else f"[{row.run}]"] for row in block.rows]
-    return to_markdown([[_escape(cell) for cell in line] for line in lines], numeric=[*block.numeric, False])
+    # Numbers, and what stands for one that is not there, are set to the right.
+    are_numbers = [
+        all(re.match(r"\d|–|-$|missing$", row.cells[column]) for row in block.rows)
+        for column in range(len(block.header))
+    ]
+    lines = [[*map(_escape, block.header), "run"], ["---:" if right else "---" for right in are_numbers] + ["---"]]
+    for row in block.rows:
+        last = {None: REPORTED, 0: MEASURED}.get(row.run, rf"[\[{row.run}\]](#run-{row.run})")
+        lines.append([*map(_escape, row.cells), last])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _escape(text: str) -> str:
     # Between letters, an underscore is one.
     return re.sub(r"([\\`*\[\]<>|#$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(text.split()))
-
-
-def _block_to_html(block: Block) -> str:
-    if isinstance(block, str):
-        return f"<p>{html.escape(block)}</p>"
-    if isinstance(block, Code):
-        return f"<pre>{html.escape(block.text)}</pre>"
-    if isinstance(block, Figure):
-        content = base64.b64encode(block.path.read_bytes()).decode()
-        return f'<img alt="{html.escape(block.caption)}" src="data:image/png;base64,{content}">'
-    lines = [_line_to_html("th", block.header, block.numeric, "run")]
-    for row in block.rows:
-        run = REPORTED if row.run is None else f'<a href="#run{row.run}">[{row.run}]</a>'
-        line = _line_to_html("td", row.cells, block.numeric, run)
-        lines.append(line.replace("<tr>", '<tr class="reported">', 1) if row.run is None else line)
-    return f'<div class="wide"><table>\n{"".join(lines)}</table></div>'
-
-
-def _line_to_html(tag: str, cells: Sequence[str], numeric: Sequence[bool], run: str) -> str:
-    """A line of a table; `run` is markup."""
-    inner = ""
-    for cell, is_number in zip(cells, numeric, strict=True):
-        text = html.escape(cell).replace(" ± ", "&nbsp;±&nbsp;")
-        inner += f'<{tag} class="number">{text}</{tag}>' if is_number else f"<{tag}>{text}</{tag}>"
-    return f"<tr>{inner}<{tag}>{run}</{tag}></tr>\n"

@@ -32,7 +32,6 @@ def write_record(
     folder: Path,
     settings: dict[str, Any],
     results: dict[str, Any],
-    name: str | None = None,
     device: torch.device | str | None = None,
 ) -> None:
     """Writes one record.
@@ -42,12 +41,11 @@ def write_record(
         folder: Of the model.
         settings: All that another run needs to give the same numbers, the seed included.
         results: Plain numbers, strings, lists and dicts.
-        name: Of the model in tables; default: the folder's.
         device: That computed; default: a GPU where there is one.
     """
     record = {
         "kind": kind,
-        "model": {"name": name or folder.resolve().name, "fingerprint": fingerprint(folder)},
+        "model": {"name": folder.resolve().name, "fingerprint": fingerprint(folder)},
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "settings": settings,
         "results": results,

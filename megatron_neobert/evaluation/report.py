@@ -5,12 +5,12 @@ own and enter no average. Missing results are named.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import reported_numbers
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.mteb.results import CATEGORIES
@@ -25,9 +25,10 @@ from megatron_neobert.evaluation.pages import (
     page_to_markdown,
 )
 from megatron_neobert.evaluation.plots import plot_perplexities
+from megatron_neobert.evaluation.records import read_record
 from megatron_neobert.evaluation.reported_numbers import MTEB_PAPER, Reported
 from megatron_neobert.evaluation.throughput.tables import draw, to_cells
-from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file, require_folder
 
 TITLE = "Evaluation"
 # Kind -> the command that writes its record, in the order of the report.
@@ -47,7 +48,7 @@ _OWN_SETTINGS = {"model", "models", "variants", "tasks"}
 class Measured:
     """One record, numbered for the report."""
 
-    number: int  # from 1
+    number: int  # from 1; 0 on the page of its own evaluation
     kind: str
     model: str  # unlike any other model's name of this kind
     path: Path
@@ -68,22 +69,35 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
     runs = find_runs(folders)
     output.mkdir(parents=True, exist_ok=True)
     sections = [_overview(runs)]
-    for kind, (title, build) in SECTIONS.items():
+    for kind in KINDS:
         blocks: list[Block] = [f"Missing: no record; {KINDS[kind]} writes it."]
         if of_kind := [run for run in runs if run.kind == kind]:
             try:
-                blocks = build(of_kind, output)
+                blocks = SECTIONS[kind](of_kind, output)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 files = ", ".join(str(run.path) for run in of_kind)
-                reason = f"{type(error).__name__}: {error}"
                 raise DataError(
-                    f"{files}: results that are not of this version's {KINDS[kind]} ({reason}); measure again."
+                    f"{files}: results that are not of this version's {KINDS[kind]} ({short_reason(error)}); measure "
+                    "again."
                 ) from error
-        sections.append(Section(title, blocks))
+        sections.append(Section(TITLES[kind], blocks))
     sections += [Section("Runs", ["What each number was measured with."]), *map(_describe, runs)]
-    replace_file(output / "report.md", page_to_markdown(TITLE, sections))
-    replace_file(output / "report.html", page_to_html(TITLE, sections))
+    page = page_to_markdown(TITLE, sections)
+    replace_file(output / "report.md", page)
+    replace_file(output / "report.html", page_to_html(TITLE, page, output))
     return runs
+
+
+def write_page(kind: str, records: Sequence[Path], output: Path) -> str:
+    """OUTPUT/KIND.md and its figures: what the report will hold of these records, which were just written."""
+    contents = [(path, read_record(path)) for path in records]
+    runs = [
+        Measured(number=0, kind=kind, model=record["model"]["name"], path=path, record=record)
+        for path, record in contents
+    ]
+    page = page_to_markdown(TITLES[kind], [Section("Results", SECTIONS[kind](runs, output))])
+    replace_file(output / f"{kind}.md", page)
+    return page
 
 
 def find_runs(folders: Sequence[Path]) -> list[Measured]:
@@ -94,8 +108,7 @@ def find_runs(folders: Sequence[Path]) -> list[Measured]:
         DataError: A file of a record's name is none.
     """
     for folder in folders:
-        if not folder.is_dir():
-            raise MissingInputError(f"--results {folder}: no such folder; name the --output of an evaluation.")
+        require_folder("--results", folder, remedy="name the --output of an evaluation")
     found: list[tuple[str, Path, dict[str, Any]]] = []
     for kind in KINDS:
         paths = {path.resolve(): path for folder in folders for path in sorted(folder.rglob(f"{kind}.json"))}
@@ -121,7 +134,7 @@ def missing(runs: Sequence[Measured]) -> dict[str, list[str]]:
 
 def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
     except ValueError as error:  # not UTF-8 or not JSON
         raise DataError(f"{path}: not JSON ({error}); remove it and measure again with {KINDS[kind]}.") from None
     whole = (
@@ -159,10 +172,10 @@ def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[Block]:
         counts = [f"{run.results[name]:,}" for name in ("documents", "positions", "truncated")]
         rows.append(Row([run.model, *values, *counts], run.number))
     header = ("model", "pseudo-perplexity", "standard error", "documents", "masked positions", "truncated")
-    path = output / "report_pseudo_perplexity.png"
-    curves = {run.model: run.results["curve"] for run in runs}
-    plot_perplexities(path, curves, title="Pseudo-perplexity by length")
+    path = output / "pseudo_perplexity.png"
     bands = " or ".join(sorted({run.results["band"] for run in runs}))
+    title = f"Pseudo-perplexity by length; band: {bands}"
+    plot_perplexities(path, {run.model: run.results["curve"] for run in runs}, title=title)
     note = f"Band: {bands}. The paper draws its curves (figure 2) and prints no numbers."
     figure = Figure(path, "Pseudo-perplexity against the length of documents")
     return [Table(header, rows), *_differences([run.record["settings"] for run in runs]), figure, note]
@@ -174,13 +187,15 @@ def throughput(runs: Sequence[Measured], output: Path) -> list[Block]:
     numbers = {run.model: run.number for run in runs}
     machines = sorted({run.record["machine"] for run in runs})
     blocks = _differences([run.record["settings"] for run in runs])
-    if len(machines) > 1:
-        blocks.append(f"Of different machines, so that lines cannot be compared: {'; '.join(machines)}.")
+    different = "; of different machines, so that lines cannot be compared" if len(machines) > 1 else ""
+    of_first = runs[0].record["settings"]
+    medians = f"medians of {of_first['steps']} steps, lengths {of_first['lengths_distribution']}"
+    blocks.append(f"Measured on {'; '.join(machines)}{different}; {medians}.")
     for passes in dict.fromkeys(row["passes"] for row in rows):
         blocks.append(f"{passes}, tokens/s by length: median (quartiles), batch size, peak memory")
         header, *lines = to_cells([row for row in rows if row["passes"] == passes])
         blocks.append(Table(header, [Row(line, numbers[line[0]]) for line in lines]))
-        path = output / f"report_throughput_{passes.replace('+', '_')}.png"
+        path = output / f"throughput_{passes.replace('+', '_')}.png"
         if draw(path, rows, passes, machine=" / ".join(machines)):
             blocks.append(Figure(path, f"Throughput against length, {passes}"))
     for run in runs:
@@ -190,7 +205,7 @@ def throughput(runs: Sequence[Measured], output: Path) -> list[Block]:
 
 def glue(runs: Sequence[Measured], output: Path) -> list[Block]:
     """The paper's table with measured rows above, then the best points."""
-    reported, measured, points = reported_numbers.GLUE, [], []
+    reported, measured, points, compared = reported_numbers.GLUE, [], [], dict[str, list[dict[str, Any]]]()
     for run in runs:
         tasks, average = run.results["tasks"], run.results["average"]
         limits = {settings["protocol"]["limit"] for settings in run.record["settings"].values()} - {None}
@@ -203,11 +218,18 @@ def glue(runs: Sequence[Measured], output: Path) -> list[Block]:
             point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
             seeds, start = " ".join(map(str, result["seeds"])), "MNLI" if result["from_mnli"] else "the model"
             line = [run.model, TASKS[task].title, _percent(result["score"]), metrics, *point, seeds, start]
-            points.append(Row(line, run.number))
-    header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "start")
+            # The weights that are kept are of the best single run, which may be of another point.
+            points.append(Row([*line, str(result["points"]), f"{result['seconds'] / 3600:.2f}", str(result["kept"])],
+                              run.number))  # fmt: skip
+            settings = run.record["settings"][task]
+            own = {name: settings[name] for name in ("grid", "seeds", "rows")} | {"start from MNLI": start == "MNLI"}
+            compared.setdefault(task, []).append(settings["protocol"] | own)
+    header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "start",
+              "points", "hours", "weights kept")  # fmt: skip
+    differing = set[str]().union(*(_differing(settings) for settings in compared.values()))
     return [
         Table(("model", *reported.columns), measured + _reported_rows(reported)),
-        *_glue_differences(runs),
+        *_warning(differing),
         f"Reported rows: {reported.title}; {reported.note}.",
         "Best point of each task's grid:",
         Table(header, points),
@@ -237,14 +259,16 @@ def mteb(runs: Sequence[Measured], output: Path) -> list[Block]:
         "different tasks cannot be compared."
     )
     for run in runs:
-        if run.results["missing"]:
-            blocks.append(f"{run.model}, without a score: {', '.join(run.results['missing'])}.")
+        if absent := run.results["missing"]:
+            reasons = [f"{name} ({run.results['tasks'][name]['missing']})" for name in absent]
+            blocks.append(f"{run.model}, without a score: {', '.join(reasons)}.")
     every = [
         Row([run.model, name, task["type"], task["metric"], _number(task["score"], ".2f")], run.number)
         for run in runs
         for name, task in run.results["tasks"].items()
     ]
-    return [*blocks, Table(("model", "task", "type", "metric", "score"), every), *_reported(reported_numbers.MTEB_CDE)]
+    blocks.append(Table(("model", "task", "type", "metric", "score"), every))
+    return [*blocks, *(_reported(reported_numbers.MTEB_CDE) if MTEB_PAPER in groups else [])]
 
 
 def contrastive(runs: Sequence[Measured], output: Path) -> list[Block]:
@@ -256,62 +280,45 @@ def contrastive(runs: Sequence[Measured], output: Path) -> list[Block]:
     return [Table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
 
 
-SECTIONS: dict[str, tuple[str, Callable[[Sequence[Measured], Path], list[Block]]]] = {
-    "pseudo_perplexity": ("Pseudo-perplexity", pseudo_perplexity),
-    "throughput": ("Throughput", throughput),
-    "glue": ("GLUE", glue),
-    "mteb": ("MTEB", mteb),
-    "contrastive": ("Contrastive fine-tuning", contrastive),
+TITLES = {
+    "pseudo_perplexity": "Pseudo-perplexity",
+    "throughput": "Throughput",
+    "glue": "GLUE",
+    "mteb": "MTEB",
+    "contrastive": "Contrastive fine-tuning",
+}
+SECTIONS: dict[str, Callable[[Sequence[Measured], Path], list[Block]]] = {
+    section.__name__: section for section in (pseudo_perplexity, throughput, glue, mteb, contrastive)
 }
 
 
 def _describe(run: Measured) -> Section:
     record, settings = run.record, run.record["settings"]
-    seeds = ", ".join(dict.fromkeys(_find_seeds(settings))) or "none"
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    lines = [record["command"], "", *(f"{name}: {json.dumps(value)}" for name, value in sorted(settings.items()))]
     blocks: list[Block] = [
-        f"{run.path}; weights {record['model']['fingerprint']}; seed {seeds}; {record['machine']}; {versions}.",
-        Code(record["command"]),
-        Code("\n".join(f"{name}: {json.dumps(value)}" for name, value in sorted(settings.items()))),
+        f"{run.model}: {run.kind}. {run.path}; weights {record['model']['fingerprint']}; "
+        f"{record['machine']}; {versions}.",
+        Code("\n".join(lines)),
     ]
-    return Section(f"[{run.number}] {run.model}: {run.kind}", blocks, level=3, run=run.number)
-
-
-def _find_seeds(settings: dict[str, Any]) -> Iterator[str]:
-    """At any depth: some evaluations have settings for each task."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _find_seeds(value)
-        elif name in ("seed", "seeds"):
-            yield from map(str, value if isinstance(value, list) else [value])
+    return Section(f"Run {run.number}", blocks, level=3)
 
 
 # --- cells
 
 
-def _differences(settings: Sequence[dict[str, Any]], *, names: set[str] | None = None) -> list[Block]:
-    """A warning that names the settings in which runs differ; `names`: those that are known to differ."""
-    if names is None:
-        every = {name for each in settings for name in each} - _OWN_SETTINGS
-        names = {name for name in every if any(each.get(name) != settings[0].get(name) for each in settings)}
+def _differing(settings: Sequence[dict[str, Any]]) -> set[str]:
+    names = {name for each in settings for name in each}
+    return {name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)}
+
+
+def _differences(settings: Sequence[dict[str, Any]]) -> list[Block]:
+    return _warning(_differing(settings) - _OWN_SETTINGS)
+
+
+def _warning(names: set[str]) -> list[Block]:
+    """Names the settings in which runs differ, if there are any."""
     return [f"Not the same in all of these runs, so compare with care: {', '.join(sorted(names))}."] if names else []
-
-
-def _glue_differences(runs: Sequence[Measured]) -> list[Block]:
-    """Of settings of a task that several have run; where it was computed is none of them."""
-    differing = set[str]()
-    for task in TASKS:
-        settings = [
-            {
-                **run.record["settings"][task]["protocol"],
-                **{name: run.record["settings"][task][name] for name in ("grid", "seeds", "rows")},
-                "start from MNLI": run.results["tasks"][task]["from_mnli"],
-            }
-            for run in runs
-            if task in run.results["tasks"]
-        ]
-        differing |= {name for each in settings for name in each if each[name] != settings[0].get(name)}
-    return _differences([], names=differing)
 
 
 def _percent(value: dict[str, Any]) -> str:

@@ -185,8 +185,8 @@ def finetune(
     seconds = time.monotonic() - started
     if not trainer.is_world_process_zero():
         return None
-    # The history travels with the checkpoints, so that no step is there twice. A loss is the mean since the entry before
-    # it; where a run resumed in the middle of an interval, since the checkpoint.
+    # The history travels with the checkpoints, so that no step is there twice. A loss is the mean since the entry
+    # before it; where a run resumed in the middle of an interval, since the checkpoint.
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     replace_file(places.file("_loss.csv"), to_csv(("step", "loss", "learning_rate", "grad_norm"), entries))
     curve = Curve(places.final.name, [entry["step"] for entry in entries], [entry["loss"] for entry in entries])

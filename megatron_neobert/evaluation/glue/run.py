@@ -9,7 +9,7 @@ which does not state their weight decay.
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,7 @@ from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer, longest_input
 from megatron_neobert.evaluation.glue.data import check_rows, read_split
 from megatron_neobert.evaluation.glue.predictions import load_classifier, read_test_sets
-from megatron_neobert.evaluation.glue.results import (
-    RESULT,
-    TaskResult,
-    load_results,
-    save_result,
-    summarise,
-    write_results,
-)
+from megatron_neobert.evaluation.glue.results import Result, save_result, summarise, write_results
 from megatron_neobert.evaluation.glue.study import BEST, TaskStudy
 from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol
 from megatron_neobert.evaluation.glue.training import Outcome, Point, Run, run_all
@@ -56,40 +49,25 @@ GRIDS = {
     ),
     "small": Grid(batch_sizes=(16, 32), learning_rates=(1e-5, 2e-5, 3e-5), weight_decays=(1e-5,)),
 }
-BEST_OF = "NeoBERT-4096"
 
 
-def choose_grid(
-    name: str,
-    task: str,
-    *,
-    batch_sizes: Sequence[int] | None = None,
-    learning_rates: Sequence[float] | None = None,
-    weight_decays: Sequence[float] | None = None,
-) -> Grid:
-    """The grid of that name for a task; what is given replaces its values.
+def choose_grid(name: str, task: str, **replaced: Sequence[Any] | None) -> Grid:
+    """The grid of that name for a task; `replaced` holds values for fields of Grid, or None.
 
     Raises:
         ConfigError: The paper has no best point for the task, and not all values are given.
     """
-    if name != "best":
-        grid = GRIDS[name]
-    elif (best := GLUE_BEST_POINTS[BEST_OF].get(TASKS[task].title)) is not None:
+    given = {field: tuple(values) for field, values in replaced.items() if values}
+    best = GLUE_BEST_POINTS.get(TASKS[task].title)
+    if name == "best" and best is not None:
         batch, rate, decay = best
-        grid = Grid(batch_sizes=(batch,), learning_rates=(rate,), weight_decays=(decay,))
-    elif batch_sizes and learning_rates and weight_decays:
-        grid = GRIDS["paper"]  # all of it is replaced
-    else:
+        return replace(Grid(batch_sizes=(batch,), learning_rates=(rate,), weight_decays=(decay,)), **given)
+    if name == "best" and len(given) < len(fields(Grid)):
         raise ConfigError(
             f"--grid best: the paper has no best point for {task}; choose another --grid, or give --batch-size, "
             "--learning-rate and --weight-decay."
         )
-    return replace(
-        grid,
-        batch_sizes=tuple(batch_sizes or grid.batch_sizes),
-        learning_rates=tuple(learning_rates or grid.learning_rates),
-        weight_decays=tuple(weight_decays or grid.weight_decays),
-    )
+    return replace(GRIDS["paper" if name == "best" else name], **given)
 
 
 SOURCE = "mnli"
@@ -143,16 +121,17 @@ def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
     head = _check_model(evaluation)
     model = fingerprint(evaluation.model)
     for task in evaluation.tasks:
-        folder = evaluation.task_folder(task)
-        with hold(folder / "lock"):
-            save_result(folder / RESULT, _evaluate_task(evaluation, task, head, rows[task], on_progress), model=model)
-        results = load_results(evaluation.folder / "glue", model=model)
-        write_results(evaluation.folder, evaluation.model, results, device=evaluation.protocol.device)
+        with hold(evaluation.task_folder(task) / "lock"):
+            result, settings = _evaluate_task(evaluation, task, head, rows[task], on_progress)
+            save_result(evaluation.task_folder(task), result, model=model, settings=settings)
+        device = evaluation.protocol.device
+        write_results(evaluation.folder, evaluation.model, fingerprint=model, device=device)
 
 
 def _evaluate_task(
     evaluation: Evaluation, task: str, head: dict[str, Any], rows: dict[str, int], on_progress: Progress
-) -> TaskResult:
+) -> tuple[Result, dict[str, Any]]:
+    """The result, and the settings that it was found with."""
     source = evaluation.transfer_from if evaluation.starts_elsewhere(task) else evaluation.model
     start = source if isinstance(source, Path) else best_model(evaluation, SOURCE)
     protocol = dataclasses.asdict(evaluation.protocol)
@@ -161,7 +140,8 @@ def _evaluate_task(
     study = TaskStudy(evaluation.task_folder(task), task, identity)
     study.tidy()
     points = evaluation.grids[task].points(evaluation.seeds)
-    left = study.left(points)
+    finished = study.outcomes
+    left = [point for point in points if point not in finished]
     on_progress(task, len(points) - len(left), len(points), None, None)
     runs = [
         Run(
@@ -177,23 +157,19 @@ def _evaluate_task(
     for done, (run, outcome) in enumerate(run_all(runs, jobs=evaluation.jobs), start=len(points) - len(left) + 1):
         study.enter(run.point, outcome)
         on_progress(task, done, len(points), run, outcome)
-    outcomes = study.outcomes
-    return summarise(
-        task,
-        {point: outcomes[point] for point in points},
-        from_mnli=start != evaluation.model,
-        kept=study.kept,
-        settings={
-            "protocol": protocol,
-            "device": evaluation.protocol.device,
-            "grid": dataclasses.asdict(evaluation.grids[task]),
-            "seeds": list(evaluation.seeds),
-            "start": str(start),
-            "data_dir": str(evaluation.data_dir),
-            "rows": rows,
-            **head,
-        },
-    )
+    finished = study.outcomes
+    outcomes = {point: finished[point] for point in points}
+    settings = {
+        "protocol": protocol,
+        "device": evaluation.protocol.device,
+        "grid": dataclasses.asdict(evaluation.grids[task]),
+        "seeds": list(evaluation.seeds),
+        "start": str(start),
+        "data_dir": str(evaluation.data_dir),
+        "rows": rows,
+        **head,
+    }
+    return summarise(task, outcomes, from_mnli=start != evaluation.model, kept=study.kept), settings
 
 
 def best_model(evaluation: Evaluation, task: str) -> Path:

@@ -8,7 +8,6 @@ sets here. `optuna-dashboard sqlite:///FILE` shows the database.
 
 import dataclasses
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import optuna
 from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import create_trial
 
-from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.glue.training import MODEL, Outcome, Point
-from megatron_neobert.evaluation.records import changed_settings
+from megatron_neobert.evaluation.records import refuse_changed_settings
 
 DATABASE = "runs.db"
 BEST = "best"  # folder of the best run's weights, named by the file RUN in it
@@ -38,32 +36,22 @@ class TaskStudy:
         """Opens or creates it.
 
         Raises:
-            OutputError: It is there, and was made with other settings.
+            ConfigError: It is there, and was made with other settings.
         """
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         database = f"sqlite:///{folder / DATABASE}"
         self._study = optuna.create_study(storage=database, study_name=task, direction="maximize", load_if_exists=True)
-        before = self._study.user_attrs.get("settings")
-        if before is None:
+        if "settings" not in self._study.user_attrs:
             self._study.set_user_attr("settings", settings)
-        elif changed := changed_settings(before, settings):
-            raise OutputError(
-                f"{folder} has runs with other settings ({'; '.join(changed)}), and cannot be compared with new ones. "
-                "Name another --output, or remove that folder."
-            )
+        refuse_changed_settings(folder, self._study.user_attrs["settings"], settings)
 
     @property
     def outcomes(self) -> dict[Point, Outcome]:
         """Of every run that is done, in the order in which they were."""
         trials = self._study.get_trials(deepcopy=False)
         return {Point(**trial.params): Outcome(**trial.user_attrs["outcome"]) for trial in trials}
-
-    def left(self, points: Iterable[Point]) -> list[Point]:
-        """Those that have not been run."""
-        done = self.outcomes
-        return [point for point in points if point not in done]
 
     def run_folder(self, point: Point) -> Path:
         return self.folder / "runs" / point.name

@@ -20,7 +20,6 @@ from megatron_neobert.data.shards.find import shard_label
 from megatron_neobert.data.shards.records import ReadSettings
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint
 from megatron_neobert.evaluation.pages import to_csv
-from megatron_neobert.evaluation.plots import plot_perplexities
 from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, Document, select_documents
 from megatron_neobert.evaluation.pseudo_perplexity.results import (
     BAND,
@@ -32,6 +31,7 @@ from megatron_neobert.evaluation.pseudo_perplexity.results import (
 )
 from megatron_neobert.evaluation.pseudo_perplexity.scorer import Row, Scorer
 from megatron_neobert.evaluation.records import hold, write_record
+from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import replace_file
 
 
@@ -186,11 +186,7 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
 
 
 def write_curves(output: Path, outcomes: list[Outcome]) -> None:
-    """OUTPUT/pseudo_perplexity.csv and .png, replaced as a whole."""
+    """OUTPUT/pseudo_perplexity.csv, .md and .png of all models, each replaced as a whole."""
     rows = [{"model": outcome.name, **asdict(point)} for outcome in outcomes for point in outcome.curve]
     replace_file(output / "pseudo_perplexity.csv", to_csv(["model", *Bin.__dataclass_fields__], rows))
-    plot_perplexities(
-        output / "pseudo_perplexity.png",
-        {outcome.name: list(map(asdict, outcome.curve)) for outcome in outcomes},
-        title=f"Pseudo-perplexity by length; band: {BAND}",
-    )
+    write_page("pseudo_perplexity", [output / outcome.name / "pseudo_perplexity.json" for outcome in outcomes], output)

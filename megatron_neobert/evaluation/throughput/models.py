@@ -38,15 +38,6 @@ MASKED_SHARE = 0.2  # of the tokens, as NeoBERT's pre-training
 _IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What a model is called with."""
-
-    inputs: dict[str, Any]
-    tokens: int
-    slots: int
-
-
 def draw_lengths(count: int, *, longest: int, distribution: str, seed: int) -> list[int]:
     """Tokens of each document; a larger batch begins with the documents of a smaller one.
 
@@ -61,62 +52,55 @@ def draw_lengths(count: int, *, longest: int, distribution: str, seed: int) -> l
 
 def build_batch(
     lengths: Sequence[int], *, layout: str, labels: bool, config: Any, seed: int, device: torch.device | str
-) -> Batch:
-    """Documents of these lengths; with labels, a fifth of the tokens is to be predicted.
+) -> dict[str, Any]:
+    """What a model is called with: documents of these lengths; with labels, a fifth of the tokens is to be predicted.
 
     Args:
         config: Of the model: its vocabulary, and the padding that no document may contain, because some models
             take their positions from it.
     """
     generator = torch.Generator().manual_seed(seed)
-    pad = config.pad_token_id or 0
-    tokens = sum(lengths)
+    pad, tokens = config.pad_token_id or 0, sum(lengths)
     ids_s = torch.randint(0, config.vocab_size - 1, (tokens,), generator=generator)
     ids_s += ids_s >= pad  # every token but the padding
     targets_s = torch.where(torch.rand(tokens, generator=generator) < MASKED_SHARE, ids_s, _IGNORED)
     targets_s[0] = ids_s[0]  # a loss without any token would be no loss
-    lay_out = _pad if layout == "padded" else _pack
-    inputs = lay_out(ids_s, targets_s if labels else None, lengths, pad)
-    on_device = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    return Batch(on_device, tokens=tokens, slots=inputs["input_ids"].numel())
 
+    def lay_out(values_s: Tensor, filling: int) -> Tensor:
+        if layout == "packed":
+            return values_s[None].to(device)
+        return pad_sequence(list(values_s.split(list(lengths))), batch_first=True, padding_value=filling).to(device)
 
-def _pad(ids_s: Tensor, targets_s: Tensor | None, lengths: Sequence[int], pad: int) -> dict[str, Any]:
-    def rows(values_s: Tensor, filling: int) -> Tensor:
-        return pad_sequence(list(values_s.split(list(lengths))), batch_first=True, padding_value=filling)
-
-    inputs = {"input_ids": rows(ids_s, pad), "attention_mask": rows(torch.ones_like(ids_s), 0)}
-    return inputs if targets_s is None else inputs | {"labels": rows(targets_s, _IGNORED)}
-
-
-def _pack(ids_s: Tensor, targets_s: Tensor | None, lengths: Sequence[int], pad: int) -> dict[str, Any]:
-    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    inputs = {"input_ids": ids_s[None], "cu_seqlens": starts, "max_seqlen": max(lengths)}
-    return inputs if targets_s is None else inputs | {"labels": targets_s[None]}
+    inputs: dict[str, Any] = {"input_ids": lay_out(ids_s, pad)}
+    if layout == "packed":
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        inputs |= {"cu_seqlens": starts.to(device), "max_seqlen": max(lengths)}
+    else:
+        inputs["attention_mask"] = lay_out(torch.ones_like(ids_s), 0)
+    return inputs | ({"labels": lay_out(targets_s, _IGNORED)} if labels else {})
 
 
 # Messages of other libraries on a GPU, and of PyTorch on a CPU, when memory is at its end.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
-@dataclass(frozen=True)
-class Step:
-    """Of one model, weights not included in the bytes."""
-
-    seconds: float
-    grown_bytes: int
-
-
-def time_step(step: Callable[[], None], device: torch.device) -> Step:
-    """Runs the step once, from an idle device to an idle device."""
-    before = _start_memory(device)
+def time_step(step: Callable[[], None], device: torch.device) -> tuple[float, int]:
+    """Runs the step once, from an idle device to an idle device: seconds, and bytes without those of the weights."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    else:
+        ctypes.CDLL(None).malloc_trim(0)  # gives the system what was freed but kept for later
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew
+        before = _own_status("VmRSS")
     start = time.perf_counter()
     step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _own_status("VmHWM")
-    return Step(seconds, max(0, peak - before))
+    return seconds, max(0, peak - before)
 
 
 def has_memory_for(work: Callable[[], None], device: torch.device) -> bool:
@@ -135,16 +119,6 @@ def has_memory_for(work: Callable[[], None], device: torch.device) -> bool:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return False
-
-
-def _start_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    ctypes.CDLL(None).malloc_trim(0)  # gives the system what was freed but kept for later
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew
-    return _own_status("VmRSS")
 
 
 def _own_status(name: str) -> int:
@@ -203,16 +177,16 @@ def why_not(subject: Subject, layout: str) -> str | None:
     return None
 
 
-def make_step(subject: Subject, batch: Batch, passes: str) -> Callable[[], None]:
+def make_step(subject: Subject, inputs: dict[str, Any], passes: str) -> Callable[[], None]:
     """A function that computes these passes once and leaves no gradient."""
     model = subject.model
 
     def step() -> None:
         if passes == FORWARD:
             with torch.no_grad():
-                model.base_model(**batch.inputs)
+                model.base_model(**inputs)
         else:
-            model(**batch.inputs).loss.backward()
+            model(**inputs).loss.backward()
 
     return step
 

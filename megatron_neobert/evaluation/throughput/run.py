@@ -13,16 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.encoders import fingerprint
 from megatron_neobert.evaluation.pages import to_csv
-from megatron_neobert.evaluation.records import LineFile, changed_settings, describe_machine, versions, write_record
+from megatron_neobert.evaluation.records import (
+    LineFile,
+    describe_machine,
+    refuse_changed_settings,
+    versions,
+    write_record,
+)
+from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.evaluation.throughput.models import (
     MASKED_SHARE,
     TRAINING,
     WEB_MEDIAN_TOKENS,
     ModelsUnderTest,
-    Step,
     Subject,
     Variant,
     build_batch,
@@ -33,7 +38,7 @@ from megatron_neobert.evaluation.throughput.models import (
     prepare,
     time_step,
 )
-from megatron_neobert.evaluation.throughput.tables import COLUMNS, csv_rows, describe_rows, draw
+from megatron_neobert.evaluation.throughput.tables import COLUMNS, csv_rows
 from megatron_neobert.runtime.atomic_files import replace_file
 
 MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
@@ -59,36 +64,18 @@ class Sweep:
                     yield length, batch_size
 
 
-class StepLog:
-    """What has been measured, each group of steps on disk before the next begins; the first line holds the settings."""
+def open_log(path: Path, settings: dict[str, Any]) -> LineFile:
+    """The groups of steps that have been measured, each on disk before the next begins, behind a line of settings.
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Opens or creates the file.
-
-        Raises:
-            ConfigError: The file holds measurements under other settings, beside which new ones could not stand.
-            DataError: The file is no such log.
-        """
-        self._file = LineFile(path)
-        if not self._file.lines:
-            self._file.add(settings)
-        if changed := changed_settings(self._file.lines[0], settings):
-            raise ConfigError(
-                f"{path} was measured with other settings ({'; '.join(changed)}). Measure with the old ones, or choose "
-                "another --output."
-            )
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [row for group in self._file.lines[1:] for row in group["rows"]]
-
-    def holds(self, length: int, batch_size: int) -> bool:
-        """Whether this group has been measured."""
-        groups = self._file.lines[1:]
-        return any((group["length"], group["batch_size"]) == (length, batch_size) for group in groups)
-
-    def append(self, length: int, batch_size: int, rows: list[dict[str, Any]]) -> None:
-        self._file.add({"length": length, "batch_size": batch_size, "rows": rows})
+    Raises:
+        ConfigError: The file holds measurements under other settings, beside which new ones could not stand.
+        DataError: The file is no such log.
+    """
+    log = LineFile(path)
+    if not log.lines:
+        log.add(settings)
+    refuse_changed_settings(path, log.lines[0], settings)
+    return log
 
 
 def measure(
@@ -96,21 +83,24 @@ def measure(
     sweep: Sweep,
     *,
     device: torch.device,
-    log: StepLog,
+    log: LineFile,
     on_group: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """Measures what the log does not hold yet.
 
     Returns:
-        One row per variant and group, see `_to_row`; of those measured earlier too.
+        One row per variant and group, see `_Turn.to_row`; of those measured earlier too.
     """
+    done = {(group["length"], group["batch_size"]) for group in log.lines[1:]}
     for length, batch_size in sweep.groups():
-        if log.holds(length, batch_size):
+        if (length, batch_size) in done:
             continue
         failed = {
             Variant(**{field.name: row[field.name] for field in fields(Variant)})
-            for row in log.rows
-            if row["outcome"] == OUT_OF_MEMORY and row["length"] == length and row["batch_size"] <= batch_size
+            for group in log.lines[1:]
+            if group["length"] == length and group["batch_size"] <= batch_size
+            for row in group["rows"]
+            if row["outcome"] == OUT_OF_MEMORY
         }
         entered = {
             variant: subject
@@ -118,9 +108,9 @@ def measure(
             if variant not in failed and (subject.longest is None or length <= subject.longest)
         }
         rows = _measure_group(entered, sweep, length=length, batch_size=batch_size, device=device)
-        log.append(length, batch_size, rows)
+        log.add({"length": length, "batch_size": batch_size, "rows": rows})
         on_group(rows)
-    return log.rows
+    return [row for group in log.lines[1:] for row in group["rows"]]
 
 
 def summarise(row: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +149,7 @@ class _Turn:
         self.variant, self.subject, self.documents, self.seed = variant, subject, documents, seed
         self.device = device
         self.fits = True
-        self.steps: list[Step] = []
+        self.steps: list[tuple[float, int]] = []  # seconds and bytes
         self.kernels: list[str] = []
         self.step: Callable[[], None] | None = None
         self.tokens, self.slots = sum(documents), 0
@@ -174,7 +164,7 @@ class _Turn:
             self.step = None  # and its batch
 
     def warm_up(self, times: int) -> None:
-        batch = build_batch(
+        inputs = build_batch(
             self.documents,
             layout=self.variant.layout,
             labels=self.variant.passes == TRAINING,
@@ -182,8 +172,8 @@ class _Turn:
             seed=self.seed,
             device=self.device,
         )
-        self.slots = batch.slots
-        self.step = make_step(self.subject, batch, self.variant.passes)
+        self.slots = inputs["input_ids"].numel()
+        self.step = make_step(self.subject, inputs, self.variant.passes)
         self.kernels = find_kernels(self.subject, self.step)
         for _ in range(times):
             prepare(self.subject, self.variant.passes)
@@ -201,10 +191,8 @@ class _Turn:
             "slots": self.slots,
             "kernels": self.kernels,
             "outcome": MEASURED if self.fits else OUT_OF_MEMORY,
-            "seconds": [step.seconds for step in self.steps] if self.fits else [],
-            "peak_bytes": self.subject.weight_bytes + max(step.grown_bytes for step in self.steps)
-            if self.fits
-            else None,
+            "seconds": [seconds for seconds, _ in self.steps] if self.fits else [],
+            "peak_bytes": self.subject.weight_bytes + max(grown for _, grown in self.steps) if self.fits else None,
         }
 
 
@@ -239,8 +227,8 @@ def write_results(
     device: torch.device,
 ) -> str:
     """Writes everything and returns the Markdown page."""
-    common = describe(folders, found, sweep, device)
-    settings = {name: value for name, value in common.items() if name not in ("machine", "versions")}
+    settings = describe(folders, found, sweep, device)
+    del settings["machine"], settings["versions"]  # which every record holds
     for name, folder in folders.items():
         own = [row for row in rows if row["model"] == name]
         subject = next((s for c, s in found.variants.items() if c.model == name), None)
@@ -252,15 +240,4 @@ def write_results(
         path = output / name / "throughput.json"
         write_record(path, "throughput", folder=folder, settings=settings, results=results, device=device)
     replace_file(output / "throughput.csv", to_csv(COLUMNS, csv_rows(rows)))
-    for passes in dict.fromkeys(row["passes"] for row in rows):
-        draw(output / f"throughput_{passes.replace('+', '_')}.png", rows, passes, machine=common["machine"])
-    lines = [describe_rows(rows), ""]
-    lines += [f"Not measured: {entry['variant']}: {entry['reason']}.\n" for entry in found.not_run]
-    lines.append(
-        f"{common['machine']}; medians of {common['steps']} steps after {common['warmup']} to warm up; documents: "
-        f"{common['lengths_distribution']}; float32 matrix products: {common['float32_matmul_precision']}; torch "
-        f"{common['versions']['torch']}, transformers {common['versions']['transformers']}."
-    )
-    page = "\n".join(lines) + "\n"
-    replace_file(output / "throughput.md", page)
-    return page
+    return write_page("throughput", [output / name / "throughput.json" for name in folders], output)

@@ -1,4 +1,4 @@
-"""Measured speeds as CSV, as a Markdown table and as curves: per length, the batch size that was fastest.
+"""Measured speeds as CSV, as a table and as curves: per length, the batch size that was fastest.
 
 A row is what `throughput.summarise` gives. Names of variants hold only what distinguishes them.
 """
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.evaluation.pages import to_markdown
 from megatron_neobert.evaluation.plots import Curve, plot_curves
 
 COLUMNS = (
@@ -39,16 +38,6 @@ def csv_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {**row, "kernels": " ".join(row["kernels"]), "best": "yes" if _speed(row) > 0 and row in best else "no"}
         for row in rows
     ]
-
-
-def describe_rows(rows: Sequence[Row]) -> str:
-    """A table for each kind of passes: models by lengths."""
-    tables = []
-    for passes in dict.fromkeys(row["passes"] for row in rows):
-        cells = to_cells([row for row in rows if row["passes"] == passes])
-        table = to_markdown(cells, numeric=[column >= 4 for column in range(len(cells[0]))])
-        tables.append(f"{passes}, tokens/s: median (quartiles), batch size, peak memory\n\n{table}")
-    return "\n\n".join(tables)
 
 
 def to_curves(rows: Sequence[Row]) -> list[Curve]:

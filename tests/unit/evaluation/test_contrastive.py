@@ -231,7 +231,7 @@ def test_folder_that_is_no_model_is_refused(tmp_path):
 def test_module_of_another_package_is_refused_before_it_is_imported(place, tmp_path):
     folder = shutil.copytree(place / "bert", tmp_path / "bert")
     (folder / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "subprocess.Popen"}]')
-    with pytest.raises(ConversionError, match="'subprocess.Popen' is no module of sentence-transformers"):
+    with pytest.raises(ConversionError, match=r"'subprocess\.Popen' is no module of sentence-transformers"):
         load_sentence_transformer(folder, max_length=16)
 
 

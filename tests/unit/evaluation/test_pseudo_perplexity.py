@@ -154,6 +154,7 @@ def test_curves_of_several_models_share_a_table_and_a_figure(models, evaluation,
         point.pseudo_perplexity for outcome in outcomes for point in outcome.curve
     ]
     assert (tmp_path / "pseudo_perplexity.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert all(f"| {name} | " in (tmp_path / "pseudo_perplexity.md").read_text() for name in models)
 
 
 def test_batches_hold_every_position_once_the_longest_first_and_no_more_tokens_than_allowed(models, evaluation):

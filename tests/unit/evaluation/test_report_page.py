@@ -23,6 +23,7 @@ def score(mean):
 def glue_of(tasks):
     point = {"batch_size": 16, "learning_rate": 1e-5, "weight_decay": 0.01}
     one = {"score": score(0.612), "metrics": {"accuracy": score(0.612)}, "best_point": point}
+    one |= {"points": 6, "seconds": 1800.0, "kept": "batch16_seed1"}
     return {
         "tasks": {task: {**one, "seeds": [0, 1], "from_mnli": task == "rte"} for task in tasks},
         "average": 0.612 if len(tasks) == len(PAPER_TASKS) else None,
@@ -48,8 +49,8 @@ RESULTS = {
         "average": {"value": None, "there": 1, "expected": 2},
         "categories": {"Classification": {"value": 71.23, "there": 1, "expected": 1}, "STS": NOTHING},
         "tasks": {
-            "Banking": {"type": "Classification", "metric": "accuracy", "score": 71.23},
-            "STS17": {"type": "STS", "metric": "cosine_spearman", "score": None},
+            "Banking": {"type": "Classification", "metric": "accuracy", "score": 71.23, "missing": None},
+            "STS17": {"type": "STS", "metric": "cosine_spearman", "score": None, "missing": "no data"},
         },
         "missing": ["STS17"],
     },
@@ -73,7 +74,9 @@ def put(results_folder, kind, results, *, name="mine", seed=17, limit=None, task
             "device": name,
         }
         settings = dict.fromkeys(results["tasks"], one)
-    write_record(path, kind, folder=model, settings=settings, results=results, name=name)
+    write_record(path, kind, folder=model, settings=settings, results=results)
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"model": record["model"] | {"name": name}}))
     return path
 
 
@@ -123,7 +126,8 @@ def test_measured_numbers_name_their_run_and_reported_ones_say_so(results, tmp_p
     text, page, runs = report_of(results, tmp_path)
     numbers = {run.kind: run.number for run in runs}
     scores = ["61.2 ± 1.0"] * 8
-    assert line_of(text, "| mine | 61.2") == f"| {' | '.join(['mine', *scores, '61.2'])} | \\[{numbers['glue']}\\] |"
+    last = rf"[\[{numbers['glue']}\]](#run-{numbers['glue']})"
+    assert line_of(text, "| mine | 61.2") == f"| {' | '.join(['mine', *scores, '61.2', last])} |"
     assert line_of(text, "| NeoBERT-4096 | 89.0").endswith("| 89.0 | reported |")
     lines = [line for line in Page(page).lines if line]
     assert ["mine", *scores, "61.2", f"[{numbers['glue']}]"] in lines
@@ -136,11 +140,12 @@ def test_every_run_is_described_by_its_command_seed_machine_and_versions(results
     text, page, runs = report_of(results, tmp_path)
     assert len(runs) == 4
     for run in runs:
-        section = text.split(f"\\[{run.number}\\] mine: {run.kind}")[1].split("### ")[0]
+        section = text.split(f"### Run {run.number}\n")[1].split("### ")[0]
         record = json.loads(run.path.read_text())
-        assert f"seed {'17, 18' if run.kind == 'glue' else 17};" in section and record["command"] in section
+        assert section.strip().startswith(f"mine: {run.kind}. ") and record["command"] in section
+        assert ('"seeds": [17, 18]' if run.kind == "glue" else "seed: 17") in section
         assert record["machine"] in section and f"torch {record['versions']['torch']}" in section
-        assert f'id="run{run.number}"' in page and f'href="#run{run.number}"' in page
+        assert f'id="run-{run.number}"' in page and f'href="#run-{run.number}"' in page
 
 
 def test_a_mean_over_some_tasks_only_is_not_given_and_they_are_named(results, tmp_path):
@@ -149,7 +154,7 @@ def test_a_mean_over_some_tasks_only_is_not_given_and_they_are_named(results, tm
     cells = line_of(text, "| mine | 61.2").split(" | ")
     assert cells[3] == "missing" and cells[9] == "– (7 of 8 tasks)"
     assert line_of(text, "| mine | 71.2 (1)").split(" | ")[-3:-1] == ["missing", "– (1 of 2)"]
-    assert "mine, without a score: STS17." in text
+    assert "mine, without a score: STS17 (no data)." in text
 
 
 def test_settings_that_differ_between_models_are_named(results, tmp_path):
@@ -214,7 +219,7 @@ def test_the_page_needs_nothing_beside_it_and_holds_the_figures(results, tmp_pat
     _, page, _ = report_of(results, tmp_path)
     tags = Page(page).tags
     sources = [attributes["src"] for _, attributes in tags if "src" in attributes]
-    figure = (tmp_path / "report" / "report_pseudo_perplexity.png").read_bytes()
+    figure = (tmp_path / "report" / "pseudo_perplexity.png").read_bytes()
     assert sources == ["data:image/png;base64," + base64.b64encode(figure).decode()]
     assert all(attributes["href"].startswith("#") for _, attributes in tags if "href" in attributes)
     assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "iframe"})

@@ -1,6 +1,6 @@
 """Tables and curves of speeds: the fastest batch size stands for a length."""
 
-from megatron_neobert.evaluation.throughput.tables import best_rows, csv_rows, describe_rows, to_curves, to_memory
+from megatron_neobert.evaluation.throughput.tables import best_rows, csv_rows, to_cells, to_curves, to_memory
 
 
 def row(model="a", length=512, batch_size=1, speed=100.0, **changes):
@@ -48,12 +48,11 @@ def test_a_csv_holds_every_row_and_marks_the_best():
 
 
 def test_a_table_says_where_memory_ended_and_where_nothing_was_measured():
-    table = describe_rows(ROWS).splitlines()
-    assert table[2] == "| model | dtype | attention | layout | 512 | 1,024 |"
-    assert table[4] == (
-        "| a | float32 | sdpa (math) | padded | 150 (140 to 160), batch 2, 0.50 GiB | out of memory (batch 1) |"
-    )
-    assert table[5].startswith("| b ") and table[5].endswith("| - | 90 (80 to 100), batch 1, 0.50 GiB |")
+    header, first, second = to_cells(ROWS)
+    assert header == ["model", "dtype", "attention", "layout", "512", "1,024"]
+    measured = ["150 (140 to 160), batch 2, 0.50 GiB", "out of memory (batch 1)"]
+    assert first == ["a", "float32", "sdpa (math)", "padded", *measured]
+    assert second[0] == "b" and second[4:] == ["-", "90 (80 to 100), batch 1, 0.50 GiB"]
 
 
 def test_curves_hold_what_was_measured_with_the_quartiles_as_band():

@@ -93,7 +93,7 @@ def test_run_that_is_killed_goes_on_where_it_was(place, tmp_path, evaluate):
     output = evaluate(*flags, *tasks)
     assert "1/3 local:a: " in output
     assert "(kept)" in output.splitlines()[0]
-    assert output.count("| local:") == 3
+    assert output.count("| model | local:") == 3
 
 
 def test_classifiers_that_do_not_converge_are_not_reported_draw_by_draw(evaluate):
@@ -113,19 +113,19 @@ def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(ev
     with pytest.raises(NeoBERTError, match=r"no data of 1 tasks \(SICK-R\); run python tools/fetch_mteb.py"):
         evaluate("--tasks", "local:sts", "SICK-R")
     output = evaluate("--tasks", "local:sts", "SICK-R", "--skip-missing")
-    assert "| model | – (1 of 2) | – (1 of 2) |" in output
-    assert "- SICK-R: no data" in output
+    assert "| model | missing | missing | missing | missing | missing | – (1 of 2) | missing | – (1 of 2) |" in output
+    assert "without a score: SICK-R (no data)." in output
 
 
 def test_paper_rows_stand_below_the_papers_benchmark_alone(place, evaluate):
     output = evaluate("--skip-missing")
     assert "| model | – (0 of 12) |" in output
-    assert "| NeoBERT-4096, as reported | 61.6 | 40.8 | 76.2 | 51.2 | 31.6 | 74.8 | 30.7 | 51.3 |" in output
+    assert "| NeoBERT-4096 | 61.6 | 40.8 | 76.2 | 51.2 | 31.6 | 74.8 | 30.7 | 51.3 | reported |" in output
     assert (place / "out" / "model" / "mteb.json").exists()
-    assert "as reported" not in evaluate("--skip-missing", "--benchmark", "MTEB(eng, v2)")
+    assert "| reported |" not in evaluate("--skip-missing", "--benchmark", "MTEB(eng, v2)")
     assert (place / "out" / "model" / "mteb_v2" / "mteb.json").exists()
-    assert "as reported" not in evaluate("--skip-missing", "--limit", 3)
-    assert "as reported" in evaluate("--skip-missing", "--pooling", "cls")
+    assert "| reported |" not in evaluate("--skip-missing", "--limit", 3)
+    assert "| reported |" in evaluate("--skip-missing", "--pooling", "cls")
 
 
 def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place, tmp_path, evaluate):
@@ -181,7 +181,7 @@ def test_instructions_change_the_scores_and_each_style_is_measured_anew(evaluate
         (("--tasks", "local:nothing"), 66, "data/nothing is no folder"),
         (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
         (("--device", "cuda:99"), 2, "--device cuda:99: torch sees . GPUs here"),
-        (("--batch-size", "0"), 2, "--batch-size 0 must be at least 1"),
+        (("--batch-size", "0"), 2, "argument --batch-size: 0 is not a whole number"),
     ],
 )
 def test_command_that_cannot_work_says_why(arguments, code, said, evaluate):
