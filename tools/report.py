@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.runtime.atomic_files import require_folder
 
 
 def main() -> None:
@@ -20,6 +21,8 @@ def main() -> None:
     parser.add_argument("--results", required=True, nargs="+", type=Path, metavar="DIR", help="--output of evaluations")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write to; may exist")
     arguments = parser.parse_args()
+    for folder in arguments.results:
+        require_folder("--results", folder, remedy="name the --output of an evaluation")
 
     from megatron_neobert.evaluation.report import missing, write_report
 

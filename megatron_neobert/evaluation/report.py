@@ -28,7 +28,7 @@ from megatron_neobert.evaluation.plots import plot_perplexities
 from megatron_neobert.evaluation.records import read_record
 from megatron_neobert.evaluation.reported_numbers import MTEB_PAPER, Reported
 from megatron_neobert.evaluation.throughput.tables import draw, to_cells
-from megatron_neobert.runtime.atomic_files import replace_file, require_folder
+from megatron_neobert.runtime.atomic_files import replace_file
 
 TITLE = "Evaluation"
 # Kind -> the command that writes its record, in the order of the report.
@@ -104,11 +104,9 @@ def find_runs(folders: Sequence[Path]) -> list[Measured]:
     """All records, kind by kind; where one kind has two models of one name, their folders tell them apart.
 
     Raises:
-        MissingInputError: A folder does not exist, or no folder has a record.
+        MissingInputError: No folder has a record.
         DataError: A file of a record's name is none.
     """
-    for folder in folders:
-        require_folder("--results", folder, remedy="name the --output of an evaluation")
     found: list[tuple[str, Path, dict[str, Any]]] = []
     for kind in KINDS:
         paths = {path.resolve(): path for folder in folders for path in sorted(folder.rglob(f"{kind}.json"))}

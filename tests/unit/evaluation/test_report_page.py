@@ -258,6 +258,4 @@ def test_results_of_another_form_are_refused_with_the_missing_name(results, tmp_
 def test_folders_without_records_are_refused(tmp_path):
     with pytest.raises(MissingInputError, match=r"none of pseudo_perplexity\.json, throughput\.json"):
         write_report([tmp_path], tmp_path / "report")
-    with pytest.raises(MissingInputError, match="no such folder"):
-        write_report([tmp_path / "nowhere"], tmp_path / "report")
     assert not (tmp_path / "report").exists()
