@@ -32,14 +32,13 @@ VOCABULARY = 8192
 def main() -> int:
     """Trains a few iterations in each mode, in turns, and prints the medians."""
     options = _parse()
-    from benchmarks.report import describe_machine, print_table
+    from benchmarks.shared import describe_machine, in_turns, print_table
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name, _run(Path(name), options) as run:
         _iterate(run, options.iterations, mode="none")  # what is paid only once
         rounds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
-        for _ in range(options.rounds):
-            for mode in MODES:
-                rounds[mode].append(_iterate(run, options.iterations, mode=mode))
+        for _, mode in in_turns(MODES, rounds=options.rounds):
+            rounds[mode].append(_iterate(run, options.iterations, mode=mode))
         verify_seconds, size = _verify(run)
     for item in describe_machine(PACKAGES).items():
         print("{}: {}".format(*item))
@@ -70,7 +69,7 @@ def _parse() -> argparse.Namespace:
 @contextmanager
 def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
     """A run of this process alone, without checkpoint."""
-    from benchmarks.corpus import write_corpus
+    from benchmarks.shared import write_corpus
     from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, Settings, TrainingConfig
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join

@@ -15,7 +15,6 @@ a sentence above 512 tokens, so it is given documents cut into sentences of 32 t
 import argparse
 import importlib.util
 import itertools
-import json
 import os
 import random
 import statistics
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
@@ -52,25 +51,31 @@ class Job:
     folder: Path  # for a peer's own files
 
 
-@dataclass(frozen=True)
-class Batch:
+class Size(NamedTuple):
     """What is counted of a batch."""
 
     rows: int
-    slots: int
+    capacity: int  # tokens, padding included
     real_tokens: int
 
 
 @dataclass(frozen=True)
-class Run:
-    """One turn of one loader."""
+class Turn:
+    """What one loader prepared in one round."""
 
     loader: str
     rows: int
-    slots: int
+    capacity: int  # tokens, padding included
     real_tokens: int
     cpu_seconds: float  # of this process and its workers
-    wall_seconds: float
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.cpu_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.real_tokens / self.cpu_seconds
 
 
 def main() -> int:
@@ -87,26 +92,24 @@ def main() -> int:
     arguments = parser.parse_args()
     if (arguments.data_path is None) != (arguments.tokenizer_model is None):
         raise ConfigError("--data-path and --tokenizer-model belong together; give both, or neither.")
-    from benchmarks.report import describe_machine, print_table
+    from benchmarks.shared import describe_machine, print_table, write_figures
 
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded, which is later
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         job = open_job(arguments, Path(folder))
         started = {name: start(job) for name, start in available_loaders().items()}
-        runs = run_in_turns(started, rounds=arguments.rounds, seconds=arguments.seconds)
-    table = summarise(runs)
+        turns = run_in_turns(started, rounds=arguments.rounds, seconds=arguments.seconds)
+    table = summarise(turns)
     print_table(table)
-    if arguments.output is not None:
-        corpus = {"documents": len(job.corpus), "tokens": job.corpus.manifest.tokens}
-        figures = {"machine": describe_machine(PACKAGES), "corpus": corpus, "table": table}
-        figures["runs"] = [asdict(run) for run in runs]
-        arguments.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    corpus = {"documents": len(job.corpus), "tokens": job.corpus.manifest.tokens}
+    figures = {"machine": describe_machine(PACKAGES), "corpus": corpus, "table": table}
+    write_figures(arguments.output, {**figures, "turns": [asdict(turn) for turn in turns]})
     return 0
 
 
 def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
-    from benchmarks.corpus import write_corpus
+    from benchmarks.shared import write_corpus
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
@@ -142,28 +145,20 @@ def our_stream(job: Job) -> Any:
     return BatchStream((Source(job.corpus, range(len(job.corpus))),), settings)
 
 
-def ours_in_process(job: Job) -> Iterator[Batch]:
-    return count_ours(our_stream(job).steps(), job)
-
-
-def ours_with_worker(job: Job) -> Iterator[Batch]:
-    from megatron_neobert.data.batches.loader import build_loader
-
-    return count_ours(iter(build_loader(our_stream(job), num_workers=1)), job)
-
-
-def ours_with_dali(job: Job, *, num_workers: int) -> Iterator[Batch]:
+def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Size]:
+    """The loader of training."""
     import torch
 
     from megatron_neobert.data.batches.dali import DaliLoader
+    from megatron_neobert.data.batches.loader import build_loader
 
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return count_ours(iter(DaliLoader(our_stream(job), num_workers=num_workers, device=device)), job)
-
-
-def count_ours(steps: Iterator[Any], job: Job) -> Iterator[Batch]:
+    if with_dali:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        steps = iter(DaliLoader(our_stream(job), num_workers=num_workers, device=device))
+    else:
+        steps = iter(build_loader(our_stream(job), num_workers=num_workers)) if num_workers else our_stream(job).steps()
     for step in steps:
-        yield Batch(job.batch_size, step.micro_batches[0].tokens_t.numel(), step.real_tokens)
+        yield Size(job.batch_size, step.micro_batches[0].tokens_t.numel(), step.real_tokens)
 
 
 # ---- others
@@ -183,9 +178,8 @@ def full_examples(job: Job) -> list[list[int]]:
     return [tokens[row * job.seq_length :][: job.seq_length] for row in range(rows)]
 
 
-def collator(job: Job, examples: Callable[[Job], list[list[int]]], *, tensors: bool = False) -> Iterator[Batch]:
-    """DataCollatorForLanguageModeling over examples in memory, shuffled: nothing is read."""
-    import torch
+def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[Size]:
+    """DataCollatorForLanguageModeling over lists in memory, shuffled: nothing is read. Tensors are no faster."""
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
     job.tokenizer.save_tokenizer_files(job.folder / "tokenizer", model_max_length=job.seq_length)
@@ -194,16 +188,14 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]], *, tensors: b
         tokenizer, mlm_probability=MASKED_SHARE, mask_replace_prob=1.0, random_replace_prob=0.0
     )
     special = set(job.tokenizer.special_ids)
-    convert = torch.tensor if tensors else list
     features = [
-        {"input_ids": convert(ids), "special_tokens_mask": convert([int(id_ in special) for id_ in ids])}
-        for ids in examples(job)
+        {"input_ids": ids, "special_tokens_mask": [int(id_ in special) for id_ in ids]} for ids in examples(job)
     ]
     while True:
         random.Random(SEED).shuffle(features)
         for first in range(0, len(features) - job.batch_size + 1, job.batch_size):
             batch = collate(features[first : first + job.batch_size])
-            yield Batch(job.batch_size, batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
+            yield Size(job.batch_size, batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
 
 
 class MegatronTokenizer:
@@ -222,7 +214,7 @@ class MegatronTokenizer:
         self.unique_identifiers = {"fingerprint": tokenizer.fingerprint}
 
 
-def megatron_bert(job: Job) -> Iterator[Batch]:
+def megatron_bert(job: Job) -> Iterator[Size]:
     """BERTMaskedWordPieceDataset and torch's default collation; 80/10/10 is built in."""
     import numpy as np
     import torch
@@ -257,7 +249,7 @@ def megatron_bert(job: Job) -> Iterator[Batch]:
     while True:
         for first in range(0, len(dataset) - job.batch_size + 1, job.batch_size):
             batch = default_collate([dataset[number] for number in range(first, first + job.batch_size)])
-            yield Batch(job.batch_size, batch["text"].numel(), int(batch["padding_mask"].sum()))
+            yield Size(job.batch_size, batch["text"].numel(), int(batch["padding_mask"].sum()))
 
 
 def write_sentences(job: Job, prefix: str) -> int:
@@ -280,55 +272,47 @@ def write_sentences(job: Job, prefix: str) -> int:
 # ---- measuring
 
 
-def available_loaders() -> dict[str, Callable[[Job], Iterator[Batch]]]:
+def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
     """In the order of the table; those with workers are started before other libraries bring their threads."""
-    loaders: dict[str, Callable[[Job], Iterator[Batch]]] = {
-        OURS: ours_in_process,
-        "this project, 1 worker": ours_with_worker,
+    loaders: dict[str, Callable[[Job], Iterator[Size]]] = {
+        OURS: partial(ours, num_workers=0),
+        "this project, 1 worker": partial(ours, num_workers=1),
     }
     if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali"):
-        loaders["this project, DALI, in process"] = partial(ours_with_dali, num_workers=0)
-        loaders["this project, DALI, 1 worker"] = partial(ours_with_dali, num_workers=1)
+        loaders["this project, DALI, in process"] = partial(ours, num_workers=0, with_dali=True)
+        loaders["this project, DALI, 1 worker"] = partial(ours, num_workers=1, with_dali=True)
     else:
         print("DALI is left out, it is not installed: pip install 'megatron-neobert[dali]'")
     return loaders | {
-        "transformers, padded lists": partial(collator, examples=padded_examples),
-        "transformers, padded tensors": partial(collator, examples=padded_examples, tensors=True),
+        "transformers, padded": partial(collator, examples=padded_examples),
         "transformers, full rows": partial(collator, examples=full_examples),
         "megatron.core BERT": megatron_bert,
     }
 
 
-def run_in_turns(loaders: dict[str, Iterator[Batch]], *, rounds: int, seconds: float) -> list[Run]:
-    """Every loader once a round, every other round in reverse, after one batch each that is not counted."""
+def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: float) -> list[Turn]:
+    """Every loader once a round, after one batch each that is not counted."""
+    from benchmarks.shared import in_turns
+
     for batches in loaders.values():
         next(batches)
-    runs = []
-    for number in range(rounds):
-        for name in list(loaders)[:: -1 if number % 2 else 1]:
-            run = measure(name, loaders[name], seconds)
-            runs.append(run)
-            print(f"round {number + 1} | {name} | {run.rows / run.cpu_seconds:,.0f} rows/cpu-s", flush=True)
-    return runs
+    turns = []
+    for number, name in in_turns(loaders, rounds=rounds):
+        turns.append(measure(name, loaders[name], seconds))
+        print(f"round {number} | {name} | {turns[-1].rows_per_second:,.0f} rows/cpu-s", flush=True)
+    return turns
 
 
-def measure(name: str, batches: Iterator[Batch], seconds: float) -> Run:
+def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
     """Takes batches for so many seconds; workers have full queues when the clock starts and when it stops."""
     time.sleep(SETTLE_SECONDS)
-    cpu, wall = tree_cpu_seconds(), time.perf_counter()
-    taken: list[Batch] = []
-    while time.perf_counter() - wall < seconds or not taken:
+    cpu, end = tree_cpu_seconds(), time.perf_counter() + seconds
+    taken = [next(batches)]
+    while time.perf_counter() < end:
         taken.append(next(batches))
-    wall_seconds = time.perf_counter() - wall
     time.sleep(SETTLE_SECONDS)
-    return Run(
-        loader=name,
-        rows=sum(batch.rows for batch in taken),
-        slots=sum(batch.slots for batch in taken),
-        real_tokens=sum(batch.real_tokens for batch in taken),
-        cpu_seconds=tree_cpu_seconds() - cpu,
-        wall_seconds=wall_seconds,
-    )
+    rows, capacity, real_tokens = (sum(numbers) for numbers in zip(*taken, strict=True))
+    return Turn(name, rows, capacity, real_tokens, cpu_seconds=tree_cpu_seconds() - cpu)
 
 
 def tree_cpu_seconds() -> float:
@@ -339,36 +323,26 @@ def tree_cpu_seconds() -> float:
     return time.process_time() + sum(times.user + times.system for times in workers)
 
 
-def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def summarise(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """One row per loader: medians of the rounds, and how many times as fast this project is, in the same round."""
-    by_loader: dict[str, list[Run]] = {}
-    for run in runs:
-        by_loader.setdefault(run.loader, []).append(run)
-    ours = by_loader[OURS]
+    by_loader: dict[str, list[Turn]] = {}
+    for turn in turns:
+        by_loader.setdefault(turn.loader, []).append(turn)
     table = []
     for name, group in by_loader.items():
-        pairs = list(zip(ours, group, strict=True))
+        pairs = list(zip(by_loader[OURS], group, strict=True))
+        used = sum(turn.real_tokens for turn in group) / sum(turn.capacity for turn in group)
         table.append(
             {
                 "loader": name,
-                "rows/cpu-s": statistics.median(rows_per_second(run) for run in group),
-                "real tokens/cpu-s": statistics.median(tokens_per_second(run) for run in group),
-                "% unused": 100 * (1 - sum(run.real_tokens for run in group) / sum(run.slots for run in group)),
-                "x rows": statistics.median(rows_per_second(one) / rows_per_second(other) for one, other in pairs),
-                "x tokens": statistics.median(
-                    tokens_per_second(one) / tokens_per_second(other) for one, other in pairs
-                ),
+                "rows/cpu-s": statistics.median(turn.rows_per_second for turn in group),
+                "real tokens/cpu-s": statistics.median(turn.tokens_per_second for turn in group),
+                "% unused": 100 * (1 - used),
+                "x rows": statistics.median(one.rows_per_second / other.rows_per_second for one, other in pairs),
+                "x tokens": statistics.median(one.tokens_per_second / other.tokens_per_second for one, other in pairs),
             }
         )
     return table
-
-
-def rows_per_second(run: Run) -> float:
-    return run.rows / run.cpu_seconds
-
-
-def tokens_per_second(run: Run) -> float:
-    return run.real_tokens / run.cpu_seconds
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ memory back at once; on a GPU it is torch's own count of its tensors. The plan's
 out on both sides.
 """
 
-import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings, TrainingConfig
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
-from megatron_neobert.runtime.atomic_files import replace_file
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 DOCUMENTS = 4096
@@ -85,11 +82,7 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="the cases for one GPU instead of those for a CPU")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="some of the cases, by name")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # what a process of a case is started with
     arguments = parser.parse_args()
-    if arguments.measure is not None:
-        print(json.dumps(measure(Case(**json.loads(arguments.measure)), Path.cwd())))
-        return 0
     cases = GPU_CASES if arguments.gpu else CPU_CASES
     if unknown := [name for name in arguments.only or () if name not in cases]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(cases)}")
@@ -106,50 +99,49 @@ def main() -> int:
 
 def compare(cases: dict[str, Case], *, output: Path | None) -> int:
     """Measures the cases one after another."""
-    from benchmarks.report import describe_machine, print_table
+    from benchmarks.shared import describe_machine, print_table, write_figures
 
     rows = []
     for name, case in cases.items():
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            figures = max(start_ranks(case, Path(folder)), key=lambda rank: rank["measured peak"])
-        row: dict[str, object] = {"case": name, "size": case.size}
+            figures = max(run_ranks(case, Path(folder)), key=lambda rank: rank["measured peak"])
+        row: dict[str, Any] = {"case": name, "size": case.size}
         for what in ("kept", "peak"):
             planned, measured = figures[f"planned {what}"], figures[f"measured {what}"]
             row |= {f"{what} MiB": measured and measured / (1 << 20), f"planned {what}": planned / (1 << 20)}
             row[f"{what}: plan / measured"] = measured and planned / measured
         rows.append(row)
         print_table(rows[-1:])
-    machine = describe_machine(PACKAGES)
     print()
-    for item in machine.items():
-        print("{}: {}".format(*item))
     print_table(rows)
-    if output is not None:
-        replace_file(output, json.dumps({"machine": machine, "cases": rows}, indent=1) + "\n")
+    write_figures(output, {"machine": describe_machine(PACKAGES), "cases": rows})
     return 0
 
 
-def start_ranks(case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Figures of every rank of a case, each a process of its own in `folder`."""
-    from benchmarks.corpus import write_corpus
+def run_ranks(case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Figures of every rank of a case, each a process of its own.
+
+    Raises:
+        ConfigError: One of them failed.
+    """
+    from torch import multiprocessing
+
+    from benchmarks.shared import write_corpus
 
     write_corpus(folder, documents=DOCUMENTS, median_tokens=368, longest=case.row_tokens - 2, vocab_size=VOCABULARY)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = []
-    for rank in range(case.ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__).resolve()), "--measure", json.dumps(vars(case))]
-        environment = {**os.environ, **GIVE_BACK, **place, **rendezvous}
-        ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True))
-    answers = [rank.communicate()[0] for rank in ranks]
-    if codes := [rank.returncode for rank in ranks if rank.returncode]:
+        port = str(free.getsockname()[1])
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(case.ranks)}
+    os.environ.update(GIVE_BACK, OMP_NUM_THREADS="1", **rendezvous)  # which the processes start with
+    try:
+        multiprocessing.spawn(measure, (case, folder), nprocs=case.ranks)
+    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
         raise ConfigError(
-            f"{case.size}: a process ended with exit code {codes[0]} (-9: most likely no memory was left); its "
-            "output stands above; name cases that this machine can train after --only."
-        )
-    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+            f"{case.size}: a process failed ({str(error).strip().splitlines()[-1]}; SIGKILL: most likely no memory was "
+            "left); name cases that this machine can train after --only."
+        ) from error
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(case.ranks)]
 
 
 def build_settings(case: Case, folder: Path) -> Settings:
@@ -177,11 +169,12 @@ def build_settings(case: Case, folder: Path) -> Settings:
     return settings
 
 
-def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """Two steps of this rank, and one more forward pass whose saved tensors are counted."""
+def measure(rank: int, case: Case, folder: Path) -> None:
+    """Two steps of this rank, and one more forward pass whose saved tensors are counted; writes the figures."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     import torch
 
-    from benchmarks.step_parts import Memory
+    from benchmarks.shared import Memory
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
     from megatron_neobert.training.step import train_step
@@ -202,12 +195,13 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     kept = count_saved_bytes(run, batch) if settings.parallel.pipeline_model_parallel_size == 1 else None
     plan = plan_of(run, world_size=case.ranks, masked_tokens=len(batch.labels_m))
     distributed.shut_down()
-    return {
+    figures = {
         "planned kept": plan.activations + plan.head,
         "measured kept": kept,  # None: a stage with several micro-batches in flight shows by its peak alone
         "planned peak": plan.total - plan.context,
         "measured peak": memory.peak_bytes,
     }
+    (folder / f"{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
 
 
 def warm_up(device: Any, dtype: Any) -> None:

@@ -12,36 +12,38 @@ import ctypes
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
+from benchmarks.shared import describe_machine, in_turns, print_table, write_figures
 from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.05  # between looks at a tool's memory
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 COMPARED = ("datatrove", "datasets")
+PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
 
 
 @dataclass(frozen=True)
 class Job:
     """What every tool is asked to do."""
 
-    shards: str  # folder of links to the parquet files, in their order
+    shards: str  # folder of the parquet files, in their order
     text_key: str
     tokenizer_model: str
     tokenizer_json: str  # the same tokenizer, for the peers
@@ -59,7 +61,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Run:
+class Measured:
     """One process tree, and what it has written."""
 
     tool: str
@@ -72,30 +74,34 @@ class Run:
     tokens: int  # special tokens around documents aside
     ids_sha256: str | None  # of the ids, where the tool writes nothing else
 
-
-RunAll = Callable[..., list[Run]]  # what is left of run_in_turns: shards, rounds, title
+    @property
+    def name(self) -> str:
+        return f"{self.tool} ({self.workers} worker{'s' if self.workers > 1 else ''})"
 
 
 def main() -> int:
+    """Prepares the inputs, measures every tool in turns, and prints the table."""
     arguments = parse_arguments()
     tools = available_tools(arguments.tools)
-    cores = len(os.sched_getaffinity(0))
-    if max(arguments.workers) > cores:
-        raise ConfigError(f"--workers {max(arguments.workers)} is above the {cores} cores of this machine; use fewer.")
-    adopt_orphans()
+    # Makes processes whose parents end the children of this one: a fork server outlives the tool that started it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         given = {"patterns": arguments.input, "text_key": arguments.text_key, "model": arguments.tokenizer_model}
         facts = run_step("prepare", **given, folder=folder)
-        print("{documents:,} documents, {text_bytes:,} bytes of text".format(**facts["corpus"]), flush=True)
+        corpus = {name: count * arguments.repeat for name, count in facts["corpus"].items()}
+        print("{documents:,} documents, {text_bytes:,} bytes of text".format(**corpus), flush=True)
         job = Job(shards="", **facts["job"])
         turns = [(tool, workers) for workers in arguments.workers for tool in tools]
-        run_all = partial(run_in_turns, turns, job, folder=folder)
+        measure_all = partial(run_in_turns, turns, job, folder=folder)
         # Compiles and caches what the first start would pay for; and a tool that does not work is found in seconds.
-        run_all([facts["sample"]], rounds=1, title="warm-up")
-        report = (report_memory if arguments.memory else report_speed)(run_all, facts, arguments)
-    if arguments.output is not None:
-        figures = json.dumps({"machine": facts["machine"], "corpus": facts["corpus"], **report}, indent=1)
-        arguments.output.write_text(figures + "\n", encoding="utf-8")
+        measure_all([facts["sample"]], rounds=1, title="warm-up")
+        runs = measure_all(facts["shards"] * arguments.repeat, rounds=arguments.rounds)
+    rows = summarise(runs, text_bytes=corpus["text_bytes"])
+    print_table(rows)
+    same = sorted({run.tool for run in runs if run.ids_sha256})
+    print(f"all wrote {runs[0].tokens:,} tokens" + (f"; the same ids: {', '.join(same)}" if len(same) > 1 else ""))
+    figures = {"machine": describe_machine(PACKAGES), "corpus": corpus, "tokens": runs[0].tokens, "table": rows}
+    write_figures(arguments.output, {**figures, "runs": [asdict(run) for run in runs]})
     return 0
 
 
@@ -105,43 +111,27 @@ def parse_arguments() -> argparse.Namespace:
     add("--input", nargs="+", required=True, metavar="PATH", help="parquet shards: files, globs, folders")
     add("--tokenizer-model", required=True, metavar="PATH", help="as of preprocess_data.py")
     add("--text-key", default="content", help="column of the text (%(default)s)")
-    add("--tools", type=_names, default=tuple(TOOLS), metavar="A,B", help=f"of {','.join(TOOLS)} (all)")
-    add("--workers", type=_numbers, default=(1,), metavar="N,M", help="processes, one core each (1)")
-    add("--rounds", type=_number, default=2, metavar="N", help="runs of each, of which the median counts (2)")
-    add(
-        "--memory",
-        type=_numbers,
-        metavar="N,M",
-        help="instead: peak memory of this project's tools, with every shard read so many times, such as 1,10,100",
-    )
+    add("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
+    add("--workers", type=int, nargs="+", default=[1], metavar="N", help="processes, one core each (1)")
+    add("--rounds", type=int, default=2, metavar="N", help="runs of each, of which the median counts (2)")
+    add("--repeat", type=int, default=1, metavar="N", help="read every shard so many times: does memory grow? (1)")
     add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     arguments = parser.parse_args()
-    if arguments.memory:
-        arguments.tools = tuple(name for name in arguments.tools if name.startswith("ours-"))
-        if not arguments.tools:
-            raise ConfigError("--memory measures ours-fast and ours-plain alone, and --tools names neither.")
+    cores = len(os.sched_getaffinity(0))
+    problems = [
+        f"--workers {workers} is not a number from 1 to {cores}, the cores of this machine."
+        for workers in arguments.workers
+        if not 1 <= workers <= cores
+    ]
+    given = {"--rounds": arguments.rounds, "--repeat": arguments.repeat}
+    problems += [f"{flag} {number} is below 1." for flag, number in given.items() if number < 1]
+    if problems:
+        raise ConfigError(problems)
     return arguments
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in TOOLS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(TOOLS)}")
-    return names
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_number(part) for part in text.split(","))
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
-
-
 def available_tools(names: Sequence[str]) -> list[str]:
-    """Those whose packages are installed; says how to install the others."""
+    """Those whose packages are installed; logs how to install the others."""
     found = []
     for name in names:
         if missing := [package for package in TOOLS[name].packages if importlib.util.find_spec(package) is None]:
@@ -159,7 +149,7 @@ def step_command(step: str, **arguments: Any) -> list[str]:
 
 
 def run_step(step: str, **arguments: Any) -> Any:
-    """Result of a step; a step that fails has said why, and ends this process with its exit code."""
+    """Result of a step; one that fails has printed why, and ends this process with its exit code."""
     command = step_command(step, **arguments)
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:
@@ -191,26 +181,26 @@ TOOLS = {
 
 def run_in_turns(
     turns: Sequence[tuple[str, int]], job: Job, shards: Sequence[str], *, folder: str, rounds: int, title: str = "round"
-) -> list[Run]:
-    """Runs every tool once a round, every other round in reverse, and compares what they have written."""
-    runs: list[Run] = []
-    with tempfile.TemporaryDirectory(dir=folder) as links:
+) -> list[Measured]:
+    """Runs every tool once a round, and compares what they have written."""
+    runs: list[Measured] = []
+    with tempfile.TemporaryDirectory(dir=folder) as copies:
         for number, shard in enumerate(shards):  # the same file may occur many times, each time as another shard
-            shutil.copyfile(shard, Path(links, f"{number:06d}.parquet"))  # links would be seen through, and read once
-        for number in range(rounds):
-            for tool, workers in turns[:: -1 if number % 2 else 1]:
-                run = measure(tool, replace(job, shards=links), workers, folder)
-                runs.append(run)
-                print(
-                    f"{title} {number + 1} | {name_of(run)} | {run.wall_seconds:.2f} s, "
-                    f"{run.cpu_seconds:.2f} cpu-s | peak {run.peak_bytes / 1e6:,.0f} MB | {run.tokens:,} tokens",
-                    flush=True,
-                )
-            verify(runs)
+            shutil.copyfile(shard, Path(copies, f"{number:06d}.parquet"))  # links would be resolved, and read once
+        for number, (tool, workers) in in_turns(turns, rounds=rounds):
+            run = measure(tool, replace(job, shards=copies), workers, folder)
+            runs.append(run)
+            print(
+                f"{title} {number} | {run.name} | {run.wall_seconds:.2f} s, {run.cpu_seconds:.2f} cpu-s | "
+                f"peak {run.peak_bytes / 1e6:,.0f} MB | {run.tokens:,} tokens",
+                flush=True,
+            )
+            if len(runs) % len(turns) == 0:
+                verify(runs)
     return runs
 
 
-def measure(name: str, job: Job, workers: int, folder: str) -> Run:
+def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
     """Runs one tool on as many cores as it has workers, and counts what it has written.
 
     Raises:
@@ -222,55 +212,56 @@ def measure(name: str, job: Job, workers: int, folder: str) -> Run:
         output.mkdir()
         code, measured = run_measured(tool.command(job, str(output), workers), cores=workers, log=log, scratch=scratch)
         if code != 0:
-            said = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-            raise DataError(f"{name} ended with exit code {code}, so nothing is compared. It said:\n{said}")
+            end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+            raise DataError(f"{name} ended with exit code {code}, so nothing is compared. Its output ends in:\n{end}")
         special_tokens = job.special_tokens if tool.adds_special_tokens else 0
         counted = run_step(tool.layout, output=str(output), special_tokens=special_tokens)
         if tool.adds_special_tokens:
             counted["ids_sha256"] = None
         output_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    return Run(name, workers, **measured, output_bytes=output_bytes, **counted)
+    return Measured(name, workers, **measured, output_bytes=output_bytes, **counted)
 
 
 def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> tuple[int, dict[str, Any]]:
     """Exit code, and wall seconds, CPU seconds and peak memory of a command on the first cores that may be used."""
-    allowed = os.sched_getaffinity(0)
-    ended = threading.Event()
-    with log.open("wb") as stream, ThreadPoolExecutor(1) as threads:
+    allowed, before = os.sched_getaffinity(0), children_cpu_seconds()
+    with log.open("wb") as stream:
         os.sched_setaffinity(0, sorted(allowed)[:cores])  # which the command inherits
         started = time.perf_counter()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=tool_environment(scratch)
         )
         os.sched_setaffinity(0, allowed)
+        samples = [tree_memory(process.pid)]
+
+        def watch() -> None:
+            while process.returncode is None:
+                samples.append(tree_memory(process.pid))
+                time.sleep(SAMPLE_SECONDS)
+
+        watcher = Thread(target=watch, daemon=True)
+        watcher.start()
         try:
-            peak_bytes = threads.submit(watch_memory, process.pid, ended)
-            _, status, usage = os.wait4(process.pid, 0)
+            process.wait()
             wall_seconds = time.perf_counter() - started
-            process.returncode = os.waitstatus_to_exitcode(status)
         finally:
-            ended.set()
-            if process.returncode is None:  # this process is interrupted
-                process.kill()
-    cpu_seconds = usage.ru_utime + usage.ru_stime + wait_for_orphans()
-    measured = {"wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds, "peak_bytes": peak_bytes.result()}
-    return process.returncode, measured
-
-
-def adopt_orphans() -> None:
-    """Makes processes whose parents end the children of this one; a fork server outlives the tool that started it."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-
-
-def wait_for_orphans() -> float:
-    """CPU seconds of what a tool has left behind, and of all that this has waited for, once it has ended."""
-    cpu_seconds = 0.0
+            process.kill()  # where this process is interrupted
+    watcher.join()
     with suppress(ChildProcessError):  # none is left
         while True:
-            _, _, usage = os.wait4(-1, 0)
-            cpu_seconds += usage.ru_utime + usage.ru_stime
-    return cpu_seconds
+            os.wait()  # for what the tool has left behind, whose seconds count too
+    cpu_seconds = children_cpu_seconds() - before
+    return process.returncode, {
+        "wall_seconds": wall_seconds,
+        "cpu_seconds": cpu_seconds,
+        "peak_bytes": max(samples),
+    }
+
+
+def children_cpu_seconds() -> float:
+    """User and system seconds of all processes that this one has waited for, and of what those waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
@@ -286,16 +277,8 @@ def tool_environment(scratch: str | None = None) -> dict[str, str]:
     return environment | ({"HF_HOME": f"{scratch}/cache", "TMPDIR": scratch} if scratch else {})
 
 
-def watch_memory(pid: int, ended: threading.Event) -> int:
-    """Peak of the memory of a process and all below it, in bytes, until `ended`."""
-    peak = tree_memory(pid)
-    while not ended.wait(SAMPLE_SECONDS):
-        peak = max(peak, tree_memory(pid))
-    return peak
-
-
 def tree_memory(pid: int) -> int:
-    """PSS in bytes: pages that several of the processes share count once."""
+    """Memory of a process and all below it, PSS in bytes: pages that several of the processes share count once."""
     import psutil
 
     total = 0
@@ -307,14 +290,14 @@ def tree_memory(pid: int) -> int:
     return total
 
 
-def verify(runs: Sequence[Run]) -> None:
+def verify(runs: Sequence[Measured]) -> None:
     """Refuses runs that did not do the same work.
 
     Raises:
         DataError: Tools wrote different numbers of tokens, or different ids where they wrote nothing but ids.
     """
-    counts = [(name_of(run), f"{run.tokens:,}") for run in runs]
-    hashes = [(name_of(run), run.ids_sha256[:12]) for run in runs if run.ids_sha256]
+    counts = [(run.name, f"{run.tokens:,}") for run in runs]
+    hashes = [(run.name, run.ids_sha256[:12]) for run in runs if run.ids_sha256]
     for what, found in (("numbers of tokens", counts), ("ids, by sha256", hashes)):
         if len({value for _, value in found}) > 1:
             each = ", ".join(f"{name} {value}" for name, value in dict.fromkeys(found))
@@ -324,23 +307,9 @@ def verify(runs: Sequence[Run]) -> None:
             )
 
 
-def name_of(run: Run) -> str:
-    return f"{run.tool} ({run.workers} worker{'s' if run.workers > 1 else ''})"
-
-
-def report_speed(run_all: RunAll, facts: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures, prints the table, and returns all figures."""
-    runs = run_all(facts["shards"], rounds=arguments.rounds)
-    rows = summarise(runs, text_bytes=facts["corpus"]["text_bytes"])
-    print_table(rows)
-    same = sorted({run.tool for run in runs if run.ids_sha256})
-    print(f"all wrote {runs[0].tokens:,} tokens" + (f"; the same ids: {', '.join(same)}" if len(same) > 1 else ""))
-    return {"tokens": runs[0].tokens, "table": rows, "runs": [asdict(run) for run in runs]}
-
-
-def summarise(runs: Sequence[Run], *, text_bytes: int) -> list[dict[str, Any]]:
+def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, Any]]:
     """One row for each tool and number of workers: medians, and the peers' wall time as a multiple of the tool's."""
-    groups: dict[tuple[str, int], list[Run]] = {}
+    groups: dict[tuple[str, int], list[Measured]] = {}
     for run in runs:
         groups.setdefault((run.tool, run.workers), []).append(run)
     wall = {key: statistics.median(run.wall_seconds for run in group) for key, group in groups.items()}
@@ -360,38 +329,6 @@ def summarise(runs: Sequence[Run], *, text_bytes: int) -> list[dict[str, Any]]:
         peers = {peer: wall.get((peer, workers)) for peer in COMPARED}
         rows.append(row | {f"x {peer}": theirs and theirs / seconds for peer, theirs in peers.items()})
     return rows
-
-
-def report_memory(run_all: RunAll, facts: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures at every size, prints the table, and returns all figures."""
-    runs = [(times, run) for times in arguments.memory for run in run_all(facts["shards"] * times, rounds=1)]
-    rows = [
-        {
-            "tool": run.tool,
-            "workers": run.workers,
-            "x shards": times,
-            "tokens": run.tokens,
-            "text MB": times * facts["corpus"]["text_bytes"] / 1e6,
-            "wall s": run.wall_seconds,
-            "peak MB": run.peak_bytes / 1e6,
-        }
-        for times, run in sorted(runs, key=lambda item: (item[1].tool, item[1].workers, item[0]))
-    ]
-    print_table(rows)
-    return {"memory": rows}
-
-
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        print(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
-    return "-" if value is None else str(value)
 
 
 if __name__ == "__main__":

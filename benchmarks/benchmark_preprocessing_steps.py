@@ -7,11 +7,8 @@ would count half in the memory of the tools it measures.
 """
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +21,6 @@ from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_c
 
 BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
 SAMPLE_DOCUMENTS = 64
-PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
 DTYPE_BYTES = {4: 4, 8: 2}  # Megatron's codes of int32 and uint16
 
 
@@ -77,7 +73,6 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
             "tokenizer_model": str(Path(model).absolute()),
             **save_tokenizer_of_peers(model, Path(folder, "tokenizer")),
         },
-        "machine": describe_machine(),
     }
 
 
@@ -94,18 +89,6 @@ def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     special_tokens = len(tokenizers.Tokenizer.from_file(str(path)).encode(""))
     return {"tokenizer_json": str(path), "special_tokens": special_tokens}
-
-
-def describe_machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    installed = [package for package in PACKAGES if importlib.util.find_spec(package) is not None]
-    return {
-        "processor": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "versions": {package: importlib.metadata.version(package) for package in installed},
-    }
 
 
 # ---- peers

@@ -1,36 +1,27 @@
-"""Command: how fast is a training step, where does its time go, and how much faster is it than the reference's?
+"""Command: how fast is a training step, and how much faster is it than the reference's?
 
     python benchmarks/benchmark_step.py --seq-length 512 1024
 
 Trains the same documents with the same masks from the same weights three times in turns: packed, as this project
 does; padded, by this project's engine too, but with one document per row; and by the reference, which is plain PyTorch
 (SDPA, AdamW, padded to the longest, decoder at every position). Losses are compared. Document lengths are about those
-of the web, cut at the length of a row. Seconds are CPU seconds on a CPU and wall seconds on a GPU; tokens are those of
-documents, padding is not counted, and MFU neither counts what is computed for it.
+of the web, truncated at the length of a row. Seconds are CPU seconds on a CPU and wall seconds on a GPU; tokens are
+those of documents, padding is not counted, and MFU neither counts what is computed for it.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Settings,
-    TrainingConfig,
-)
+from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
 from megatron_neobert.errors import CommandParser, run_command
 
 LEARNING_RATE = 1e-4
@@ -45,9 +36,8 @@ class Timing:
 
     seq_length: int
     layout: str
-    number: int  # of the round; 0 is to warm up
     tokens: int  # of documents
-    slots: int  # padding included
+    capacity: int  # tokens, padding included
     flops: float  # that the documents need
     seconds: float
     loss: float  # nats per masked token
@@ -55,7 +45,7 @@ class Timing:
 
 
 def main() -> int:
-    """Measures and prints one line per step, then the tables."""
+    """Measures and prints one line per step, then the table."""
     parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--num-layers", type=int, default=6, metavar="N", help="default %(default)s")
@@ -63,10 +53,9 @@ def main() -> int:
     add("--num-attention-heads", type=int, default=6, metavar="N", help="default %(default)s")
     add("--vocab-size", type=int, default=30_522, metavar="N", help="default %(default)s")
     add("--seq-length", type=int, nargs="+", default=[1024], metavar="N", help="tokens of a row (1024)")
-    add(
-        "--micro-batch-tokens", type=int, default=4096, metavar="N", help="slots per pass, at least a row (%(default)s)"
-    )
-    add("--global-batch-tokens", type=int, default=8192, metavar="N", help="packed slots per step (%(default)s)")
+    tokens = "token capacity per pass, at least a row (%(default)s)"
+    add("--micro-batch-tokens", type=int, default=4096, metavar="N", help=tokens)
+    add("--global-batch-tokens", type=int, default=8192, metavar="N", help="the same per packed step (%(default)s)")
     add("--median-tokens", type=int, default=368, metavar="N", help="median document (%(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="steps in each layout, after one to warm up (%(default)s)")
     add("--threads", type=int, default=1, metavar="N", help="on a CPU (%(default)s)")
@@ -79,63 +68,47 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> int:
-    """Builds both models, lets them train in turn at every length, and prints the tables."""
+    """Builds both models, lets them train in turn at every length, and prints the table."""
     import torch
 
-    from benchmarks.report import describe_machine, print_table
-    from benchmarks.step_parts import find_peak_tflops, measure_parts
-    from megatron_neobert.runtime import distributed
-
-    torch.set_num_threads(arguments.threads)
-    bench = build_bench(arguments, folder)
-    device = bench.run.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{arguments.threads} CPU thread(s)"
-    parameters = sum(parameter.numel() for parameter in bench.reference.model.parameters())
-    print(f"{arguments.num_layers} x {arguments.hidden_size}, {parameters:,} parameters, {name}", flush=True)
-
-    timings: list[Timing] = []
-    parts: list[dict[str, Any]] = []
-    for seq_length in arguments.seq_length:
-        passes: dict[str, Any] = {}
-        for passes in layouts_of_steps(bench.run, seq_length, arguments):
-            timings += [bench.time_step(seq_length, layout, passes) for layout in LAYOUTS]
-        for layout in ("packed", "padded"):
-            shares = measure_parts(bench.run, partial(our_step, bench.run, passes[layout]))
-            parts.append({"row": seq_length, "% of time": layout} | {part: 100 * shares[part] for part in shares})
-    distributed.shut_down()
-
-    counted = [timing for timing in timings if timing.number > 0]  # the first steps allocate what later ones reuse
-    peak = arguments.peak_tflops or find_peak_tflops(device, bf16=arguments.bf16)
-    table = summarise(counted, peak_tflops=peak)
-    print_table(table)
-    print_table(parts)
-    print(f"losses within {largest_loss_gap(counted):.1e} of the reference's")
-    if arguments.output is not None:
-        figures = {"machine": describe_machine(PACKAGES) | {"device": name}, "parameters": parameters, "table": table}
-        given = {key: str(value) for key, value in vars(arguments).items()}
-        figures |= {"parts": parts, "steps": [asdict(timing) for timing in counted], "arguments": given}
-        arguments.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def build_bench(arguments: argparse.Namespace, folder: Path) -> "Bench":
-    """Both models, and the memory that each of them holds."""
-    import torch
-
+    from benchmarks.shared import Memory, describe_machine, print_table, write_figures
     from benchmarks.step_layouts import Reference
-    from benchmarks.step_parts import Memory
+    from megatron_neobert.model.gpus import find_gpu
+    from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
 
+    torch.set_num_threads(arguments.threads)
     settings = build_settings(arguments, folder)
     memory = Memory(on_gpu=torch.cuda.is_available())
     with memory.watch("ours"):
         run = build_run(settings, *join(settings))
     with memory.watch("reference"):
         reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
-    return Bench(run, reference, memory)
+    bench = Bench(run, reference, memory)
+    on_gpu = run.device.type == "cuda"
+    device = torch.cuda.get_device_name(run.device) if on_gpu else f"{arguments.threads} CPU thread(s)"
+    parameters = sum(parameter.numel() for parameter in reference.model.parameters())
+    print(f"{arguments.num_layers} x {arguments.hidden_size}, {parameters:,} parameters, {device}", flush=True)
+
+    timings: list[Timing] = []
+    for seq_length in arguments.seq_length:
+        for number, passes in enumerate(steps_in_each_layout(run, seq_length, arguments)):
+            steps = [bench.time_step(seq_length, layout, passes) for layout in LAYOUTS]
+            timings += steps if number else []  # the first steps allocate what later ones reuse
+    distributed.shut_down()
+
+    gpu = find_gpu(device) if on_gpu and arguments.bf16 else None
+    peak = arguments.peak_tflops or (None if gpu is None else gpu.bf16_tflops)
+    table = summarise(timings, peak_tflops=peak)
+    print_table(table)
+    print(f"losses within {largest_loss_gap(timings):.1e} of the reference's")
+    figures = {"machine": describe_machine(PACKAGES) | {"device": device}, "parameters": parameters, "table": table}
+    given = {key: str(value) for key, value in vars(arguments).items()}
+    write_figures(arguments.output, {**figures, "steps": [asdict(one) for one in timings], "arguments": given})
+    return 0
 
 
-def layouts_of_steps(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps of the run's documents in rows of this length, each in all layouts: one to warm up, then the rounds."""
     from benchmarks.step_layouts import passes_in_each_layout
 
@@ -144,8 +117,8 @@ def layouts_of_steps(run: Any, seq_length: int, arguments: argparse.Namespace) -
         run.training_stream.settings, seq_length=seq_length, micro_batch_size=rows, global_batch_size=rows_per_step
     )
     stream = replace(run.training_stream, settings=settings)  # the model does not depend on the length
-    for number, batches in zip(range(arguments.rounds + 1), stream.steps(), strict=False):
-        yield {"number": number, **passes_in_each_layout(batches, arguments.micro_batch_tokens)}
+    for _, batches in zip(range(arguments.rounds + 1), stream.steps(), strict=False):
+        yield passes_in_each_layout(batches, arguments.micro_batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -154,40 +127,40 @@ class Bench:
 
     run: Any  # megatron_neobert.state.Run
     reference: Any  # benchmarks.step_layouts.Reference
-    memory: Any  # benchmarks.step_parts.Memory
+    memory: Any  # benchmarks.shared.Memory
 
     def time_step(self, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
         """Runs one step from the reference's weights."""
         import torch
 
-        if layout == "reference":
-            side, step = "reference", partial(self.reference.step, passes["reference"])
-        else:
-            side, step = "ours", partial(our_step, self.run, passes[layout])
+        from megatron_neobert.training.step import train_step
+
+        is_reference, clock = layout == "reference", time.process_time
+        if not is_reference:
             self.reference.give_weights(self.run)
-        clock = time.process_time
         if self.run.device.type == "cuda":
             clock = time.perf_counter
             torch.cuda.synchronize()
-        with self.memory.watch(side):
+        with self.memory.watch("reference" if is_reference else "ours"):
             start = clock()
-            loss = step()  # a number: the device has finished
+            if is_reference:
+                loss = self.reference.step(passes["reference"])
+            else:
+                total, masked, *_ = train_step(self.run, passes[layout]).sums
+                loss = total / masked  # a number: the device has finished
             seconds = clock() - start
         batches = passes["packed" if layout == "packed" else "padded"].micro_batches
-        tokens, slots = (
-            sum(sizes) for sizes in zip(*((b.real_tokens, b.tokens_t.numel()) for b in batches), strict=True)
-        )
+        tokens, capacity = (sum(one.real_tokens for one in batches), sum(one.tokens_t.numel() for one in batches))
         print(
-            f"{seq_length} {layout} | {tokens:,} tokens in {slots:,} slots | {tokens / seconds:,.0f} tokens/s | "
+            f"{seq_length} {layout} | {tokens:,} of {capacity:,} tokens | {tokens / seconds:,.0f} tokens/s | "
             f"loss {loss:.6f}",
             flush=True,
         )
         return Timing(
             seq_length=seq_length,
             layout=layout,
-            number=passes["number"],
             tokens=tokens,
-            slots=slots,
+            capacity=capacity,
             flops=tokens * flops_per_token(self.run, passes["lengths"]),
             seconds=seconds,
             loss=loss,
@@ -203,11 +176,12 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
         packed = [timing for timing in of_length if timing.layout == "packed"]
         group = [timing for timing in of_length if timing.layout == layout]
         tflops = statistics.median(timing.flops / timing.seconds for timing in group) / 1e12
+        used = sum(timing.tokens for timing in group) / sum(timing.capacity for timing in group)
         table.append(
             {
                 "row": seq_length,
                 "layout": layout,
-                "% unused": 100 * (1 - sum(timing.tokens for timing in group) / sum(timing.slots for timing in group)),
+                "% unused": 100 * (1 - used),
                 "tokens/s": statistics.median(timing.tokens / timing.seconds for timing in group),
                 "TFLOP/s": tflops,
                 "% MFU": None if peak_tflops is None else 100 * tflops / peak_tflops,
@@ -229,7 +203,7 @@ def largest_loss_gap(timings: list[Timing]) -> float:
 
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
     """Settings of this project's side, at the longest row; writes the corpus they name."""
-    from benchmarks.corpus import write_corpus
+    from benchmarks.shared import write_corpus
 
     longest = max(arguments.seq_length)
     prefix, vocabulary = write_corpus(
@@ -239,7 +213,7 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
         longest=longest,
         vocab_size=arguments.vocab_size,
     )
-    micro_batch_size, global_batch_size = rows_of_batch(longest, arguments)
+    rows, rows_per_step = rows_of_batch(longest, arguments)
     return Settings(
         model=ModelConfig(
             num_layers=arguments.num_layers,
@@ -250,12 +224,8 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
         data=DataConfig(data_path=(prefix,), tokenizer_model=vocabulary, seq_length=longest, split="1", num_workers=0),
         optimizer=OptimizerConfig(lr=LEARNING_RATE, min_lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_iters=0),
         training=TrainingConfig(
-            micro_batch_size=micro_batch_size,
-            global_batch_size=global_batch_size,
-            bf16=arguments.bf16,
-            eval_iters=0,
+            micro_batch_size=rows, global_batch_size=rows_per_step, bf16=arguments.bf16, eval_iters=0
         ),
-        checkpoint=CheckpointConfig(),
     )
 
 
@@ -273,14 +243,6 @@ def flops_per_token(run: Any, lengths: list[int]) -> float:
     return training_flops_per_token(
         run.settings, vocab_size=run.tokenizer.vocab_size, document_tokens=length_of_a_tokens_document
     )
-
-
-def our_step(run: Any, batches: Any) -> float:
-    """One training step of this project; returns the mean loss of its masked tokens."""
-    from megatron_neobert.training.step import train_step
-
-    total, tokens, *_ = train_step(run, batches).sums
-    return total / tokens
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ class Reference:
         run.optimizer.reload_model_params()
 
 
-def passes_in_each_layout(batches: StepBatches, slots_per_pass: int) -> dict[str, Any]:
+def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[str, Any]:
     """A step's documents as they are; as StepBatches of padded rows; and as the reference takes the latter.
 
-    Rows are padded to the longest document of the step, and a pass has as many of them as fit into `slots_per_pass`.
+    Rows are padded to the longest document of the step, and a pass has as many of them as fit into `capacity_per_pass`.
     """
     documents = split_documents(batches.micro_batches)
     width = max(len(tokens) for tokens, _ in documents)
-    size = max(1, slots_per_pass // width)
+    size = max(1, capacity_per_pass // width)
     padded = [to_padded(documents[first : first + size], width) for first in range(0, len(documents), size)]
     return {
         "lengths": [len(tokens) for tokens, _ in documents],

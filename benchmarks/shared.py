@@ -1,0 +1,132 @@
+"""What the benchmarks share: a made-up corpus, turns, memory, and how figures are shown and saved.
+
+Imports the standard library alone, so that a benchmark whose tools are processes of their own holds none of their
+libraries' pages.
+"""
+
+import ctypes
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# RefinedWeb has mean / median = 640 / 368, which is exp(sigma^2 / 2) of a log-normal.
+SIGMA = math.sqrt(2 * math.log(640 / 368))
+
+
+def describe_machine(packages: Iterable[str]) -> dict[str, str]:
+    """Processor, date, and the versions of Python and of these packages, those that are installed."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    return {
+        "cpu": f"{len(models)} x {models[0]}" if models else platform.processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        **{package: installed[package] for package in packages if package in installed},
+    }
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Columns are the keys of the first row."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+    cells = [list(rows[0]), *([cell(row[name]) for name in rows[0]] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print(" | ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+
+
+def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
+    """Writes what `--output` asks for, if it was given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any]]:
+    """Every subject once a round (counted from 1), every other round in reverse: drifts of the machine hit all."""
+    order = list(subjects)
+    for number in range(1, rounds + 1):
+        yield from ((number, subject) for subject in order)
+        order.reverse()
+
+
+def write_corpus(
+    folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int, sigma: float = SIGMA
+) -> tuple[str, str]:
+    """Writes documents of random words by the real preprocessing; returns the corpus prefix and the vocabulary's path.
+
+    Words stand for one token each and carry no meaning: what benchmarks need of a corpus are its lengths. These are
+    log-normal, as those of web pages are about.
+
+    Args:
+        longest: Documents are truncated to so many tokens.
+    """
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+    from megatron_neobert.data.preprocessing.run import preprocess
+
+    rng = random.Random(0)
+    words = [f"w{number}" for number in range(vocab_size - len(SPECIAL))]
+    vocabulary, shard = folder / "vocab.txt", folder / "shard.jsonl"
+    vocabulary.write_text("".join(f"{word}\n" for word in (*SPECIAL, *words)), encoding="utf-8")
+    with shard.open("w", encoding="utf-8") as stream:
+        for _ in range(documents):
+            length = min(int(rng.lognormvariate(math.log(median_tokens), sigma)) + 1, longest)
+            stream.write(json.dumps({"content": " ".join(rng.choices(words, k=length))}) + "\n")
+    settings = PreprocessSettings((str(shard),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
+    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    return str(folder / "c_content_document"), str(vocabulary)
+
+
+class Memory:
+    """Bytes that each of several models holds and needs, which take turns: torch's tensors on a GPU; on a CPU, by how
+    much the process grows (resident set, Linux)."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.held_by: dict[str, int] = {}
+        self.peak_bytes = 0  # most during the last watch, of the model that was watched
+
+    @contextmanager
+    def watch(self, side: str) -> Iterator[None]:
+        """What is allocated meanwhile belongs to `side`."""
+        before, own = self._held(), self.held_by.get(side, 0)
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew
+            yield
+            peak = self._own_status("VmHWM")
+        self.peak_bytes = own + peak - before
+        self.held_by[side] = own + self._held() - before
+
+    def _held(self) -> int:
+        if self.on_gpu:
+            import torch
+
+            return torch.cuda.memory_allocated()
+        ctypes.CDLL(None).malloc_trim(0)  # gives the system what was freed but kept for later
+        return self._own_status("VmRSS")
+
+    @staticmethod
+    def _own_status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
