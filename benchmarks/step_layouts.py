@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.mapping import NEOBERT, to_internal
-from checkpoint_conversion.megatron_io import model_shape, reference_config
-from checkpoint_conversion.parity import load_into_megatron
+from checkpoint_conversion.megatron_io import load_into_megatron, model_shape, reference_config
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
 from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceNeoBERT, mlm_loss

@@ -13,7 +13,7 @@ Shapes: `b` rows, `s` tokens of a row, `v` vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -95,9 +95,6 @@ class Comparison:
 
     def within(self, tolerance: float) -> bool:
         return self.relative <= tolerance  # False for NaN as well
-
-    def to_report(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def to_table(comparisons: Mapping[str, Comparison]) -> str:

@@ -1,32 +1,49 @@
-"""Command: a Megatron checkpoint as a Hugging Face folder, and back.
+"""Command: a Megatron checkpoint as a Hugging Face folder, and back; each compared with its source before it appears.
 
-Runs on one CPU without GPU, torchrun or Transformer Engine, for any number of ranks that wrote the checkpoint.
-Importing torch waits until the arguments are read, so that --help answers at once.
+A folder for Hugging Face is loaded again with transformers and compared with `model/reference.py` holding the same
+weights. A folder from Hugging Face is read by our own rules, and nothing in it is executed; the checkpoint made of it
+is read back from disk and run against the folder's model. Runs on one CPU without GPU, torchrun or Transformer Engine,
+for any number of ranks that wrote the checkpoint. Importing torch waits until the arguments are read, so that --help
+answers at once.
 """
 
 import argparse
+import json
 import re
 import resource
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
+import megatron_neobert
 from megatron_neobert.errors import CommandParser, ConversionError, OutputError, run_command
-from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.runtime.atomic_files import require_folder, sha256_of
+from megatron_neobert.runtime.output_folder import build_folder, refuse_existing
 
 if TYPE_CHECKING:  # --help answers without importing torch
-    from checkpoint_conversion.conversion import ExportOptions
+    from checkpoint_conversion.comparison import Checks
+    from checkpoint_conversion.hf_reader import ImportedModel
     from checkpoint_conversion.megatron_io import MegatronCheckpoint
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+
+_SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
+_PATHS = ("data_path", "tokenizer_model", "valid_data_path")  # of machines that no reader of the report knows
 
 
 def main() -> None:
     """Reads the arguments and converts."""
     arguments, start = _parse(), time.monotonic()
+    if arguments.output.resolve().is_relative_to(arguments.load.resolve()):
+        raise OutputError(
+            f"--output {arguments.output} lies in --load {arguments.load}, which is only read; name a folder elsewhere."
+        )
     if not arguments.convert(arguments):
         print("nothing new to convert")
         return
@@ -77,27 +94,43 @@ def _size(text: str) -> str:
     return text
 
 
+# --- to Hugging Face
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What can be chosen about a folder."""
+
+    layout: str = "eurobert"
+    dtype: str = "float32"
+    max_shard_size: str = "5GB"
+    sentence_transformers: bool = False
+    verified: bool = True
+    license: str | None = None  # the Hub's identifier, for the model card
+    base_model: str | None = None  # on the Hub, whose weights training began from; for the model card
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What the files depend on besides layout and dtype."""
+        return {"max_shard_size": self.max_shard_size, "sentence_transformers": self.sentence_transformers}
+
+
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     """Returns the number of folders written."""
-    from checkpoint_conversion.output_folder import refuse_existing, refuse_inside
     from megatron_neobert.checkpoint.folder import latest_checkpoint
 
     output: Path = arguments.output
-    refuse_inside(output, arguments.load)
     if not arguments.all_iterations:
         refuse_existing(output)  # before minutes of reading
     latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
-    import torch
-
     from checkpoint_conversion.comparison import to_table
-    from checkpoint_conversion.conversion import ExportOptions, export
     from checkpoint_conversion.megatron_io import read_checkpoint
     from checkpoint_conversion.model_card import check_declared
 
     check_declared(license=arguments.license, base_model=arguments.base_model)
     options = ExportOptions(
         layout=arguments.format,
-        dtype=getattr(torch, arguments.dtype),
+        dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,
         sentence_transformers=arguments.sentence_transformers,
         verified=arguments.verified,
@@ -116,22 +149,35 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     return written
 
 
-def _every_iteration(arguments: argparse.Namespace, options: "ExportOptions") -> Iterator[tuple[int, Path]]:
+def _every_iteration(arguments: argparse.Namespace, options: ExportOptions) -> Iterator[tuple[int, Path]]:
     """Each checkpoint of the save folder and its place, but for those that were converted before."""
-    from checkpoint_conversion.conversion import is_export_of
     from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 
     for checkpoint in reversed(list_checkpoints(arguments.load)):
         folder = arguments.output / checkpoint.name
         if not folder.exists():
             yield iteration_of(checkpoint), folder
-        elif is_export_of(folder, checkpoint, options):
+        elif _is_export_of(folder, checkpoint, options):
             print(f"kept {folder}, which is there already")
         else:
             raise OutputError(
                 f"--output {folder} is there, but was not made from {checkpoint} with these options; name another "
                 "--output or remove it."
             )
+
+
+def _is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
+    from checkpoint_conversion.model_card import REPORT
+    from megatron_neobert.checkpoint.folder import MANIFEST
+
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        found = (report["source"]["manifest_sha256"], report["format"], report["dtype"], report["options"])
+        is_verified = bool(report["verification"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    wanted = (sha256_of(checkpoint / MANIFEST), options.layout, options.dtype, options.choices)
+    return found == wanted and is_verified >= options.verified
 
 
 def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "Tokenizer":
@@ -149,15 +195,97 @@ def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "T
     return tokenizer
 
 
+def export(
+    checkpoint: "MegatronCheckpoint", output: Path, *, tokenizer: "Tokenizer", options: ExportOptions
+) -> "Checks":
+    """Writes and verifies the folder.
+
+    Args:
+        tokenizer: Written beside the weights; encodes as the checkpoint's own.
+
+    Returns:
+        How far the written model is from the reference, empty if that was not wanted.
+
+    Raises:
+        OutputError: The folder exists, or cannot be created.
+        ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
+    """
+    import torch
+
+    from checkpoint_conversion.comparison import checkpoint_model, verify
+    from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
+    from checkpoint_conversion.model_card import write_model_card
+
+    dtype = getattr(torch, options.dtype)
+    with build_folder(output) as temporary:
+        model, size = checkpoint.settings.model, options.max_shard_size
+        spec = FolderSpec(model, checkpoint.shape, tokenizer, dtype)
+        write_folder(temporary, options.layout, spec, checkpoint.tensors, max_shard_size=size)
+        checks = {}
+        if options.verified:
+            from checkpoint_conversion.hf_model import load_logit_model  # transformers: seconds
+
+            source, load = checkpoint_model(checkpoint, dtype), partial(load_logit_model, temporary)
+            checks = verify(source, load, stored=dtype, what="the exported model")
+        if options.sentence_transformers:
+            write_sentence_transformers_files(temporary, options.layout, model)
+        _write_report(checkpoint, temporary, checks, options)
+        declared = checkpoint.declared
+        write_model_card(
+            temporary,
+            license=options.license or declared.get("license"),
+            base_model=options.base_model or declared.get("base_model"),
+        )
+    return checks
+
+
+def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Checks", options: ExportOptions) -> None:
+    """What the folder was made of and how it was checked, for those who meet it later."""
+    from checkpoint_conversion.comparison import COMPARED_SETTINGS
+    from checkpoint_conversion.model_card import REPORT
+    from megatron_neobert.checkpoint.folder import MANIFEST
+
+    progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
+    sections = {name: asdict(getattr(checkpoint.settings, name)) for name in _SECTIONS}
+    settings = {
+        section: {name: value for name, value in values.items() if name not in _PATHS}
+        for section, values in sections.items()
+    }
+    counts = {"consumed_rows": "consumed_samples", "consumed_tokens": "consumed_tokens"}
+    report = {
+        "source": {
+            "checkpoint": checkpoint.folder.name,
+            "iteration": checkpoint.iteration,
+            **{name: progress[key] for name, key in counts.items() if key in progress},
+            **({"continued_from": Path(continued).name} if continued else {}),
+            "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
+        },
+        "format": options.layout,
+        "dtype": options.dtype,
+        "options": options.choices,
+        "training": settings if checkpoint.iteration else {},  # 0: converted, not trained
+        "verification": {name: asdict(check) for name, check in checks.items()},
+        # Read back from the written folder; one that differed would not be here.
+        "compared": {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)} if checks else {},
+        "files": {
+            str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
+        },
+        "versions": {
+            "megatron_neobert": megatron_neobert.__version__,
+            **{name: version(name) for name in ("torch", "transformers", "safetensors")},
+        },
+    }
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+# --- from Hugging Face
+
+
 def _convert_to_megatron(arguments: argparse.Namespace) -> int:
     """Returns the number of checkpoints written."""
-    from checkpoint_conversion.output_folder import refuse_existing, refuse_inside
-
-    refuse_inside(arguments.output, arguments.load)
     refuse_existing(arguments.output)
     require_folder("--load", arguments.load, holding="config.json")
     from checkpoint_conversion.comparison import to_table
-    from checkpoint_conversion.conversion import import_folder
     from checkpoint_conversion.model_card import check_declared
     from megatron_neobert.config.cli import model_flags
 
@@ -180,6 +308,55 @@ def _convert_to_megatron(arguments: argparse.Namespace) -> int:
         f"{arguments.load} and the settings of this model: {model_flags(imported.model) or 'the default ones'}"
     )
     return 1
+
+
+def import_folder(
+    folder: Path,
+    output: Path,
+    *,
+    verified: bool = True,
+    drop_padding: bool = False,
+    license: str | None = None,
+    base_model: str | None = None,
+) -> tuple["ImportedModel", "Checks"]:
+    """Writes and verifies the checkpoint.
+
+    Args:
+        drop_padding: As `read_folder`.
+        license: Of the weights; by default as the folder's README.md has it.
+        base_model: The weights' name on the Hub; by default as a cache of the Hub or the folder's README.md has it.
+
+    Returns:
+        What was read, and how far the checkpoint's model is from the folder's (empty if that was not wanted).
+
+    Raises:
+        OutputError: The output exists, or cannot be created.
+        MissingInputError, ConversionError: The folder cannot be used. Nothing is left behind.
+    """
+    import torch
+
+    from checkpoint_conversion.comparison import checkpoint_model, verify
+    from checkpoint_conversion.hf_reader import read_folder
+    from checkpoint_conversion.mapping import TABLES, to_internal
+    from checkpoint_conversion.megatron_io import model_shape, read_checkpoint, write_checkpoint
+    from checkpoint_conversion.model_card import read_declared
+    from megatron_neobert.config.schema import Settings
+
+    imported = read_folder(folder, drop_padding=drop_padding)
+    given = {"license": license, "base_model": base_model}
+    declared = read_declared(folder) | {name: value for name, value in given.items() if value}
+    shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
+    tensors = to_internal(imported.weights, shape, TABLES[imported.layout])
+    with build_folder(output) as temporary:
+        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer, declared=declared)
+        checks = {}
+        if verified:
+            from checkpoint_conversion.hf_model import build_logit_model  # transformers: seconds
+
+            written = checkpoint_model(read_checkpoint(temporary))
+            source = build_logit_model(folder, imported.layout, imported.weights)
+            checks = verify(source, lambda _: written, stored=torch.float32, what="the written checkpoint")
+    return imported, checks
 
 
 if __name__ == "__main__":

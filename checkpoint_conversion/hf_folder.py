@@ -13,7 +13,7 @@ plain values and nothing else, and mapped from the file, of which nothing may be
 
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -93,13 +93,50 @@ def check_folder(folder: Path) -> dict[str, Any]:
     return config
 
 
-def list_tensors(folder: Path) -> dict[str, StoredTensor]:
+def list_tensors(folder: Path, *, layout: str) -> dict[str, StoredTensor]:
     """Every tensor of model.safetensors, of the files that its index names, or of a state dict of NeoBERT's own code.
+
+    Args:
+        layout: Of a llama folder, the head beside the encoder is listed as well; of a neobert folder, the two halves of
+            a feed-forward, which the fork pszemraj/NeoBERT keeps apart, are listed as one published matrix.
 
     Raises:
         MissingInputError: There are no weights, or a file that the index names is not there.
         ConversionError: The weights are pickled otherwise, a file is damaged, or index and files do not agree.
     """
+    stored = _list_folder(folder)
+    if layout == "neobert":
+        return _join_halves(stored)
+    if layout == "eurobert":
+        return stored
+    if not (folder / HEAD_FOLDER / WEIGHTS).is_file():
+        raise ConversionError(
+            f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (what Llama "
+            "calls lm_head predicts the next token); pre-training continues only from a model with its own head."
+        )
+    head = _list_file(folder / HEAD_FOLDER / WEIGHTS)
+    if twice := sorted(stored.keys() & head.keys()):
+        raise ConversionError(f"{folder}: {quote(twice[0])} is in {HEAD_FOLDER} as well; remove one of them.")
+    return stored | head
+
+
+def _join_halves(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    joined = dict(stored)
+    for name, gate in stored.items():
+        other = name.replace(".ffn.w1.", ".ffn.w2.")
+        if other != name and other in stored and stored[other].shape == gate.shape != ():
+            both = (joined.pop(name), joined.pop(other))
+            shape = (2 * gate.shape[0], *gate.shape[1:])
+            read = partial(_read_joined, both)
+            joined[name.replace(".ffn.w1.", ".ffn.w12.")] = StoredTensor(gate.file, gate.dtype, shape, read)
+    return joined
+
+
+def _read_joined(entries: Iterable[StoredTensor]) -> Tensor:
+    return torch.cat([entry.read() for entry in entries])
+
+
+def _list_folder(folder: Path) -> dict[str, StoredTensor]:
     single, index_path = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index_path.is_file():
         raise ConversionError(f"{folder}: {WEIGHTS} and {INDEX} are both there; remove what is left of another model.")

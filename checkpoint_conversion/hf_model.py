@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaModel
 
 from checkpoint_conversion.comparison import LogitModel
-from checkpoint_conversion.hf_config import LAYOUTS, read_model_config
 from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES, WEIGHTS, check_folder
-from checkpoint_conversion.hf_reader import read_weights
-from checkpoint_conversion.mapping import TABLES, to_internal
-from checkpoint_conversion.tensor_rules import shape_of
+from checkpoint_conversion.hf_reader import LAYOUTS, read_model_config, read_weights
+from checkpoint_conversion.mapping import TABLES, shape_of, to_internal
 from megatron_neobert.errors import LONGEST_REASON, ConversionError
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTLMHead
@@ -63,7 +61,7 @@ def load_as_read(folder: Path) -> LogitModel:
     if config.get("model_type") not in LAYOUTS:
         return load_logit_model(folder)
     parsed = read_model_config(config, folder / "config.json")
-    return build_logit_model(folder, parsed.layout, read_weights(folder, parsed).tensors)
+    return build_logit_model(folder, parsed.layout, read_weights(folder, parsed)[0])
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
@@ -79,12 +77,11 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
     Raises:
         ConversionError: As `load_model`.
     """
-    kind = layout.removesuffix("-unpacked")
-    changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if kind == "eurobert" else {})
-    tensors = _join_halves(weights)
+    tensors = dict(weights)
+    changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if layout == "eurobert" else {})
     changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # of the embedding, without padding
-    head = {name: tensors.pop(name) for name in HEAD_NAMES} if kind == "llama" else {}
-    model = _load(_CLASSES[kind], folder, torch.float32, tensors=tensors, changes=changes)
+    head = {name: tensors.pop(name) for name in HEAD_NAMES} if layout == "llama" else {}
+    model = _load(_CLASSES[layout], folder, torch.float32, tensors=tensors, changes=changes)
     return _to_logit_model(folder, BackboneWithHead(model, head) if head else model)
 
 
@@ -141,15 +138,6 @@ def _to_logit_model(folder: Path, model: Any) -> LogitModel:
         settings=settings,
         weights=weights if is_known else None,
     )
-
-
-def _join_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights with each feed-forward's gate and its other half in one matrix, as published."""
-    joined = dict(tensors)
-    for gate in [name for name in tensors if name.endswith(".ffn.w1.weight")]:
-        up = gate.replace(".w1.", ".w2.")
-        joined[gate.replace(".w1.", ".w12.")] = torch.cat((joined.pop(gate), joined.pop(up)))
-    return joined
 
 
 def _load(

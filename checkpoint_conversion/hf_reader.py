@@ -1,67 +1,94 @@
 """A Hugging Face folder as data: settings, tokenizer, and weights under the names of a table in mapping.py.
 
-Nothing of the folder is run, and transformers takes no part; hf_folder.py holds what such a folder may contain. Every
-tensor in the files is used exactly once, or left out with a note. What NeoBERT has and a folder leaves to a rule (a
-decoder tied to the embedding, biases that are not there) is filled in, with a note as well. Names, shapes and dtypes
-are compared before any tensor is read; mapping.py checks the values.
+Nothing of the folder is run, and no class of transformers takes part; hf_folder.py holds what such a folder may
+contain. What decides the function of the model (norm epsilon, rotary base, activation, widths) is read from config.json
+and never assumed; what our layers cannot compute is refused with the reason. Every tensor in the files is used exactly
+once, or left out with a note. What NeoBERT has and a folder leaves to a rule (a decoder tied to the embedding, biases
+that are not there) is filled in, with a note as well. Names, shapes and dtypes are compared before any tensor is read;
+mapping.py checks the values.
+
+Source: transformers 5 models/eurobert, models/llama; chandar-lab/NeoBERT on the Hub, config.json and model.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.hf_config import FolderConfig, read_model_config
 from checkpoint_conversion.hf_folder import (
     DEEPSPEED_WEIGHTS,
-    HEAD_FOLDER,
-    WEIGHTS,
     StoredTensor,
     check_folder,
     list_tensors,
     quote,
     quote_names,
 )
-from checkpoint_conversion.mapping import TABLES, published_shapes
-from checkpoint_conversion.tensor_rules import STRIP_PADDING, shape_of
+from checkpoint_conversion.mapping import STRIP_PADDING, TABLES, published_shapes, shape_of
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
+LAYOUTS = tuple(TABLES)
+
+_LARGEST = 2**31 - 1
+# The published code has no setting for it; rotary.py there defaults to this base and nobody passes another.
+_NEOBERT_ROTARY_BASE = 10_000
 _DTYPES = ("F32", "BF16", "F16")
 _LEFTOVERS = ("rotary_emb.inv_freq", "freqs_cis")  # tables that older code stored; they follow from the rotary base
 
-_Shapes = dict[str, tuple[int, ...]]
+# Keys with the only values that our layers can follow, and why; None among them lets the key be absent.
+_Demands = tuple[tuple[str, tuple[object, ...], str], ...]
+_LLAMA_LIKE: _Demands = (
+    ("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
+    ("attention_bias", (None, False), "NeoBERT's attention has no biases to hold them"),
+)
+_OF_ALL: _Demands = (
+    ("quantization_config", (None,), "weights that are stored quantised cannot be trained further, use the original"),
+    ("compression_config", (None,), "weights that are stored compressed cannot be trained further, use the original"),
+    ("partial_rotary_factor", (None, 1, 1.0), "NeoBERT rotates every channel of a head, which is 1.0"),
+    ("tie_word_embeddings", (None, False, True), "it decides whether the decoder is the embedding"),
+)
+_DEMANDS: dict[str, _Demands] = {
+    "eurobert": (*_LLAMA_LIKE, ("mlp_bias", (None, False, True), "it decides whether there are biases")),
+    "llama": (
+        *_LLAMA_LIKE,
+        ("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases to hold them"),
+        ("is_causal", (False,), "NeoBERT's tokens see those after them; a Llama's do so where this is false"),
+        ("use_bidirectional_attention", (None, True), "some readers would compute causal attention"),
+    ),
+    "neobert": (
+        ("hidden_act", (None, "swiglu", "SwiGLU"), "the feed-forward must be SwiGLU"),
+        ("rms_norm", (None, True), "the norms must be RMSNorm"),
+        ("rope", (None, True), "positions must be rotary angles"),
+        ("ngpt", (None, False), "the normalised layers of nGPT compute something else"),
+    ),
+}
+
+
+class FolderConfig(NamedTuple):
+    """A model that our settings can express, and what else its weights are to be read by."""
+
+    layout: str  # one of LAYOUTS
+    model: ModelConfig
+    vocab_size: int
+    tied: bool  # the decoder's weight is the embedding
+    has_biases: bool  # in the feed-forward and, with it, in EuroBERT's decoder
+    mask_token_id: object  # as it stands there
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ImportedModel:
     """A published model that training can continue from."""
 
-    folder: Path
-    layout: str  # of mapping.TABLES
+    layout: str  # one of LAYOUTS
     model: ModelConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor]  # fp32 or bf16, complete under the layout's published names
     notes: tuple[str, ...]  # what was left out, filled in or widened
-
-
-class FolderWeights(NamedTuple):
-    """Tensors of one layout, and what was left out, filled in or widened."""
-
-    layout: str  # of mapping.TABLES
-    tensors: dict[str, Tensor]
-    notes: list[str]
-
-
-class _Absent(NamedTuple):
-    """Published names that no file holds, by what stands in for them."""
-
-    tied: list[str]  # the embedding
-    zero: list[str]
 
 
 def read_folder(folder: Path, *, drop_padding: bool = False) -> ImportedModel:
@@ -76,122 +103,212 @@ def read_folder(folder: Path, *, drop_padding: bool = False) -> ImportedModel:
         DataError: The tokenizer cannot be used.
     """
     config = read_model_config(check_folder(folder), folder / "config.json")
-    tokenizer = _read_tokenizer(folder, config, may_be_padded=drop_padding)
-    weights = read_weights(folder, config)
-    cut = _drop_padding(folder, weights, tokenizer.vocab_size) if config.vocab_size > tokenizer.vocab_size else []
-    mask = []  # what text is masked with is the tokenizer's business
-    if config.mask_token_id not in (None, tokenizer.mask_id):
-        stated = f"mask_token_id {quote(config.mask_token_id)} of config.json"
-        mask = [f"{stated} is not kept: the tokenizer's mask token is {tokenizer.mask_id}"]
-    return ImportedModel(
-        folder=folder,
-        layout=weights.layout,
-        model=config.model,
-        tokenizer=tokenizer,
-        weights=weights.tensors,
-        notes=(*config.notes, *mask, *weights.notes, *cut),
-    )
-
-
-def _drop_padding(folder: Path, weights: FolderWeights, vocab_size: int) -> list[str]:
-    """Cuts embedding and decoder to the tokenizer's ids, and returns a note of it."""
-    padded = [name for row in TABLES[weights.layout] if row.rule is STRIP_PADDING for name in row.published]
-    for name in padded:
-        if weights.tensors[name][vocab_size:].any():
-            raise ConversionError(
-                f"{folder}: {name} is not zero in its rows from {vocab_size} on, which the tokenizer has no ids for; "
-                "only rows of zeros can be dropped."
-            )
-    rows = len(weights.tensors[padded[0]])
-    weights.tensors.update({name: weights.tensors[name][:vocab_size].clone() for name in padded})
-    return [f"dropped {rows - vocab_size} rows of zeros, for which the tokenizer has no ids, from the vocabulary"]
-
-
-def _read_tokenizer(folder: Path, config: FolderConfig, *, may_be_padded: bool) -> Tokenizer:
     try:
         tokenizer = load_tokenizer(folder)
     except MissingInputError as error:
         raise MissingInputError(
             f"{folder} holds no tokenizer; put the tokenizer.json or vocab.txt into it that the model was trained with."
         ) from error
-    rows, ids = config.vocab_size, tokenizer.vocab_size
-    if ids > rows:
-        raise ConversionError(
-            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); every "
-            "id needs a row. The tokenizer belongs to another model."
-        )
-    if ids < rows and not may_be_padded:
-        raise ConversionError(
-            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); rows "
-            "that belong to no token would take part in every prediction. If they are zeros, add "
+    ids, rows = tokenizer.vocab_size, config.vocab_size
+    if ids > rows or (ids < rows and not drop_padding):
+        remedy = (
+            "every id needs a row. The tokenizer belongs to another model."
+            if ids > rows
+            else "rows that belong to no token would take part in every prediction. If they are zeros, add "
             "--drop-padded-vocabulary; else give the tokenizer a placeholder for each of them."
         )
-    return tokenizer
+        raise ConversionError(
+            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); {remedy}"
+        )
+    weights, notes = read_weights(folder, config)
+    if ids < rows:
+        for name in (name for row in TABLES[config.layout] if row.rule is STRIP_PADDING for name in row.published):
+            if weights[name][ids:].any():
+                raise ConversionError(
+                    f"{folder}: {name} is not zero in its rows from {ids} on, which the tokenizer has no ids for; only "
+                    "rows of zeros can be dropped."
+                )
+            weights[name] = weights[name][:ids].clone()
+        notes.append(f"dropped {rows - ids} rows of zeros, for which the tokenizer has no ids, from the vocabulary")
+    if config.mask_token_id not in (None, tokenizer.mask_id):  # what text is masked with is the tokenizer's business
+        stated = f"mask_token_id {quote(config.mask_token_id)} of config.json"
+        notes.append(f"{stated} is not kept: the tokenizer's mask token is {tokenizer.mask_id}")
+    return ImportedModel(config.layout, config.model, tokenizer, weights, (*config.notes, *notes))
 
 
-def read_weights(folder: Path, config: FolderConfig) -> FolderWeights:
+# --- config.json
+
+
+class _Fields(NamedTuple):
+    """The values of a config.json, each checked as it is read."""
+
+    config: dict[str, Any]
+    path: Path
+
+    def size(self, key: str) -> int:
+        value = self.config.get(key)
+        if type(value) is not int or not 1 <= value <= _LARGEST:
+            raise self.wrong(key, f"a whole number from 1 to {_LARGEST:,} is needed")
+        return value
+
+    def number(self, key: str) -> float:
+        value: Any = self.config.get(key)
+        if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
+            raise self.wrong(key, f"a number from 0 to {_LARGEST:,} is needed")
+        return float(value)
+
+    def demand(self, key: str, accepted: tuple[object, ...], reason: str) -> None:
+        value = self.config.get(key)
+        if not any(type(value) is type(one) and value == one for one in accepted):  # True is not 1
+            raise self.wrong(key, reason)
+
+    def wrong(self, key: str, rule: str) -> ConversionError:
+        value = self.config.get(key)
+        found = f"{key} is missing" if value is None else f"{key} is {quote(value)}"
+        return ConversionError(f"{self.path}: {found}; {rule}.")
+
+
+def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
+    """The settings of a model out of its config.json.
+
+    Args:
+        path: Of the file, for messages.
+
+    Raises:
+        ConversionError: A value is missing, of the wrong kind, or asks for something that NeoBERT's layers are not.
+    """
+    fields, layout = _Fields(config, path), config.get("model_type")
+    if layout not in LAYOUTS:
+        raise fields.wrong("model_type", f"only folders of {', '.join(LAYOUTS)} hold layers like NeoBERT's")
+    for demand in (*_OF_ALL, *_DEMANDS[layout]):
+        fields.demand(*demand)
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    if hidden % heads or (hidden // heads) % 2:
+        rule = f"hidden_size {hidden} must give each head the same, even number of channels"
+        raise fields.wrong("num_attention_heads", rule)
+    width = f"NeoBERT's heads are hidden_size / num_attention_heads = {hidden // heads} wide"
+    fields.demand("head_dim", (None, hidden // heads), width)
+    fields.demand("dim_head", (None, hidden // heads), width)
+    own = f"NeoBERT's {heads} heads have keys and values of their own, not shared ones"
+    fields.demand("num_key_value_heads", (None, heads), own)
+    is_neobert, notes = layout == "neobert", []
+    ffn_width, positions = fields.size("intermediate_size"), "max_position_embeddings"
+    if is_neobert:
+        # The file has 3/2 of SwiGLU's width, before that is rounded up to a multiple of 8: model.py EncoderBlock. The
+        # published name of the longest row is max_length, which transformers 5 no longer saves.
+        ffn_width = 8 * -(-(2 * ffn_width // 3) // 8)
+        if config.get("max_length") is not None:
+            if config.get(positions) is not None:
+                rule = f"max_position_embeddings is {quote(config[positions])}; remove the wrong one"
+                fields.demand("max_length", (config[positions],), rule)
+            positions = "max_length"
+    rotary_base = _read_rotary_base(fields)
+    if rotary_base is None and is_neobert:
+        rotary_base = _NEOBERT_ROTARY_BASE
+        notes.append(f"the rotary base is {rotary_base:,}, which NeoBERT's published code fixes; config.json has none")
+    for key in ("dropout", "attention_dropout"):  # no part of what the weights compute
+        if config.get(key) is not None and (rate := fields.number(key)):
+            notes.append(f"{key} {rate:g} of config.json is not kept: training here has none")
+    # What the weights started from: recorded by NeoBERT's own layout alone, without effect on weights that exist.
+    has_start = config.get("embedding_init_range") is not None
+    model = ModelConfig(
+        num_layers=fields.size("num_hidden_layers"),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn_width,
+        max_position_embeddings=fields.size(positions),
+        rotary_base=fields.size("rope_theta") if rotary_base is None else rotary_base,  # missing: refused
+        norm_epsilon=fields.number("norm_eps" if is_neobert else "rms_norm_eps"),
+        init_method_range=fields.number("embedding_init_range") if has_start else ModelConfig().init_method_range,
+    )
+    return FolderConfig(
+        layout=layout,
+        model=model,
+        vocab_size=fields.size("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings")),
+        has_biases=bool(config.get("mlp_bias")),
+        mask_token_id=config.get("mask_token_id"),
+        notes=tuple(notes),
+    )
+
+
+def _read_rotary_base(fields: _Fields) -> int | None:
+    """The base of unscaled rotary angles over whole heads, from any place where a version of transformers writes it."""
+    bases = {"rope_theta": fields.config.get("rope_theta")}
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = fields.config.get(key)
+        if parameters is None:
+            continue
+        if not isinstance(parameters, dict):
+            raise fields.wrong(key, "an object with rope_type and rope_theta is needed")
+        plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}
+        for name, value in parameters.items():
+            if name != "rope_theta" and not any(value == one for one in plain.get(name, ())):
+                raise ConversionError(
+                    f"{fields.path}: {key} has {quote(name)} {quote(value)}; NeoBERT's rotary angles are not scaled, "
+                    "they depend on rope_theta alone. Only a model without it can be read."
+                )
+        bases[f"{key}.rope_theta"] = parameters.get("rope_theta")
+    given = {key: base for key, base in bases.items() if base is not None}
+    for key, base in given.items():
+        if type(base) not in (int, float) or not 2 <= base <= _LARGEST or base != int(base):
+            rule = f"a whole number from 2 to {_LARGEST:,} is needed"
+            raise ConversionError(f"{fields.path}: {key} is {quote(base)}; {rule}.")
+    if len(set(given.values())) > 1:
+        found = " and ".join(f"{key} {base:g}" for key, base in given.items())
+        raise ConversionError(f"{fields.path}: {found} contradict each other; remove the wrong one.")
+    return int(next(iter(given.values()))) if given else None
+
+
+# --- weights
+
+
+def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor], list[str]]:
     """Reads what the folder's config.json describes.
+
+    Returns:
+        The tensors under the layout's published names, and notes on what was left out, filled in or widened.
 
     Raises:
         MissingInputError: There are no weights.
         ConversionError: They are not those of the config, or there is no masked-language-model head.
     """
-    stored = _list_stored(folder, config)
+    stored = list_tensors(folder, layout=config.layout)
     kept = {name: entry for name, entry in stored.items() if not name.endswith(_LEFTOVERS)}
-    # NeoBERT's names exist with the two halves of SwiGLU fused, as published, and apart.
-    has_halves = any(name.endswith(".ffn.w1.weight") for name in kept)
-    layout = "neobert-unpacked" if config.layout == "neobert" and has_halves else config.layout
     if config.model.num_layers > len(kept):  # before names are made for each of these
         raise ConversionError(
             f"{folder}: config.json has num_hidden_layers {config.model.num_layers:,}, but the files hold "
             f"{len(kept):,} tensors, fewer than layers; fetch the folder again."
         )
-    shapes = published_shapes(TABLES[layout], shape_of(config.model, vocab_size=config.vocab_size))
+    shapes = published_shapes(TABLES[config.layout], shape_of(config.model, vocab_size=config.vocab_size))
     names = _match_names(folder, kept, shapes)
-    wrapped = [source for source in kept if _unwrapped(source) != source]
-    absent = _find_absent(folder, layout, config, names, shapes)
+    embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
+    tied = [decoder] if config.tied and decoder not in names else []
+    zero = _find_zero_biases(folder, config, names, shapes, decoder="" if tied else decoder)
     for name, source in names.items():
         _check_entry(source, kept[source], shapes[name])
     tensors = {name: kept[source].read() for name, source in names.items()}
-    embedding_name, decoder = _embedding_and_decoder(layout)
-    embedding = tensors[embedding_name]
-    if config.tied and not absent.tied and (differing := int((tensors[decoder] != embedding).sum())):
+    if config.tied and not tied and (differing := int((tensors[decoder] != tensors[embedding]).sum())):
         raise ConversionError(
             f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
-            f"{differing:,} of {embedding.numel():,} values; set it to false, or remove the tensor."
+            f"{differing:,} of {tensors[embedding].numel():,} values; set it to false, or remove the tensor."
         )
-    notes = _describe(stored, kept, wrapped)
+    notes = _describe(stored, kept)
     if halves := [name for name, tensor in tensors.items() if tensor.dtype == torch.float16]:
         tensors |= {name: tensors[name].float() for name in halves}  # exactly: nothing here stores float16
         notes.append(
             f"{len(halves)} of {len(tensors)} tensors were float16 and are float32 now, their values unchanged"
         )
-    notes += [f"{name} is a copy of the embedding; training does not keep them equal" for name in absent.tied]
-    if absent.zero:
-        notes.append(f"filled with zeros, as the files lack them: {quote_names(absent.zero)}")
-    embedding = tensors[embedding_name]
-    tensors |= {name: embedding.clone() for name in absent.tied}
-    tensors |= {name: embedding.new_zeros(shapes[name]) for name in absent.zero}
-    return FolderWeights(layout, tensors, notes)
+    if tied:
+        notes.append(f"{decoder} is a copy of the embedding; training does not keep them equal")
+        tensors[decoder] = tensors[embedding].clone()
+    if zero:
+        notes.append(f"filled with zeros, as the files lack them: {quote_names(zero)}")
+        tensors |= {name: tensors[embedding].new_zeros(shapes[name]) for name in zero}
+    return tensors, notes
 
 
-def _list_stored(folder: Path, config: FolderConfig) -> dict[str, StoredTensor]:
-    """What the files hold; of a Llama, the head beside it as well."""
-    stored = list_tensors(folder)
-    if config.layout != "llama":
-        return stored
-    if not (folder / HEAD_FOLDER / WEIGHTS).is_file():
-        raise ConversionError(
-            f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (what Llama "
-            "calls lm_head predicts the next token); pre-training continues only from a model with its own head."
-        )
-    head = list_tensors(folder / HEAD_FOLDER)
-    if twice := sorted(stored.keys() & head.keys()):
-        raise ConversionError(f"{folder}: {quote(twice[0])} is in {HEAD_FOLDER} as well; remove one of them.")
-    return stored | head
-
-
-def _match_names(folder: Path, stored: Mapping[str, StoredTensor], shapes: _Shapes) -> dict[str, str]:
+def _match_names(folder: Path, stored: Mapping[str, StoredTensor], shapes: Mapping[str, Any]) -> dict[str, str]:
     """Published name -> name in the files, which may lack the prefix "model." or have one too many, or others'."""
     names: dict[str, str] = {}
     for source in stored:
@@ -212,22 +329,25 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _find_absent(folder: Path, layout: str, config: FolderConfig, names: dict[str, str], shapes: _Shapes) -> _Absent:
-    """What the files do not hold and a rule gives.
+def _find_zero_biases(
+    folder: Path, config: FolderConfig, names: dict[str, str], shapes: Mapping[str, Any], *, decoder: str
+) -> list[str]:
+    """The biases that no file holds and that are zeros.
+
+    Args:
+        decoder: Published name of the weight that must be there; empty where the embedding is that.
 
     Raises:
-        ConversionError: No rule gives it, or the files hold what the model has not.
+        ConversionError: The files lack something else, or hold what the model has not.
     """
-    _, decoder = _embedding_and_decoder(layout)
     biases = [name for name in shapes if name.endswith(".bias") and not config.has_biases]
-    if layout == "eurobert" and (ignored := [name for name in biases if name in names]):
+    if config.layout == "eurobert" and (ignored := [name for name in biases if name in names]):
         raise ConversionError(
             f"{folder}: config.json has mlp_bias false, but the files hold {quote_names(ignored)}, which transformers "
             "would ignore; set it to true, or remove them."
         )
-    tied = [decoder] if config.tied and decoder not in names else []
-    fillable = {*biases, *tied}
-    missing = [name for name in shapes if name not in names and name not in fillable]
+    tied = () if decoder else (TABLES[config.layout][-2].published[0],)
+    missing = [name for name in shapes if name not in names and name not in (*biases, *tied)]
     unknown = [source for name, source in names.items() if name not in shapes]
     if decoder in missing:
         others = f", but {quote_names(unknown)}" if unknown else ""
@@ -246,7 +366,7 @@ def _find_absent(folder: Path, layout: str, config: FolderConfig, names: dict[st
             f"{folder}: the files lack {quote_names(missing)}; a {config.layout} folder of {config.model.num_layers} "
             f"layers holds {len(shapes)} tensors. Fetch it again."
         )
-    return _Absent(tied=tied, zero=[name for name in biases if name not in names])
+    return [name for name in biases if name not in names]
 
 
 def _check_entry(name: str, entry: StoredTensor, shape: tuple[int, ...]) -> None:
@@ -262,12 +382,12 @@ def _check_entry(name: str, entry: StoredTensor, shape: tuple[int, ...]) -> None
         )
 
 
-def _describe(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTensor], wrapped: list[str]) -> list[str]:
+def _describe(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTensor]) -> list[str]:
     """Notes on what differs in the files from published ones."""
     notes = []
     if left_out := [name for name in stored if name not in kept]:
         notes.append(f"left out {quote_names(left_out)}: rotary angles follow from the base")
-    if wrapped:
+    if wrapped := [name for name in kept if _unwrapped(name) != name]:
         notes.append(f"'module.' and '_orig_mod.' are left out of {len(wrapped)} names, such as {quote(wrapped[0])}")
     entry = next(iter(kept.values()))
     if entry.file.name == DEEPSPEED_WEIGHTS and entry.dtype != "F32":
@@ -276,8 +396,3 @@ def _describe(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTenso
             "weights lie in other files, out of which DeepSpeed's zero_to_fp32.py makes a state dict"
         )
     return notes
-
-
-def _embedding_and_decoder(layout: str) -> tuple[str, str]:
-    """Their published names: the first row of every table, and the last but one."""
-    return TABLES[layout][0].published[0], TABLES[layout][-2].published[0]

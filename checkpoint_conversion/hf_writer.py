@@ -3,12 +3,11 @@
 `eurobert` is transformers' own class that computes the same function, `neobert` the published names with a modelling
 file that the folder carries, `llama` the encoder alone for software that knows no other name. Every convention that
 the function depends on (rotary base and style, epsilon, widths) is written out; nothing is left to a default. Nothing
-is compared here; conversion.py does that before the folder gets its name.
+is compared here; convert.py does that before the folder gets its name.
 
 Source: transformers >= 5.3 models/eurobert and models/llama; the published config.json of chandar-lab/NeoBERT.
 """
 
-import ast
 import json
 from dataclasses import dataclass
 from importlib import resources
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from checkpoint_conversion.comparison import dtype_name
 from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES, MODELING_FILE, WEIGHTS
-from checkpoint_conversion.mapping import TABLES, to_published
-from checkpoint_conversion.tensor_rules import ModelShape
+from checkpoint_conversion.mapping import TABLES, ModelShape, to_published
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import ConversionError
@@ -131,6 +129,8 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
     Raises:
         ConversionError: The feed-forward's width has no value in these fields.
     """
+    from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # transformers: seconds
+
     model, shape, tokenizer = spec.model, spec.shape, spec.tokenizer
     if shape.ffn_hidden_size % 8:
         raise ConversionError(
@@ -139,7 +139,7 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
         )
     return {
         "architectures": ["NeoBERTLMHead"],
-        "auto_map": _read_auto_map(),
+        "auto_map": AUTO_MAP,
         "model_type": "neobert",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -164,14 +164,6 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
         "mask_token_id": tokenizer.mask_id,
         "torch_dtype": dtype_name(spec.dtype),  # transformers 4.48 knows no other name
     }
-
-
-def _read_auto_map() -> dict[str, str]:
-    """AUTO_MAP of the modelling file, which is not imported for it: transformers takes seconds."""
-    assignments = [node for node in ast.parse(modeling_source()).body if isinstance(node, ast.Assign)]
-    (value,) = [node.value for node in assignments if ast.unparse(node.targets[0]) == "AUTO_MAP"]
-    found: dict[str, str] = ast.literal_eval(value)
-    return found
 
 
 def _llama_like_fields(spec: FolderSpec) -> dict[str, Any]:

@@ -2,33 +2,110 @@
 
 The internal side is the Megatron model, one tensor per layer under the names that its checkpoints use (those of
 Transformer Engine, from any classes that trained it). The published sides are NeoBERT's own names, and those of Hugging
-Face's EuroBERT and of a Llama that looks both ways, which compute the same function; tensor_rules.py has what
-differs beyond names. Nothing here touches a disk.
+Face's EuroBERT and of a Llama that looks both ways, which compute the same function.
+
+Only three things ever differ beyond names: the padding of the vocabulary, fused matrices, and the rotary convention
+(NeoBERT pairs adjacent channels of a head; Megatron, EuroBERT and Llama pair its halves). Every rule is exact in both
+directions: values are moved, never computed. Nothing here touches a disk.
 
 Source: tests/parity/test_published_models.py shows that the functions are equal, and not equal under the other
 rotary convention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.tensor_rules import (
-    COPY,
-    PAIR_ADJACENT,
-    SPLIT_HALVES,
-    SPLIT_HEADS,
-    STRIP_PADDING,
-    ModelShape,
-    Rule,
-)
+from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
 
 _HALVES = ("_w", "_v")  # what megatron.core adds to the name, mlp.py: apply_swiglu_sharded_factory
 LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its layers
 _LISTED_NAMES = 4  # names that a message spells out before it counts the rest
+
+
+# --- sizes and rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes that decide every tensor's shape."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    padded_vocab_size: int  # rows that Megatron allocates, a multiple of 128 x tensor-parallel ranks
+
+    def resolve(self, letters: str) -> tuple[int, ...]:
+        """The sizes behind the letters of a table: `"3h h"` is (3 hidden, hidden)."""
+        hidden, width = self.hidden_size, self.ffn_hidden_size
+        sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
+        sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
+        return tuple(sizes[letter] for letter in letters.split())
+
+
+def shape_of(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int | None = None) -> ModelShape:
+    """The sizes that settings give a model of `vocab_size` tokens; without `padded_vocab_size` nothing pads these."""
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        ffn_hidden_size=model.ffn_width,
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size if padded_vocab_size is None else padded_vocab_size,
+    )
+
+
+class Rule(NamedTuple):
+    """How one internal tensor becomes one or more published ones, and how they become it again."""
+
+    publish: Callable[[Tensor, ModelShape], list[Tensor]]
+    restore: Callable[[list[Tensor], ModelShape], Tensor]
+
+
+def _pair_adjacent(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
+    """Channels j and j + d/2 of every query and key head become channels 2j and 2j + 1; values stay."""
+    heads = qkv.reshape(shape.num_attention_heads, 3, 2, -1, shape.hidden_size)
+    query_key = heads[:, :2].transpose(2, 3).reshape(heads[:, :2].shape)
+    return [torch.cat((query_key, heads[:, 2:]), dim=1).view_as(qkv)]
+
+
+def _pair_halves(parts: list[Tensor], shape: ModelShape) -> Tensor:
+    """The way back of `_pair_adjacent`."""
+    heads = parts[0].reshape(shape.num_attention_heads, 3, -1, 2, shape.hidden_size)
+    query_key = heads[:, :2].transpose(2, 3).flatten(2, 3)
+    return torch.cat((query_key, heads[:, 2:].flatten(2, 3)), dim=1).view_as(parts[0])
+
+
+def _split_heads(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
+    """Rows that stand as q, k, v within each head become one matrix each."""
+    heads = qkv.reshape(shape.num_attention_heads, 3, -1, shape.hidden_size)
+    return [part.reshape(shape.hidden_size, shape.hidden_size) for part in heads.unbind(1)]
+
+
+def _join_heads(parts: list[Tensor], shape: ModelShape) -> Tensor:
+    heads = [part.reshape(shape.num_attention_heads, -1, shape.hidden_size) for part in parts]
+    return torch.stack(heads, dim=1).reshape(-1, shape.hidden_size)
+
+
+def _pad_vocabulary(parts: list[Tensor], shape: ModelShape) -> Tensor:
+    padding = parts[0].new_zeros(shape.padded_vocab_size - shape.vocab_size, *parts[0].shape[1:])
+    return torch.cat((parts[0], padding))
+
+
+COPY = Rule(lambda tensor, shape: [tensor], lambda parts, shape: parts[0])
+STRIP_PADDING = Rule(lambda tensor, shape: [tensor[: shape.vocab_size]], _pad_vocabulary)
+SPLIT_HALVES = Rule(lambda tensor, shape: list(tensor.chunk(2)), lambda parts, shape: torch.cat(parts))
+SPLIT_HEADS = Rule(_split_heads, _join_heads)
+PAIR_ADJACENT = Rule(_pair_adjacent, _pair_halves)
+
+
+# --- tables
 
 
 @dataclass(frozen=True)
@@ -58,7 +135,7 @@ _MLP = "decoder.layers.{i}.mlp."
 
 
 # fmt: off
-def _neobert(*feed_forward: Entry) -> Table:
+def _neobert() -> Table:
     layer = "model.transformer_encoder.{i}."
     return (
         Entry("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.encoder.weight",), "v h"),
@@ -66,7 +143,7 @@ def _neobert(*feed_forward: Entry) -> Table:
         Entry(f"{_ATTENTION}linear_qkv.weight", "3h h", PAIR_ADJACENT, (f"{layer}qkv.weight",), "3h h"),
         Entry(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}wo.weight",), "h h"),
         Entry(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}ffn_norm.weight",), "h"),
-        *feed_forward,
+        Entry(f"{_MLP}linear_fc1.weight", "2f h", COPY, (f"{layer}ffn.w12.weight",), "2f h"),
         Entry(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}ffn.w3.weight",), "h f"),
         Entry("decoder.final_layernorm.weight", "h", COPY, ("model.layer_norm.weight",), "h"),
         Entry("output_layer.weight", "V h", STRIP_PADDING, ("decoder.weight",), "v h"),
@@ -98,17 +175,15 @@ def _llama_like(prefix: str, head: str, *, has_biases: bool) -> Table:
     )
 
 
-_FC1 = f"{_MLP}linear_fc1.weight"
-_W12, _W1, _W2 = (f"model.transformer_encoder.{{i}}.ffn.{name}.weight" for name in ("w12", "w1", "w2"))
-
-NEOBERT = _neobert(Entry(_FC1, "2f h", COPY, (_W12,), "2f h"))
-# Of the fork pszemraj/NeoBERT, whose feed-forward keeps both halves apart; read, never written.
-NEOBERT_UNPACKED = _neobert(Entry(_FC1, "2f h", SPLIT_HALVES, (_W1, _W2), "f h"))
+NEOBERT = _neobert()
 EUROBERT = _llama_like("model.", "lm_head", has_biases=True)
 LLAMA = _llama_like("", "decoder", has_biases=False)  # the class has no head; ours lies beside it
 # fmt: on
 
-TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "neobert-unpacked": NEOBERT_UNPACKED, "llama": LLAMA}
+TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "llama": LLAMA}
+
+
+# --- conversion
 
 
 def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
@@ -134,7 +209,7 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
             is_view = part.untyped_storage().nbytes() != part.nbytes
             published[name] = part.clone(memory_format=torch.contiguous_format) if is_view else part.contiguous()
         published |= {name: source.new_zeros(len(parts[0])) for name in entry.zero_biases}
-    _check_tensors(published, _shapes_of(entries, shape))
+    _check_tensors(published, published_shapes(table, shape))
     return published
 
 
@@ -145,7 +220,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
     """
     entries = expand_table(table, shape.num_layers)
-    _check_tensors(published, _shapes_of(entries, shape), remedy="fetch the weights again, or use others")
+    _check_tensors(published, published_shapes(table, shape), remedy="fetch the weights again, or use others")
     internal: dict[str, Tensor] = {}
     for entry in entries:
         for name in entry.zero_biases:
@@ -160,7 +235,11 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
 
 def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every tensor of a folder in this layout, and its shape."""
-    return _shapes_of(expand_table(table, shape.num_layers), shape)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in expand_table(table, shape.num_layers):
+        resolved = shape.resolve(entry.published_shape)
+        shapes |= dict.fromkeys(entry.published, resolved) | dict.fromkeys(entry.zero_biases, resolved[:1])
+    return shapes
 
 
 def expand_table(table: Table, num_layers: int) -> list[Entry]:
@@ -196,14 +275,6 @@ def split_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             stored[name] = tensor
     return stored
-
-
-def _shapes_of(entries: list[Entry], shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for entry in entries:
-        resolved = shape.resolve(entry.published_shape)
-        shapes |= dict.fromkeys(entry.published, resolved) | dict.fromkeys(entry.zero_biases, resolved[:1])
-    return shapes
 
 
 def _check_tensors(

@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from checkpoint_conversion.mapping import LAYERS_PREFIX, NEOBERT, join_halves, split_halves, to_published
-from checkpoint_conversion.tensor_rules import ModelShape, shape_of
+from checkpoint_conversion.mapping import (
+    LAYERS_PREFIX,
+    NEOBERT,
+    ModelShape,
+    join_halves,
+    shape_of,
+    split_halves,
+    to_published,
+)
 from megatron_neobert.checkpoint.contents import (
     OPTIMIZER_PREFIX,
     StoredTensors,
@@ -31,15 +38,21 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.config.cli import read_record, write_record
-from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
+from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.state import Progress
 
 PROVENANCE = "provenance.json"
+_LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
 _LARGEST_PROVENANCE_BYTES = 1 << 16  # it holds two short names
 
+# The names that the norms have in a model built of megatron.core's own classes, and in every checkpoint.
+_NORM_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 # What megatron.core calls the optimizer's own fp32 copies with its distributed optimizer, and without.
 _STATE, _MAIN_WEIGHTS = f"{OPTIMIZER_PREFIX}state.", ("param", "fp32_param")
 
@@ -110,7 +123,12 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
     settings = read_record(folder / "settings.yaml")
-    _refuse_other_layers(folder, settings.model)
+    if not settings.model.is_neobert:
+        found = [f"{name} {getattr(settings.model, name)}" for name in _LAYER_SETTINGS]
+        raise ConversionError(
+            f"{folder} was trained with {', '.join(found)}; the reference and every published layout have SwiGLU, "
+            "RMSNorm and rotary positions. Convert a run with these; this checkpoint can only be trained further."
+        )
     tensors = _read_tensors(folder)
     layers = {name.split(".")[2] for name in tensors if name.startswith(LAYERS_PREFIX)}
     if len(layers) != settings.model.num_layers:  # before names are made for each of these
@@ -175,26 +193,6 @@ def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
     return {}
 
 
-def _refuse_other_layers(folder: Path, model: ModelConfig) -> None:
-    """Refuses a run of an ablation whose function no published layout computes."""
-    if model.is_neobert:
-        return
-
-    def flag_with(name: str, value: object) -> str:
-        if isinstance(value, bool):
-            return flag_of(name) if value else flag_of(f"no_{name}")
-        return f"{flag_of(name)} {value}"
-
-    neobert = ModelConfig()
-    names = ("swiglu", "normalization", "position_embedding_type")
-    differing = [name for name in names if getattr(model, name) != getattr(neobert, name)]
-    found, needed = (", ".join(flag_with(name, getattr(one, name)) for name in differing) for one in (model, neobert))
-    raise ConversionError(
-        f"{folder} was trained with {found}; the reference and every published layout have the layers of {needed}. "
-        "Convert a run with these; this checkpoint can only be trained further."
-    )
-
-
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the model at its full size, under the names of the checkpoint.
 
@@ -211,3 +209,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         found = (copy for copy in copies if stored.shapes.get(copy) == stored.shapes[name])
         chosen[name] = stored.read_whole(next(found, name))
     return chosen
+
+
+def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copies weights under the internal names of mapping.py into a Megatron model that no parallelism splits."""
+    for name, parameter in model.named_parameters():
+        for own, stored in _NORM_NAMES.items():
+            name = name.replace(own, stored)
+        parameter.data.copy_(tensors[name])

@@ -19,8 +19,8 @@ from huggingface_hub.utils import validate_repo_id
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 
-from checkpoint_conversion.hf_config import LAYOUTS
 from checkpoint_conversion.hf_folder import MODELING_FILE, read_object
+from checkpoint_conversion.hf_reader import LAYOUTS
 from megatron_neobert.errors import (
     ConfigError,
     ConversionError,

@@ -13,7 +13,7 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, run_command, short_reason
-from megatron_neobert.runtime.atomic_files import require_folder, sha256_of
+from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.runtime.output_folder import build_folder, refuse_existing
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from torch import Tensor
 
-    from checkpoint_conversion.comparison import Comparison, Prompts
+    from checkpoint_conversion.comparison import Comparison
 
 TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
-OPSETS = range(18, 23)  # below, PyTorch cannot go; of 23, onnxruntime 1.31 cannot run the rotation that PyTorch writes
+OPSET = 18  # the version of ONNX's operators that the most runtimes know; PyTorch cannot go below
 INPUTS = ("input_ids", "attention_mask")
 LARGEST_BYTES = 2_000_000_000  # of weights, of which NeoBERT has 0.98e9; protobuf ends at 2^31 with the graph included
 
@@ -61,13 +62,13 @@ _COMPANIONS = (
 def main() -> None:
     """Reads the arguments, exports, checks and prints the figures."""
     arguments = _parse()
-    from checkpoint_conversion.output_folder import build_folder, refuse_existing
-
     require_folder("--model", arguments.model, holding="config.json")
     refuse_existing(arguments.output)  # before a minute of work
     import onnx  # noqa: F401 (what is missing is reported before the work)
     import onnxscript  # noqa: F401
     from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    from checkpoint_conversion.comparison import to_table
 
     output = TASKS[arguments.task]
     model = load_for_task(arguments.model, arguments.task)
@@ -75,7 +76,7 @@ def main() -> None:
         copy_companions(arguments.model, folder)
         plain, quantized = folder / "onnx" / "model.onnx", folder / "onnx" / "model_quantized.onnx"
         plain.parent.mkdir()
-        write_graph(model, plain, output=output, opset=arguments.opset)
+        write_graph(model, plain, output=output)
         checks = {plain: check_graph(model, plain, output=output)}
         refuse_difference(checks[plain], tolerance=TOLERANCE)
         if arguments.int8:
@@ -85,14 +86,9 @@ def main() -> None:
                 quantize_dynamic(plain, quantized, weight_type=QuantType.QInt8, per_channel=True)
             checks[quantized] = check_graph(model, quantized, output=output)
             refuse_difference(checks[quantized], tolerance=TOLERANCE_INT8)
-        write_report(folder, checks, arguments)
         for path, batches in checks.items():
-            names = [name.replace("_", " ") for name in figures_of(next(iter(batches.values())), output)]
-            print(f"{path.name}, {path.stat().st_size / 1e6:.1f} MB, against PyTorch:")
-            print("".join([f"{'rows x tokens':<14}", *(f"{name:>20}" for name in names)]))
-            for batch, found in batches.items():
-                print("".join([f"{batch:<14}", *(f"{figure:>20.6g}" for figure in figures_of(found, output).values())]))
-            print()
+            print(f"{path.name}, {path.stat().st_size / 1e6:.1f} MB, against PyTorch by rows x tokens:")
+            print(f"{to_table(batches)}\n")
     print(f"wrote {arguments.output}")
 
 
@@ -104,8 +100,6 @@ def _parse() -> argparse.Namespace:
     tasks = "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state"
     add("--task", choices=list(TASKS), default="fill-mask", help=f"{tasks} (default: %(default)s)")
     add("--int8", action="store_true", help="8-bit weights in model_quantized.onnx; their error is measured")
-    opsets = "version of ONNX's operators (default: %(default)s, which the most runtimes know)"
-    add("--opset", type=int, choices=OPSETS, default=OPSETS[0], help=opsets)
     return parser.parse_args()
 
 
@@ -115,9 +109,9 @@ def load_for_task(folder: Path, task: str) -> Any:
     Raises:
         ConversionError: It is no NeoBERT, or lacks the head.
     """
-    from checkpoint_conversion.hf_config import read_model_config
     from checkpoint_conversion.hf_folder import check_folder
     from checkpoint_conversion.hf_model import load_model
+    from checkpoint_conversion.hf_reader import read_model_config
 
     layout = read_model_config(check_folder(folder), folder / "config.json").layout
     if task == "fill-mask" and layout == "llama":
@@ -128,14 +122,14 @@ def load_for_task(folder: Path, task: str) -> Any:
     return load_model(folder, with_head=task == "fill-mask")
 
 
-def write_graph(model: Any, path: Path, *, output: str, opset: int) -> None:
+def write_graph(model: Any, path: Path, *, output: str) -> None:
     """Traces the model and writes its graph.
 
     Attention is traced in its plain form: PyTorch's fused one becomes the same matrix products, with a guard against
     rows of NaN around each softmax that this model's masks cannot cause.
 
     Raises:
-        ConversionError: The weights do not fit into one file, or the exporter cannot write these operators.
+        ConversionError: The weights do not fit into one file.
     """
     import torch
 
@@ -154,17 +148,12 @@ def write_graph(model: Any, path: Path, *, output: str, opset: int) -> None:
             input_names=INPUTS,
             output_names=[output],
             dynamic_shapes=dict.fromkeys(INPUTS, axes),
-            opset_version=opset,
+            opset_version=OPSET,
             dynamo=True,
             verbose=False,
         )
     model.set_attn_implementation(usual)
     assert program is not None, "torch.onnx.export gives None only with dynamo=False"
-    if program.model.opset_imports[""] != opset:  # what the exporter falls back to where a conversion fails
-        raise ConversionError(
-            f"torch {torch.__version__} cannot write this graph with --opset {opset}, only with "
-            f"{program.model.opset_imports['']}."
-        )
     program.save(path, external_data=False)
 
 
@@ -174,20 +163,27 @@ def check_graph(model: Any, path: Path, *, output: str) -> "dict[str, Comparison
     Raises:
         ConversionError: onnxruntime cannot run the graph.
     """
+    import onnxruntime
     import torch
 
-    from checkpoint_conversion.comparison import Prompts, compare_logits
+    from checkpoint_conversion.comparison import compare_logits
 
-    run, generator, batches = _load_graph(path), torch.Generator().manual_seed(0), {}
+    generator, session, checks = torch.Generator().manual_seed(0), None, {}
     for lengths in _BATCHES:
-        padded_bs, mask_bs = _pad(lengths, longest=model.config.max_position_embeddings)
-        tokens_bs = torch.randint(model.config.vocab_size, mask_bs.shape, generator=generator)
-        prompts = Prompts(tokens_bs * mask_bs, mask_bs)
+        _, mask_bs = _pad(lengths, longest=model.config.max_position_embeddings)
+        tokens_bs = torch.randint(model.config.vocab_size, mask_bs.shape, generator=generator) * mask_bs
+        inputs = dict(zip(INPUTS, (tokens_bs, mask_bs), strict=True))
         with torch.no_grad():
-            expected = model(**dict(zip(INPUTS, prompts, strict=True)))[output]
-        name = " x ".join(str(size) for size in padded_bs.shape)
-        batches[name] = compare_logits(expected, run(prompts), mask_bs)
-    return batches
+            expected = model(**inputs)[output]
+        try:
+            session = session or onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        except Exception as error:  # onnxruntime's exceptions have no common base
+            raise ConversionError(
+                f"{path.name}: onnxruntime {onnxruntime.__version__} cannot run it ({short_reason(error)})."
+            ) from error
+        checks[" x ".join(str(size) for size in mask_bs.shape)] = compare_logits(expected, torch.tensor(found), mask_bs)
+    return checks
 
 
 def _pad(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "tuple[Tensor, Tensor]":
@@ -197,30 +193,6 @@ def _pad(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "t
     lengths_b = torch.tensor(lengths).clamp(max=longest)
     mask_bs = (torch.arange(int(lengths_b.max())) < lengths_b[:, None]).long()
     return mask_bs.clone(), mask_bs
-
-
-def _load_graph(path: Path) -> "Callable[[Prompts], Tensor]":
-    import onnxruntime
-    import torch
-
-    def cannot_run(error: Exception) -> ConversionError:
-        version, reason = onnxruntime.__version__, short_reason(error)
-        return ConversionError(f"{path.name}: onnxruntime {version} cannot run it ({reason}).")
-
-    try:
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's exceptions have no common base
-        raise cannot_run(error) from error
-
-    def run(prompts: "Prompts") -> "Tensor":
-        inputs = {name: tensor.numpy() for name, tensor in zip(INPUTS, prompts, strict=True)}
-        try:
-            (found,) = session.run(None, inputs)
-        except Exception as error:
-            raise cannot_run(error) from error
-        return torch.tensor(found)
-
-    return run
 
 
 def refuse_difference(batches: "dict[str, Comparison]", *, tolerance: float) -> None:
@@ -234,12 +206,6 @@ def refuse_difference(batches: "dict[str, Comparison]", *, tolerance: float) -> 
                 f"largest value, more than {tolerance:g}; nothing was written. Try the versions of torch and "
                 "onnxruntime in constraints.txt."
             )
-
-
-def figures_of(found: "Comparison", output: str) -> dict[str, float]:
-    """What is reported of a batch; the largest of some logits is a prediction."""
-    figures = {"relative_difference": found.relative, "lowest_cosine": found.cosine}
-    return figures | ({"same_prediction": found.argmax_agreement} if output == "logits" else {})
 
 
 def copy_companions(model: Path, folder: Path) -> None:
@@ -267,34 +233,6 @@ def copy_companions(model: Path, folder: Path) -> None:
     else:
         config.pop("auto_map", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def write_report(folder: Path, checks: "dict[Path, dict[str, Comparison]]", arguments: argparse.Namespace) -> None:
-    """Writes onnx_report.json: the figures of every graph, and what they were made of and with."""
-    import onnxruntime
-    import torch
-    import transformers
-
-    import megatron_neobert
-
-    packages = (megatron_neobert, torch, transformers, onnxruntime)
-    report = {
-        "source": {path.name: sha256_of(path) for path in sorted(arguments.model.glob("*.safetensors"))},
-        "task": arguments.task,
-        "opset": arguments.opset,
-        "graphs": {
-            path.name: {
-                "bytes": path.stat().st_size,
-                "sha256": sha256_of(path),
-                "against_pytorch": {
-                    batch: figures_of(found, TASKS[arguments.task]) for batch, found in batches.items()
-                },
-            }
-            for path, batches in checks.items()
-        },
-        "versions": {package.__name__: package.__version__ for package in packages},
-    }
-    (folder / "onnx_report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

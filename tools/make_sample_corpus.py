@@ -9,8 +9,6 @@ that any contiguous part of the corpus is a fair sample of the whole.
 import argparse
 import ast
 import hashlib
-import os
-import shutil
 import sys
 import sysconfig
 import warnings
@@ -20,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, DataError, OutputError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
 
 MINIMUM_CHARACTERS = 200  # shorter texts are one-liners such as "Return the name."
 MAXIMUM_CHARACTERS = 20_000  # the few longer ones would weigh too much: one class alone has 300,000
@@ -93,23 +91,13 @@ def write_shards(documents: list[Document], output: Path, *, shards: int) -> Non
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OutputError(f"--output {output} exists and is not empty; remove it, or name another folder.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f"{output.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir()
-    try:
+    from megatron_neobert.runtime.output_folder import build_folder
+
+    with build_folder(output) as unfinished:
         for shard in range(shards):
             start, end = (len(documents) * number // shards for number in (shard, shard + 1))
             columns = {key: [getattr(document, key) for document in documents[start:end]] for key in ("content", "url")}
-            path = unfinished / f"part-{shard:04d}.parquet"
-            with path.open("wb") as stream:
-                pq.write_table(pa.table(columns), stream, compression="zstd")
-                stream.flush()
-                os.fsync(stream.fileno())
-        unfinished.rename(output)  # replaces an empty folder, fails on any other
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            pq.write_table(pa.table(columns), unfinished / f"part-{shard:04d}.parquet", compression="zstd")
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -8,7 +8,7 @@ import torch
 from ranks import read_metrics, train_on_ranks
 from torch import Tensor
 
-from checkpoint_conversion.conversion import ExportOptions, export, import_folder
+from checkpoint_conversion.convert import ExportOptions, export, import_folder
 from checkpoint_conversion.mapping import split_halves
 from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.checkpoint.contents import StoredTensors

@@ -6,7 +6,7 @@ import pytest
 from processes import run_command
 from tolerances import ALGEBRA, BFLOAT16_LOGITS, EUROBERT_LOGITS, MEGATRON_LOGITS, MODELING_LOGITS
 
-from checkpoint_conversion.hf_config import LAYOUTS
+from checkpoint_conversion.hf_reader import LAYOUTS
 
 Figures = dict[str, dict[str, float]]
 SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "203"]

@@ -15,8 +15,16 @@ from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from checkpoint_conversion.comparison import Comparison, build_prompts, compare_logits, make_loud
-from checkpoint_conversion.mapping import NEOBERT, TABLES, Table, to_internal, to_published
-from checkpoint_conversion.tensor_rules import COPY, PAIR_ADJACENT, shape_of
+from checkpoint_conversion.mapping import (
+    COPY,
+    NEOBERT,
+    PAIR_ADJACENT,
+    TABLES,
+    Table,
+    shape_of,
+    to_internal,
+    to_published,
+)
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTLMHead
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT

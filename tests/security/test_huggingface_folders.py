@@ -20,7 +20,7 @@ from processes import Ended, run_command
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM
 
-from checkpoint_conversion.conversion import import_folder
+from checkpoint_conversion.convert import import_folder
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTLMHead

@@ -1,10 +1,8 @@
 """Converting: what cannot be right is refused and leaves nothing behind; the command says what it does."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +25,6 @@ from megatron_neobert.errors import (
     OutputError,
     run_command,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def test_wrong_mapping_is_refused_and_leaves_nothing(
@@ -125,27 +121,14 @@ def test_tensor_that_no_neobert_has_is_refused(saved: SavedModel, internal: dict
         convert(saved, tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    ("ablation", "found", "needed"),
-    [
-        ({"swiglu": False}, "--no-swiglu", "--swiglu"),
-        ({"normalization": "LayerNorm"}, "--normalization LayerNorm", "--normalization RMSNorm"),
-        (
-            {"swiglu": False, "position_embedding_type": "learned_absolute"},
-            "--no-swiglu, --position-embedding-type learned_absolute",
-            "--swiglu, --position-embedding-type rope",
-        ),
-    ],
-    ids=["GELU", "LayerNorm", "GELU and learned positions"],
-)
+@pytest.mark.parametrize("ablation", [{"swiglu": False}, {"normalization": "LayerNorm"}])
 def test_layers_that_no_published_layout_has_are_refused_with_their_settings(
-    saved: SavedModel, tmp_path: Path, ablation: dict[str, Any], found: str, needed: str
+    saved: SavedModel, tmp_path: Path, ablation: dict[str, Any]
 ):
     write_record(Settings(model=replace(MODEL, **ablation)), saved.iteration_folder / "settings.yaml")
     saved.seal()
-    with pytest.raises(
-        ConversionError, match=rf"iter_0000030 was trained with {found}; .* have the layers of {needed}\. Convert"
-    ):
+    ((name, value),) = ablation.items()
+    with pytest.raises(ConversionError, match=rf"iter_0000030 was trained with .*{name} {value}.* have SwiGLU"):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
 
@@ -273,19 +256,3 @@ def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
     code, sentence = expected
     assert ended.value.code == code
     assert sentence in capsys.readouterr().err
-
-
-def test_conversion_without_verification_imports_neither_transformers_nor_megatron_core(
-    saved: SavedModel, tmp_path: Path
-):
-    """They take 7 of the 25 CPU-seconds that the full model once took, and nothing of them is needed."""
-    words = ["megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model"), "--format", "neobert"]
-    program = (
-        f"import sys; sys.argv = ['convert.py', '--no-verification']; sys.argv[1:1] = {words!r}\n"
-        "from checkpoint_conversion.convert import main; main()\n"
-        "sys.exit(str([name for name in ('transformers', 'megatron.core', 'wandb') if name in sys.modules]))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert result.stderr.splitlines()[-1] == "[]", result.stderr

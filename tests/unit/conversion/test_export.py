@@ -14,7 +14,7 @@ from saved_model import MODEL, SHAPE, WORDS, SavedModel, build_reference, conver
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from checkpoint_conversion.comparison import Checks, compare_logits
-from checkpoint_conversion.hf_config import LAYOUTS
+from checkpoint_conversion.hf_reader import LAYOUTS
 from checkpoint_conversion.hf_writer import FolderSpec, build_config
 from checkpoint_conversion.mapping import NEOBERT, published_shapes
 from checkpoint_conversion.megatron_io import model_shape
@@ -105,7 +105,7 @@ def test_exported_folder_answers_a_fill_mask_pipeline(folder: Path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(exported: Any, dtype: str):
-    folder, checks = exported(dtype=getattr(torch, dtype))
+    folder, checks = exported(dtype=dtype)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118

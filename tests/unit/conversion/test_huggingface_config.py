@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_conversion.hf_config import FolderConfig, read_model_config
+from checkpoint_conversion.hf_reader import FolderConfig, read_model_config
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
 
@@ -145,9 +145,17 @@ UNFIT = [
     ("eurobert", {"quantization_config": {"bits": 4}}, "quantization_config is of 1 entries; weights that are stored"),
     ("eurobert", {"num_attention_heads": 5}, "num_attention_heads is 5; hidden_size 32 must give each head the same"),
     ("eurobert", {"num_attention_heads": 32}, "num_attention_heads is 32; hidden_size 32 must give each head the same"),
-    ("eurobert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type is 'yarn'; NeoBERT's rotary angles"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type is 'linear'; NeoBERT's rotary"),
-    ("llama", {"rope_parameters": {"rope_theta": 9, "factor": 2.0}}, "rope_parameters has 'factor'; NeoBERT's rotary"),
+    ("eurobert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has 'rope_type' 'yarn'; NeoBERT's rotary"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling has 'type' 'linear'; NeoBERT's rotary",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 9, "factor": 2.0}},
+        "rope_parameters has 'factor' 2.0; NeoBERT's rotary",
+    ),
     (
         "llama",
         {"rope_parameters": [5000.0]},

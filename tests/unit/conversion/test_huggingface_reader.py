@@ -32,7 +32,7 @@ def write(tmp_path: Path, internal: dict[str, Tensor]) -> WriteFolder:
         folder = tmp_path / "model"
         add_tokenizer(folder)
         tokenizer = load_tokenizer(folder)
-        config = build_config(layout.removesuffix("-unpacked"), FolderSpec(MODEL, SHAPE, tokenizer)) | fields
+        config = build_config(layout, FolderSpec(MODEL, SHAPE, tokenizer)) | fields
         (folder / "config.json").write_text(json.dumps(config))
         weights = to_published(internal, SHAPE, TABLES[layout])
         change(weights)
@@ -242,7 +242,7 @@ def test_what_is_not_there_is_named(write: WriteFolder, tmp_path: Path):
     assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder, MissingInputError)
 
 
-@pytest.mark.parametrize("layout", ["eurobert", "neobert", "neobert-unpacked"])
+@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
 def test_model_without_its_masked_language_model_head_is_refused(write: WriteFolder, layout: str):
     head = "lm_head" if layout == "eurobert" else "decoder"
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from saved_model import MODEL, WORDS, SavedModel, build_reference
 from torch import Tensor
 
-from checkpoint_conversion import conversion, convert
-from checkpoint_conversion.conversion import ExportOptions, export, import_folder
+from checkpoint_conversion import convert, mapping
+from checkpoint_conversion.convert import ExportOptions, export, import_folder
 from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, Settings
@@ -30,7 +30,7 @@ Export = Callable[..., Path]
 def exported(saved: SavedModel, tmp_path: Path) -> Export:
     """Exports the saved checkpoint, or another one."""
 
-    def build(layout: str, *, name: str = "model", save: Path = saved.save, dtype: torch.dtype = torch.float32) -> Path:
+    def build(layout: str, *, name: str = "model", save: Path = saved.save, dtype: str = "float32") -> Path:
         checkpoint, options = read_checkpoint(save), ExportOptions(layout=layout, dtype=dtype)
         export(checkpoint, tmp_path / name, tokenizer=checkpoint.tokenizer, options=options)
         return tmp_path / name
@@ -65,10 +65,10 @@ def test_a_checkpoint_survives_the_way_to_hugging_face_and_back_bit_for_bit(
     assert after.iteration == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_survives_the_way_to_a_checkpoint_and_back_bit_for_bit(
-    exported: Export, tmp_path: Path, layout: str, dtype: torch.dtype
+    exported: Export, tmp_path: Path, layout: str, dtype: str
 ):
     first = exported(layout, dtype=dtype)
     import_folder(first, tmp_path / "imported")
@@ -262,7 +262,6 @@ def forked(published: Path) -> Path:
 @torch.no_grad()
 def test_the_forks_tied_model_without_a_bias_computes_the_same_as_a_checkpoint(forked: Path, tmp_path: Path):
     imported, checks = import_folder(forked, tmp_path / "imported")
-    assert imported.layout == "neobert-unpacked"
     assert any("decoder.bias" in note for note in imported.notes)
     assert any("decoder.weight" in note for note in imported.notes)
     assert checks["padded"].relative < 1e-5
@@ -278,14 +277,14 @@ def test_the_forks_tied_model_without_a_bias_computes_the_same_as_a_checkpoint(f
 def test_a_wrong_mapping_is_refused_and_leaves_nothing(
     exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    right = conversion.to_internal
+    right = mapping.to_internal
 
     def exchange_gate_and_up(*arguments: object) -> dict[str, Tensor]:
         tensors = right(*arguments)  # type: ignore[arg-type]
         name = "decoder.layers.1.mlp.linear_fc1.weight"
         return tensors | {name: tensors[name].roll(len(tensors[name]) // 2, 0)}
 
-    monkeypatch.setattr(conversion, "to_internal", exchange_gate_and_up)
+    monkeypatch.setattr(mapping, "to_internal", exchange_gate_and_up)
     with pytest.raises(ConversionError, match=r"the written checkpoint, padded: its logits differ"):
         import_folder(exported("eurobert"), tmp_path / "imported")
     assert not list(tmp_path.glob("imported*"))

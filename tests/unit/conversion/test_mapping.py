@@ -11,6 +11,7 @@ from checkpoint_conversion.mapping import (
     EUROBERT,
     NEOBERT,
     TABLES,
+    ModelShape,
     Table,
     expand_table,
     join_halves,
@@ -18,7 +19,6 @@ from checkpoint_conversion.mapping import (
     to_internal,
     to_published,
 )
-from checkpoint_conversion.tensor_rules import ModelShape
 from megatron_neobert.errors import ConversionError
 
 SHAPE = ModelShape(

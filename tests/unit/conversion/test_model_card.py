@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard
 from saved_model import MODEL, SHAPE, WORDS, build_reference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from checkpoint_conversion.hf_config import LAYOUTS
+from checkpoint_conversion.hf_reader import LAYOUTS
 from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
 from checkpoint_conversion.mapping import NEOBERT, to_internal
 from checkpoint_conversion.model_card import MARKER, NO_MODEL_ID, write_model_card

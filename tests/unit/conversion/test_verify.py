@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpoint_conversion import comparison, verify
 from checkpoint_conversion.comparison import LogitModel, build_prompts, compare_logits
-from checkpoint_conversion.conversion import ExportOptions, export
+from checkpoint_conversion.convert import ExportOptions, export
 from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.errors import ConversionError, MissingInputError
 

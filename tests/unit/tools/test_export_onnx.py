@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from commands import import_tool, run
-from transformers import AutoModelForMaskedLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 
 from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
@@ -42,14 +42,14 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    """A folder of the eurobert layout, what the command made of it, and what the command said."""
+    """A folder of the eurobert layout, what the command made of it, and what the command shown."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
     write_sentence_transformers_files(model, "eurobert", MODEL)
     write_model_card(model, license="mit")
-    code, said, complaints = run("export_onnx", "--model", model, "--output", output, "--int8", "--opset", "20")
+    code, shown, complaints = run("export_onnx", "--model", model, "--output", output, "--int8")
     assert code == 0, complaints
     assert complaints == ""
-    return model, output, said
+    return model, output, shown
 
 
 def predict(graph: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
@@ -63,7 +63,7 @@ def test_command_writes_graphs_where_libraries_look_with_config_and_tokenizer_be
     graphs = ["onnx/model.onnx", "onnx/model_quantized.onnx"]
     pooling = ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"]
     beside = [*tokenizer, *pooling, "config_sentence_transformers.json", "README.md"]
-    assert found == sorted(["config.json", *graphs, "onnx_report.json", *beside])
+    assert found == sorted(["config.json", *graphs, *beside])
     for name in ("config.json", *beside):
         assert (output / name).read_text() == (model / name).read_text()
     assert list(output.parent.iterdir()) == [output], "no temporary folder is left"
@@ -82,19 +82,20 @@ def test_text_through_the_written_tokenizer_and_graph_gives_the_logits_of_transf
     torch.testing.assert_close(torch.tensor(found)[present], expected[present], atol=1e-5, rtol=0)
 
 
-def test_report_and_output_show_the_figures_of_both_graphs(exported):
-    _, output, said = exported
-    report = json.loads((output / "onnx_report.json").read_text())
-    plain, quantized = report["graphs"]["model.onnx"], report["graphs"]["model_quantized.onnx"]
-    assert (report["task"], report["opset"]) == ("fill-mask", 20)
-    assert onnx.load(output / "onnx" / "model.onnx").opset_import[0].version == 20
-    assert plain["bytes"] == (output / "onnx" / "model.onnx").stat().st_size
-    assert list(plain["against_pytorch"]) == ["1 x 1", "1 x 7", "2 x 64", "5 x 40", "1 x 64"]  # the model ends at 64
-    for batch, figures in plain["against_pytorch"].items():
-        assert figures["relative_difference"] < tool.TOLERANCE
-        assert tool.TOLERANCE < quantized["against_pytorch"][batch]["relative_difference"] < tool.TOLERANCE_INT8
-    assert "model_quantized.onnx, 0.3 MB, against PyTorch" in said
-    assert "same prediction" in said
+def test_output_shows_the_figures_of_both_graphs(exported):
+    _, output, shown = exported
+    assert onnx.load(output / "onnx" / "model.onnx").opset_import[0].version == tool.OPSET
+    plain, quantized = shown.split("\n\n")[:2]
+    for table, name in ((plain, "model.onnx"), (quantized, "model_quantized.onnx")):
+        assert table.startswith(name) and "MB, against PyTorch by rows x tokens:" in table
+        rows = [line.split(maxsplit=5)[:5] for line in table.splitlines()[2:]]
+        assert [" ".join(row[:3]) for row in rows] == [
+            "1 x 1",
+            "1 x 7",
+            "2 x 64",
+            "5 x 40",
+            "1 x 64",
+        ]  # the model's end
 
 
 @pytest.mark.slow  # the command above does the same with the default layout
@@ -103,7 +104,7 @@ def test_report_and_output_show_the_figures_of_both_graphs(exported):
 )
 def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(folder_of, tmp_path, layout, task, width):
     model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
-    tool.write_graph(model, tmp_path / "model.onnx", output=output, opset=18)
+    tool.write_graph(model, tmp_path / "model.onnx", output=output)
     tool.refuse_difference(tool.check_graph(model, tmp_path / "model.onnx", output=output), tolerance=tool.TOLERANCE)
     graph = onnx.load(tmp_path / "model.onnx").graph
     shapes = {
@@ -113,14 +114,6 @@ def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(folder_
     sizes = ["batch", "sequence"]
     assert shapes == {"input_ids": sizes, "attention_mask": sizes, output: [*sizes, width]}
     assert not [node for node in graph.node if node.op_type == "IsNaN"], "attention is traced in its plain form"
-
-
-def test_operators_that_the_exporter_cannot_write_are_refused(folder_of, tmp_path):
-    model = tool.load_for_task(folder_of("llama"), "feature-extraction")
-    model.layers = model.layers[:0]  # the final norm is enough
-    with pytest.raises(ConversionError, match=r"cannot write this graph with --opset 17, only with 18"):
-        tool.write_graph(model, tmp_path / "model.onnx", output="last_hidden_state", opset=17)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_graph_of_other_weights_is_refused_even_as_8_bit(exported):
@@ -157,21 +150,9 @@ def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
         tool.check_graph(tool.load_for_task(model, "fill-mask"), tmp_path / "frozen.onnx", output="logits")
 
 
-def test_file_that_is_no_graph_is_refused(exported, tmp_path):
-    (tmp_path / "broken.onnx").write_bytes(b"\x00broken")
-    with pytest.raises(ConversionError, match=r"broken\.onnx: onnxruntime .* cannot run it"):
-        tool.check_graph(tool.load_for_task(exported[0], "fill-mask"), tmp_path / "broken.onnx", output="logits")
-
-
 def test_llama_folder_has_no_graph_of_logits(folder_of):
     with pytest.raises(ConversionError, match=r"llama layout .* use --task feature-extraction"):
         tool.load_for_task(folder_of("llama"), "fill-mask")
-
-
-def test_llama_that_sees_only_what_came_before_is_refused(tmp_path):
-    LlamaConfig(hidden_size=32, num_attention_heads=4).save_pretrained(tmp_path)
-    with pytest.raises(ConversionError, match="is_causal is missing"):
-        tool.load_for_task(tmp_path, "feature-extraction")
 
 
 def test_weights_above_2_gb_are_refused():
@@ -179,27 +160,21 @@ def test_weights_above_2_gb_are_refused():
     with torch.device("meta"):
         model = torch.nn.Embedding(rows, 1000)
     with pytest.raises(ConversionError, match=r"2,000,004,000 bytes of weights .* 2,000,000,000"):
-        tool.write_graph(model, Path("big"), output="logits", opset=18)
+        tool.write_graph(model, Path("big"), output="logits")
 
 
-def test_neobert_folder_brings_our_modelling_file_never_its_own(folder_of, tmp_path):
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_modelling_file_is_ours_or_neither_copied_nor_named(folder_of, tmp_path, is_ours):
     model = folder_of("neobert")
     ours = (model / "modeling_neobert.py").read_text()
     (model / "modeling_neobert.py").write_text("raise SystemExit('ran')")
+    if not is_ours:
+        config = json.loads((model / "config.json").read_text())
+        config["auto_map"] = {"AutoConfig": "model.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
+        (model / "config.json").write_text(json.dumps(config))
     tool.copy_companions(model, tmp_path)
-    assert (tmp_path / "modeling_neobert.py").read_text() == ours
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"]["AutoConfig"].startswith("modeling_neobert.")
-
-
-def test_code_of_others_is_neither_copied_nor_named(folder_of, tmp_path):
-    model = folder_of("neobert")
-    config = json.loads((model / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "model.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "model.py").write_text("raise SystemExit('ran')")
-    tool.copy_companions(model, tmp_path)
-    assert [path.name for path in tmp_path.glob("*.py")] == []
-    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    assert [path.read_text() for path in tmp_path.glob("*.py")] == [ours] * is_ours
+    assert ("auto_map" in json.loads((tmp_path / "config.json").read_text())) == is_ours
 
 
 def test_failed_export_leaves_nothing_behind(folder_of, tmp_path, monkeypatch):

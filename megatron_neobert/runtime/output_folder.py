@@ -1,9 +1,6 @@
 """A folder that appears at once and complete, or not at all."""
 
 import errno
-import fcntl
-import os
-import re
 import shutil
 import signal
 import threading
@@ -14,15 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron_neobert.errors import OutputError, SaveError
-from megatron_neobert.runtime.atomic_files import lock_if_possible, sync_to_disk
-
-
-def refuse_inside(output: Path, source: Path) -> None:
-    """Raises:
-    OutputError: The target is, or lies in, the folder that it is made from.
-    """
-    if output.resolve().is_relative_to(source.resolve()):
-        raise OutputError(f"--output {output} lies in --load {source}, which is only read; name a folder elsewhere.")
+from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
 
 
 def refuse_existing(output: Path) -> None:
@@ -41,18 +30,19 @@ def refuse_existing(output: Path) -> None:
 def build_folder(output: Path) -> Iterator[Path]:
     """A temporary folder beside `output`, which takes its place when the block ends well and vanishes when it does not.
 
-    SIGTERM ends the block as Ctrl-C does. What a killed process left at this output is removed first.
+    SIGTERM ends the block as Ctrl-C does. What a killed process left at this output is named; a running one may be
+    writing it on another machine.
 
     Raises:
         OutputError: The target exists, or the folder cannot be created.
         SaveError: A file cannot be written, as on a full disk.
     """
     refuse_existing(output)
-    _remove_leftovers(output)
-    temporary = output.with_name(f"{output.name}.unfinished-{os.getpid()}")
+    for leftover in output.parent.glob(f"{output.name}.unfinished.*"):
+        print(f"note: {leftover} may be left of a process that was killed; remove it if none is running")
+    temporary = own_name(output.with_name(f"{output.name}.unfinished"))
     try:
         temporary.mkdir(parents=True)
-        lock = _lock(temporary)
     except OSError as error:
         raise OutputError(f"--output {output}: {temporary} cannot be created ({error.strerror}).") from error
     is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
@@ -73,40 +63,4 @@ def build_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
         if is_main:
             signal.signal(signal.SIGTERM, usual)
-        if lock is not None:
-            os.close(lock)
     sync_to_disk(output.parent)
-
-
-def _remove_leftovers(output: Path) -> None:
-    """Removes the temporary folders of processes that were killed: those that nobody holds the lock of."""
-    for path in output.parent.glob("*.unfinished-*"):
-        if path.is_symlink() or not re.fullmatch(rf"{re.escape(output.name)}\.unfinished-\d+", path.name):
-            continue
-        try:
-            lock = _lock(path)
-        except BlockingIOError:
-            continue  # of a conversion that still runs
-        if lock is None:
-            print(f"note: {path} may be left of a conversion that was killed; remove it if none is running")
-            continue
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-        print(f"removed {path}, left of a conversion that was killed")
-
-
-def _lock(folder: Path) -> int | None:
-    """A descriptor that locks the folder until it is closed or its process ends; None where there are no locks.
-
-    Raises:
-        BlockingIOError: Another process has the lock.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if lock_if_possible(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            return descriptor
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
