@@ -251,8 +251,8 @@ def print_report(plan: "Plan", report: "PreprocessReport") -> None:
     counts = report.counts
     for reason in report.damaged:
         print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
-    for mismatch in report.mismatches:
-        print(f"warning: all parts were done by the reference tokenizer: {visible(mismatch)}", file=sys.stderr)
+    if report.mismatch:
+        print(f"warning: all parts were done by the reference tokenizer: {visible(report.mismatch)}", file=sys.stderr)
     if plan.encoder.note:
         print(f"note: {plan.encoder.note}", file=sys.stderr)
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:

@@ -63,7 +63,7 @@ class ShardTexts:
     def __iter__(self) -> Iterator[str]:
         """Raises DataError at the end where too many of the records were in error, or there is no document."""
         from megatron_neobert.data.corpus.format import describe_reasons
-        from megatron_neobert.data.preprocessing.part_records import Counts, check_error_rate
+        from megatron_neobert.data.preprocessing.job import Counts, check_error_rate
         from megatron_neobert.data.shards.parts import read_part, split_into_parts
 
         self.counts = counts = Counts()

@@ -259,6 +259,11 @@ def describe_reasons(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in ranked) or "none"
 
 
+def reject_line(entry: dict[str, Any]) -> bytes:
+    """Readable, but for lone surrogates (of file names, of keys), which become the escapes that JSON has for them."""
+    return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
 def read_manifest(path: Path) -> Manifest:
     """Raises DataError where the file is not a manifest of this version, or contradicts itself."""
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:

@@ -46,6 +46,8 @@ class PartFiles:
     tokens: int
     unknown_tokens: int
     ids_sha256: str
+    # Under which key rejects have their numbers and what to add to those; None: they count from the shard's beginning.
+    records_before: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ the manifest last, so the same call after a kill gives the same bytes. Costs the
 side by side; a part that becomes a whole volume is linked and costs none.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from megatron_neobert.data.corpus.format import (
     QuarantinedShard,
     Volume,
     read_manifest,
+    reject_line,
     token_dtype,
     validation_files,
     volume_name,
@@ -169,7 +171,11 @@ def _join_rejects(parts: Sequence[PartFiles], target: Path) -> Path | None:
     """One file of all parts' rejects, on disk; None where there are none."""
     with target.open("wb") as stream:
         for part in parts:
+            unit, before = part.records_before or ("", 0)
             with part.rejects.open("rb") as rejects:
+                for line in rejects if before else ():
+                    entry = json.loads(line)
+                    stream.write(reject_line(entry | {unit: entry[unit] + before}))
                 shutil.copyfileobj(rejects, stream, 1 << 20)
     sync_to_disk(target)
     return target if target.stat().st_size else None

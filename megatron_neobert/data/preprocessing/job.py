@@ -1,4 +1,8 @@
-"""PREFIX.partial, where an unfinished run keeps its finished parts: who may work there, and what may be taken over.
+"""What a run knows of its parts, and PREFIX.partial, where finished ones wait for a restart and for the join.
+
+The record KEY.done is written last, when a part's other files are complete; a part without it is done again from its
+beginning, and so is one whose shard has changed. Nothing waits for the disk, which would cost small parts more than
+their work: the record has the checksum of each file, by which what a crash of the machine has damaged is found.
 
 A run takes over the parts of an earlier one only where they would come out the same: job.json has the settings that
 decide their bytes, and each part's own record names the range of which version of a shard it holds. So shards may be
@@ -7,18 +11,189 @@ added, repaired and left out between two runs. Several tasks of one array share 
 
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
 
-from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
+from megatron_neobert import __version__
+from megatron_neobert.data.corpus.format import describe_reasons
+from megatron_neobert.data.shards.find import ShardVersion
+from megatron_neobert.data.shards.records import ReadSettings, ShardPart
+from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of
 
+Kind = Literal["ids", "lengths", "hashes", "rejects"]
 _JOB = "job.json"
 _MISMATCH = "mismatch"
+
+
+@dataclass
+class Counts:
+    """What became of the records read so far: records = documents + rejected + dropped."""
+
+    documents: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    repaired_documents: int = 0
+    utf8_bytes: int = 0  # of the texts that were tokenised
+    rejected: Counter[str] = field(default_factory=Counter)  # records by reason: errors
+    dropped: Counter[str] = field(default_factory=Counter)  # records by the name of the filter
+
+    def __post_init__(self) -> None:
+        self.rejected, self.dropped = Counter(self.rejected), Counter(self.dropped)  # of a record, plain dictionaries
+
+    def add(self, other: "Counts") -> None:
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.unknown_tokens += other.unknown_tokens
+        self.repaired_documents += other.repaired_documents
+        self.utf8_bytes += other.utf8_bytes
+        self.rejected.update(other.rejected)
+        self.dropped.update(other.dropped)
+
+    @property
+    def errors(self) -> int:
+        return self.rejected.total()
+
+    @property
+    def records(self) -> int:
+        return self.documents + self.errors + self.dropped.total()
+
+
+def check_error_rate(
+    counts: Counts, max_error_rate: float, first_error: str | None, *, records: float | None = None
+) -> None:
+    """Raises DataError where more of the records are in error than may be.
+
+    Args:
+        first_error: An example: the record's place and what is wrong with it.
+        records: That the rate is of; None: those counted.
+    """
+    if counts.errors > max_error_rate * (counts.records if records is None else records):
+        raise DataError(
+            f"{counts.errors:,} of {counts.records:,} records have no usable text "
+            f"({counts.errors / counts.records:.2%}), more than --max-error-rate {max_error_rate} allows "
+            f"({describe_reasons(counts.rejected)}); for example: {first_error}. "
+            "Fix the shards, check --text-key, or allow more"
+        )
+
+
+def error_record(first_error: str) -> DataError:
+    """What ends a run that is to fail on errors."""
+    return DataError(f"{first_error}; correct the record, or leave such records out with --on-error skip")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What is the same for all parts of a run."""
+
+    read: ReadSettings
+    tokenizer_model: str
+    tokenizer_type: str
+    fingerprint: str  # of the tokenizer that the run has planned with
+    backend: Literal["auto", "fast", "reference"]
+    min_tokens: int
+    max_tokens: int | None
+    with_hashes: bool
+    on_error: Literal["skip", "fail"]
+    folder: Path
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """Those that decide the content of a part's files."""
+        return {
+            "tokenizer": self.fingerprint,
+            **asdict(self.read),
+            "min_tokens": self.min_tokens,
+            "max_tokens": self.max_tokens,
+            "deduplicate or split_validation": self.with_hashes,
+            "version": __version__,
+        }
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """One part of a shard, and all that a worker must know to tokenise it."""
+
+    number: int
+    part: ShardPart
+    shard: ShardVersion
+    shard_name: str  # for people: "-" for standard input, else the part's path
+    starts_shard: bool
+    settings: TaskSettings
+
+    def __str__(self) -> str:
+        return self.shard_name
+
+    @cached_property
+    def key(self) -> str:
+        """Name of the part's files: the same in a run that reads other shards as well."""
+        return hashlib.blake2b(json.dumps(asdict(self.part)).encode(), digest_size=12).hexdigest()
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [kind for kind in get_args(Kind) if kind != "hashes" or self.settings.with_hashes]
+
+    def file(self, kind: Kind) -> Path:
+        return self.settings.folder / f"{self.key}.{kind}"
+
+    def record(self, end: Literal["done", "damaged"]) -> Path:
+        """Present when the part is finished, or when it cannot be read to its end."""
+        return self.settings.folder / f"{self.key}.{end}"
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What became of a part; its ids, lengths, hashes and rejects wait in the task's files."""
+
+    number: int  # of the part in this run
+    shard: ShardVersion
+    damage: str | None = None  # why it cannot be read to its end; then nothing of what follows is known
+    counts: Counts = field(default_factory=Counts)
+    sha256: dict[str, str] = field(default_factory=dict)  # of its files, by kind
+    shard_sha256: str | None = None  # of the whole shard, with its first part; None for URLs too
+    numbers: int = 0  # record numbers used up
+    encoder: str = ""
+    is_reference: bool = False
+    compared: int = 0  # documents whose ids a fast back end had to have in common with the reference
+    first_error: str | None = None
+
+
+@dataclass(frozen=True)
+class PartProgress:
+    """How far a part has come, from its beginning."""
+
+    number: int
+    counts: Counts
+    fraction: float
+    first_error: str | None
+
+
+def write_result(task: PartTask, result: PartResult) -> None:
+    content = vars(result) | {"counts": vars(result.counts)}
+    replace_file(task.record("damaged" if result.damage else "done"), json.dumps(content), sync=False)
+
+
+def read_result(task: PartTask, end: Literal["done", "damaged"] = "done") -> PartResult | None:
+    """What an earlier run has made of a part; None where it must be done, or done again."""
+    try:
+        content: dict[str, Any] = json.loads(task.record(end).read_bytes())
+    except (FileNotFoundError, ValueError):  # ValueError: it was not yet on disk when the machine crashed
+        return None
+    if ShardVersion(*content["shard"]) != task.shard:
+        return None
+    for kind, sha256 in content["sha256"].items():
+        if not task.file(kind).exists() or sha256_of(task.file(kind)) != sha256:
+            return None
+    known = {"number": task.number, "shard": task.shard, "counts": Counts(**content["counts"])}
+    return PartResult(**{**content, **known})
 
 
 class JobFolder:
@@ -74,29 +249,28 @@ class JobFolder:
         may_clear = self.task is None and not merge
         with (self.path / "lock.begin").open("wb") as turn:  # tasks of an array begin one after the other
             lock_if_possible(turn, fcntl.LOCK_EX)
-            if not self._takes_over(settings, resume=resume, overwrite=overwrite, may_clear=may_clear):
-                if may_clear:
-                    self._clear()
-                replace_file(self.path / _JOB, json.dumps(settings))
-
-    def _takes_over(self, settings: dict[str, Any], *, resume: bool, overwrite: bool, may_clear: bool) -> bool:
-        earlier = json.loads((self.path / _JOB).read_bytes()) if self.has_begun else None
-        finished = self.finished_parts()
-        if earlier == settings:
-            if finished and may_clear and not resume and not overwrite:
+            earlier = json.loads((self.path / _JOB).read_bytes()) if self.has_begun else None
+            finished = self.finished_parts()
+            if earlier == settings and (resume or not may_clear):
+                return
+            if earlier == settings and finished and not overwrite:
                 raise OutputError(
                     f"{self.path} holds {finished:,} finished parts of an earlier run; continue with --resume, or "
                     "start anew with --overwrite"
                 )
-            return resume or not may_clear
-        if earlier is not None and (not may_clear or (finished and not overwrite)):
-            name = next(name for name in [*settings, *earlier] if earlier.get(name) != settings.get(name))
-            remedy = "start anew with --overwrite" if may_clear else f"delete {self.path.name}"
-            raise ConfigError(
-                f"{self.path} belongs to a run with {name} {earlier.get(name)} where this one has "
-                f"{settings.get(name)}; start with the same, or {remedy}"
-            )
-        return False
+            if earlier not in (None, settings) and (not may_clear or (finished and not overwrite)):
+                name = next(name for name in [*settings, *earlier] if earlier.get(name) != settings.get(name))
+                remedy = "start anew with --overwrite" if may_clear else f"delete {self.path.name}"
+                raise ConfigError(
+                    f"{self.path} belongs to a run with {name} {earlier.get(name)} where this one has "
+                    f"{settings.get(name)}; start with the same, or {remedy}"
+                )
+            for leftover in self.path.iterdir() if may_clear else ():
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                elif not leftover.name.startswith("lock") and leftover != self.standard_input:
+                    leftover.unlink()
+            replace_file(self.path / _JOB, json.dumps(settings))
 
     @property
     def has_begun(self) -> bool:
@@ -143,11 +317,3 @@ class JobFolder:
             return  # two runs with one prefix are then not told apart
         if not (self.path / name).exists() or os.fstat(lock.fileno()).st_ino != (self.path / name).stat().st_ino:
             raise OutputError(f"{self.path} belonged to a run that has just ended; start again")
-
-    def _clear(self) -> None:
-        """Removes what an earlier run has left, but not the copy of standard input that this one has made."""
-        for leftover in self.path.iterdir():
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            elif not leftover.name.startswith("lock") and leftover != self.standard_input:
-                leftover.unlink()

@@ -5,28 +5,25 @@ Memory: one batch of about 1 MB of text and its ids, for any size of the part.
 
 import base64
 import hashlib
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import token_dtype
-from megatron_neobert.data.preprocessing.part_records import (
+from megatron_neobert.data.corpus.format import reject_line, token_dtype
+from megatron_neobert.data.preprocessing.job import (
     Counts,
     Kind,
-    PartDamage,
     PartProgress,
     PartResult,
     PartTask,
     TaskSettings,
     error_record,
-    files_sha256,
+    write_result,
 )
 from megatron_neobert.data.shards.find import shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part
@@ -34,7 +31,7 @@ from megatron_neobert.data.shards.records import RecordBatch, Rejected
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
-from megatron_neobert.runtime.atomic_files import own_name, replace_file
+from megatron_neobert.runtime.atomic_files import own_name
 
 NO_TOKENS = "no tokens"  # a text of control characters only
 TOO_FEW_TOKENS = "shorter than --min-tokens"
@@ -44,115 +41,98 @@ HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two ar
 Report = Callable[[PartProgress], None]
 
 
-class _Damaged(Exception):
-    """The shard, and not our work, is why a part cannot be done."""
-
-
-def tokenize_part(task: PartTask, report: Report) -> PartResult | PartDamage:
-    """Writes the files of a task; a fast back end that differs from the reference tokenizer is replaced by it.
+def tokenize_part(task: PartTask, report: Report) -> PartResult:
+    """Writes the files of a task, and last its record.
 
     Raises:
         DataError: A record is in error and --on-error is fail, or the tokenizer has changed.
+        BackendMismatch: A fast back end differs from the reference tokenizer.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
-    settings = task.settings
-    tokenizer = _tokenizer(settings)
-    try:
-        try:
-            return _tokenize_with(_encoder(tokenizer, settings.backend), task, tokenizer, report, mismatch=None)
-        except BackendMismatch as mismatch:
-            return _tokenize_with(_encoder(tokenizer, "reference"), task, tokenizer, report, mismatch=str(mismatch))
-    except _Damaged as damaged:
-        damage = PartDamage(task.number, task.shard, str(damaged))
-        replace_file(task.damage_record, json.dumps(vars(damage)), sync=False)
-        return damage
-
-
-def _tokenize_with(
-    encoder: Encoder, task: PartTask, tokenizer: Tokenizer, report: Report, *, mismatch: str | None
-) -> PartResult:
-    counts, numbers = Counts(), 0
+    tokenizer, encoder = _load(task.settings)
     encoder.start_part()
+    counts, numbers = Counts(), 0
     with ExitStack() as stack:
-        # Names of this process's own: a worker that everybody thought dead may be at the same part.
-        growing = {kind: own_name(task.file(kind)) for kind in task.kinds}
-        streams = {kind: stack.enter_context(file.open("wb")) for kind, file in growing.items()}
-        for file in growing.values():
-            stack.callback(file.unlink, missing_ok=True)
-        part = _PartFiles(task, tokenizer, streams)
-        for batch in _read_batches(task):
-            counts.add(part.add(batch, encoder))
+        files = _PartFiles(task, tokenizer, encoder, stack)
+        batches, damage = read_part(task.part, task.settings.read), None
+        while True:
+            try:
+                batch = next(batches, None)
+            except DataError as error:  # the shard, and not our work, is why the part cannot be done
+                damage = str(error).replace(task.part.path, task.shard_name)
+                break
+            if batch is None:
+                break
+            try:
+                counts.add(files.add(batch))
+            except BackendMismatch as mismatch:
+                raise BackendMismatch(f"{task}: {mismatch}") from mismatch
             numbers += batch.numbers
-            report(PartProgress(task.number, counts, batch.progress, part.first_error))
-        if shard_version(task.part.path) != task.shard:
-            raise _Damaged(f"{task} has changed since the run started; start again with --resume, which reads it anew")
-        for stream in streams.values():
-            stream.flush()
-        file_bytes = {str(kind): stream.tell() for kind, stream in streams.items()}
-        checksum = files_sha256({str(kind): file for kind, file in growing.items()})
-        if checksum is None:
-            for stream in streams.values():
-                os.fsync(stream.fileno())
-        for kind, file in growing.items():
-            file.replace(task.file(kind))
-    result = PartResult(
-        number=task.number,
-        shard=task.shard,
-        counts=counts,
-        ids_sha256=part.ids_sha256,
-        file_bytes=file_bytes,
-        shard_sha256=shard_sha256(task.part.path) if task.starts_shard else None,
-        numbers=numbers,
-        encoder=encoder.name,
-        is_reference=encoder.is_reference,
-        compared=encoder.compared,
-        mismatch=mismatch,
-        first_error=part.first_error,
-        files_sha256=checksum,
-    )
-    replace_file(task.record, json.dumps(vars(result) | {"counts": vars(counts)}), sync=checksum is None)
+            report(PartProgress(task.number, counts, batch.progress, files.first_error))
+        if damage is None and shard_version(task.part.path) != task.shard:
+            damage = f"{task} has changed since the run started; start again with --resume, which reads it anew"
+        if damage is not None:
+            result = PartResult(task.number, task.shard, damage)
+        else:
+            result = PartResult(
+                number=task.number,
+                shard=task.shard,
+                counts=counts,
+                sha256=files.finish(),
+                shard_sha256=shard_sha256(task.part.path) if task.starts_shard else None,
+                numbers=numbers,
+                encoder=encoder.name,
+                is_reference=encoder.is_reference,
+                compared=encoder.compared,
+                first_error=files.first_error,
+            )
+    write_result(task, result)
     return result
-
-
-def _read_batches(task: PartTask) -> Iterator[RecordBatch]:
-    try:
-        yield from read_part(task.part, task.settings.read)
-    except DataError as error:
-        raise _Damaged(str(error).replace(task.part.path, task.shard_name)) from error
 
 
 class _PartFiles:
     """The open files of a part, and what goes into them."""
 
-    def __init__(self, task: PartTask, tokenizer: Tokenizer, streams: Mapping[Kind, IO[bytes]]) -> None:
+    def __init__(self, task: PartTask, tokenizer: Tokenizer, encoder: Encoder, stack: ExitStack) -> None:
         self.first_error: str | None = None
-        self._task, self._streams = task, streams
-        self._dtype = token_dtype(tokenizer.vocab_size)
-        self._unknown = tokenizer.unk_id
-        self._ids_digest = hashlib.sha256()
+        self._task, self._encoder = task, encoder
+        self._dtype, self._unknown = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
+        # Names of this process's own: a worker that everybody thought dead may be at the same part.
+        self._growing = {kind: own_name(task.file(kind)) for kind in task.kinds}
+        self._streams: dict[Kind, IO[bytes]] = {}
+        self._digests = {kind: hashlib.sha256() for kind in task.kinds}
+        for kind, file in self._growing.items():
+            self._streams[kind] = stack.enter_context(file.open("wb"))
+            stack.callback(file.unlink, missing_ok=True)
 
-    @property
-    def ids_sha256(self) -> str:
-        return self._ids_digest.hexdigest()
-
-    def add(self, batch: RecordBatch, encoder: Encoder) -> Counts:
+    def add(self, batch: RecordBatch) -> Counts:
         for record in batch.rejected:
             self._reject(record)
-        counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=Counter(batch.dropped))
+        counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
         if not batch.texts:
             return counts
-        encoded, kept, dropped = _keep(encoder.encode_batch(batch.texts), self._task.settings)
-        ids = encoded.ids.astype(self._dtype, copy=False).tobytes()
-        self._ids_digest.update(ids)
-        self._streams["ids"].write(ids)
-        self._streams["lengths"].write(encoded.lengths.astype("<i4", copy=False).tobytes())
+        encoded, kept, dropped = _keep(self._encoder.encode_batch(batch.texts), self._task.settings)
+        self._write("ids", encoded.ids.astype(self._dtype, copy=False).tobytes())
+        self._write("lengths", encoded.lengths.astype("<i4", copy=False).tobytes())
         if self._task.settings.with_hashes:
-            self._streams["hashes"].write(b"".join(_hash(batch.texts[place]) for place in kept))
+            texts = (batch.texts[place].encode() for place in kept)
+            self._write("hashes", b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts))
         counts.dropped.update(dropped)
         counts.documents, counts.tokens = encoded.lengths.size, encoded.ids.size
         counts.unknown_tokens = int(np.count_nonzero(encoded.ids == self._unknown))
         counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
         return counts
+
+    def finish(self) -> dict[str, str]:
+        """Gives the files their names; the sha256 of each, by kind."""
+        for kind, stream in self._streams.items():
+            stream.close()
+            self._growing[kind].replace(self._task.file(kind))
+        return {str(kind): digest.hexdigest() for kind, digest in self._digests.items()}
+
+    def _write(self, kind: Kind, content: bytes) -> None:
+        self._streams[kind].write(content)
+        self._digests[kind].update(content)
 
     def _reject(self, record: Rejected) -> None:
         task = self._task
@@ -162,27 +142,13 @@ class _PartFiles:
             entry["raw"] = record.raw.decode()
         except UnicodeDecodeError:
             entry["raw_base64"] = base64.b64encode(record.raw).decode()
-        self._streams["rejects"].write(_json_line(entry))
+        self._write("rejects", reject_line(entry))
         where = f"{task.shard_name}, {task.part.unit} {record.number}"
         if task.part.numbers_are_relative:
             where += f" after byte {task.part.start}"
         self.first_error = self.first_error or f"{where}: {record.reason} ({record.detail})"
         if task.settings.on_error == "fail":
             raise error_record(self.first_error)
-
-
-def absolute_rejects(source: Path, target: Path, *, unit: str, before: int) -> None:
-    """Copies rejects of a part, with record numbers counted from the shard's beginning: `before` came earlier."""
-    with source.open("rb") as lines, target.open("wb") as stream:
-        for line in lines:
-            entry = json.loads(line)
-            entry[unit] += before
-            stream.write(_json_line(entry))
-
-
-def _json_line(entry: dict[str, Any]) -> bytes:
-    """Readable, but for lone surrogates (of file names, of keys), which become the escapes that JSON has for them."""
-    return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _keep(
@@ -202,20 +168,14 @@ def _keep(
     return EncodedBatch(ids, lengths[keep]), np.flatnonzero(keep), dropped
 
 
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest()
-
-
 # Loaded once in a process: a worker meets the same tokenizer in every task, and a fast back end remembers the words
 # that it has seen.
-_tokenizers: dict[str, Tokenizer] = {}
-_encoders: dict[tuple[str, str], Encoder] = {}
+_loaded: dict[tuple[str, bool], tuple[Tokenizer, Encoder]] = {}  # by fingerprint, and whether it is the reference
 
 
 def remember(tokenizer: Tokenizer, encoder: Encoder) -> None:
     """Spares this process the loading of what it has loaded already."""
-    _tokenizers[tokenizer.fingerprint] = tokenizer
-    _encoders[tokenizer.fingerprint, "reference" if encoder.is_reference else "fast"] = encoder
+    _loaded[tokenizer.fingerprint, encoder.is_reference] = tokenizer, encoder
 
 
 def load_early(path: str, tokenizer_type: str, backend: Literal["auto", "fast", "reference"]) -> None:
@@ -226,19 +186,13 @@ def load_early(path: str, tokenizer_type: str, backend: Literal["auto", "fast", 
         import pyarrow.parquet  # noqa: F401
 
 
-def _tokenizer(settings: TaskSettings) -> Tokenizer:
-    if settings.fingerprint not in _tokenizers:
+def _load(settings: TaskSettings) -> tuple[Tokenizer, Encoder]:
+    key = settings.fingerprint, settings.backend == "reference"
+    if key not in _loaded:
         tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
         if tokenizer.fingerprint != settings.fingerprint:
             raise DataError(
                 f"--tokenizer-model {settings.tokenizer_model} has changed since the run started; start again"
             )
-        _tokenizers[tokenizer.fingerprint] = tokenizer
-    return _tokenizers[settings.fingerprint]
-
-
-def _encoder(tokenizer: Tokenizer, backend: Literal["auto", "fast", "reference"]) -> Encoder:
-    key = (tokenizer.fingerprint, "reference" if backend == "reference" else "fast")
-    if key not in _encoders:
-        _encoders[key] = open_encoder(tokenizer, backend, probe=False)
-    return _encoders[key]
+        _loaded[key] = tokenizer, open_encoder(tokenizer, settings.backend, probe=False)
+    return _loaded[key]

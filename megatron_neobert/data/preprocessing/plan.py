@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest, token_dtype
 from megatron_neobert.data.corpus.writer import refuse_existing
-from megatron_neobert.data.preprocessing.job import JobFolder
-from megatron_neobert.data.preprocessing.part_records import PartTask, TaskSettings
+from megatron_neobert.data.preprocessing.job import JobFolder, PartTask, TaskSettings
 from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.records import ReadSettings, ShardPart

@@ -7,6 +7,7 @@ Finished parts wait in PREFIX.partial, so what a killed run has done is not done
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,31 +21,21 @@ from megatron_neobert.data.corpus.writer import (
     refuse_existing,
     write_corpus,
 )
-from megatron_neobert.data.preprocessing.job import JobFolder
-from megatron_neobert.data.preprocessing.part_records import (
+from megatron_neobert.data.preprocessing.job import (
     Counts,
-    PartDamage,
+    JobFolder,
     PartProgress,
     PartResult,
     PartTask,
     check_error_rate,
     error_record,
-    read_damage,
     read_result,
-    too_many_errors,
 )
-from megatron_neobert.data.preprocessing.part_tasks import (
-    Report,
-    absolute_rejects,
-    load_early,
-    remember,
-    tokenize_part,
-)
+from megatron_neobert.data.preprocessing.part_tasks import load_early, remember, tokenize_part
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, part_tasks, refuse_damaged
 from megatron_neobert.data.preprocessing.workers import Workers, run_on_ray
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch
 from megatron_neobert.errors import DataError, MissingInputError
-
-LocalWorkers = Workers[PartTask, PartResult | PartDamage]
 
 _TELL_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000
@@ -90,8 +81,7 @@ class Progress:
         self.first_error = self.first_error or news.first_error
         self._tell()
 
-    def finish(self, result: PartResult | PartDamage) -> None:
-        """Counts a part that is in work, or was finished by an earlier run."""
+    def finish(self, result: PartResult) -> None:
         self._count(result)
         self._tell()
 
@@ -102,12 +92,11 @@ class Progress:
         for result in results:
             self._count(result)
 
-    def _count(self, result: PartResult | PartDamage) -> None:
+    def _count(self, result: PartResult) -> None:
         self.in_work.pop(result.number, None)
         self.finished_bytes += self.plan.input_bytes(self.plan.parts[result.number])
-        if isinstance(result, PartResult):
-            self.finished.add(result.counts)
-            self.first_error = self.first_error or result.first_error
+        self.finished.add(result.counts)
+        self.first_error = self.first_error or result.first_error
 
     def join(self, new_bytes: int) -> None:
         self.joined_bytes += new_bytes
@@ -123,8 +112,9 @@ class Progress:
         counts, read = self.counts, self.read_bytes / self.input_bytes if self.input_bytes else 1.0
         if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
             expected_records = counts.records / min(read, 1.0)
-            if counts.errors > _HOPELESS * self.plan.settings.max_error_rate * expected_records:
-                raise too_many_errors(counts, self.plan.settings.max_error_rate, self.first_error)
+            check_error_rate(
+                counts, self.plan.settings.max_error_rate, self.first_error, records=_HOPELESS * expected_records
+            )
 
 
 @dataclass(frozen=True)
@@ -138,12 +128,12 @@ class PreprocessReport:
     finished_parts: int  # of the whole array
     seconds: float
     encoders: Counter[str]  # parts by name of the back end
-    mismatches: list[str]
+    mismatch: str | None  # why a fast back end was given up
     damaged: list[str]  # why shards were left out
 
 
 def preprocess(
-    plan: Plan, *, on_progress: Callable[[Progress], None], workers: LocalWorkers | None = None
+    plan: Plan, *, on_progress: Callable[[Progress], None], workers: Workers | None = None
 ) -> PreprocessReport:
     """Does the parts that are not finished and joins all of them, as far as the settings ask for either.
 
@@ -174,11 +164,13 @@ def preprocess(
         parts.take_over()
         taken_over = set(parts.results)
         parts.do_missing(workers)
+        mismatch = job.mismatch
         on_progress(progress)
-        finished_parts = sum(task.record.exists() for task in all_tasks)
+        finished_parts = sum(task.record("done").exists() for task in all_tasks)
         # Of a shard with several damaged parts the first, and all in the order of the inputs, not of their failing.
-        reasons = {plan.parts[number].path: parts.damaged[number].reason for number in sorted(parts.damaged)[::-1]}
-        damaged = {path: reason for path in plan.versions if (reason := (plan.damaged | reasons).get(path))}
+        in_order = [(plan.parts[number].path, parts.results[number].damage) for number in sorted(parts.results)]
+        reasons = plan.damaged | {path: damage for path, damage in reversed(in_order) if damage}
+        damaged = {path: reasons[path] for path in plan.versions if path in reasons}
         refuse_damaged(plan, damaged)
         tasks = [task for task in tasks if plan.parts[task.number].path not in damaged]
         results = {task.number: parts.results[task.number] for task in tasks}
@@ -187,7 +179,14 @@ def preprocess(
         if settings.shard_index is None:  # whether too much is in error is known when all parts are there
             if not progress.finished.documents:
                 job.remove()  # there is nothing in it that could be of use
-            _check_account(progress)
+            counts = progress.finished
+            check_error_rate(counts, settings.max_error_rate, progress.first_error)
+            if not counts.documents:
+                raise DataError(
+                    f"no document in {len(plan.versions)} shards ({counts.records:,} records: "
+                    f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one. Check "
+                    "--input, --text-key and the filters"
+                )
             written = _join(tasks, list(results.values()), progress, damaged)
             job.remove()
     return PreprocessReport(
@@ -198,7 +197,7 @@ def preprocess(
         finished_parts=finished_parts,
         seconds=time.monotonic() - started,
         encoders=Counter(result.encoder for result in results.values()),
-        mismatches=[f"{task}: {mismatch}" for task in tasks if (mismatch := results[task.number].mismatch)],
+        mismatch=mismatch,
         damaged=list(damaged.values()),
     )
 
@@ -208,7 +207,6 @@ class _Parts:
 
     def __init__(self, tasks: Sequence[PartTask], progress: Progress, job: JobFolder) -> None:
         self.results: dict[int, PartResult] = {}
-        self.damaged: dict[int, PartDamage] = {}
         self._tasks, self._progress, self._job = tasks, progress, job
 
     def take_over(self) -> None:
@@ -219,16 +217,15 @@ class _Parts:
             DataError: A record is in error, and --on-error is fail.
         """
         settings = self._progress.plan.settings
-        self.results = {task.number: result for task in self._tasks if (result := read_result(task))}
-        for result in self.results.values():
-            self._note_mismatch(result)
+        with ThreadPoolExecutor() as threads:  # checksums of all that is there
+            found = threads.map(read_result, self._tasks)
+        self.results = {result.number: result for result in found if result}
         if self._job.mismatch is not None or settings.tokenizer_backend == "reference":
             self._leave_to_reference()
         if settings.merge:
-            lacking = [task for task in self._tasks if task.number not in self.results]
-            self.damaged = {task.number: damage for task in lacking if (damage := read_damage(task))}
-            lacking = [task for task in lacking if task.number not in self.damaged]
-            if lacking:
+            lacking = self._missing()
+            self.results |= {task.number: damage for task in lacking if (damage := read_result(task, "damaged"))}
+            if lacking := self._missing():
                 raise MissingInputError(
                     f"{len(lacking):,} of {len(self._tasks):,} parts are not finished, the first is number "
                     f"{lacking[0].number} in {lacking[0]}: run the tasks of the array that are missing, then merge"
@@ -240,43 +237,33 @@ class _Parts:
         self._progress.begin_again(self.results.values())
         self._progress.taken_over_bytes = self._progress.finished_bytes
 
-    def do_missing(self, workers: LocalWorkers | None) -> None:
+    def do_missing(self, workers: Workers | None) -> None:
         """Does the other parts; all anew by the reference as soon as a fast back end is found wrong in one."""
-        plan, done = self._progress.plan, self.results.keys() | self.damaged.keys()
-        missing = [task for task in self._tasks if task.number not in done]
-        with closing(_run_tasks(missing, plan, workers, self._progress.report)) as outcomes:
-            for outcome in outcomes:
-                if isinstance(outcome, PartDamage):
-                    self.damaged[outcome.number] = outcome
-                else:
-                    self.results[outcome.number] = outcome
-                self._progress.finish(outcome)
-                if isinstance(outcome, PartResult) and self._note_mismatch(outcome):
-                    break
-            else:
-                return
-        self._leave_to_reference()
-        self._progress.begin_again(self.results.values())
-        self.do_missing(None)
+        try:
+            with closing(_run_tasks(self._missing(), self._progress, workers)) as results:
+                for result in results:
+                    self.results[result.number] = result
+                    self._progress.finish(result)
+        except BackendMismatch as mismatch:
+            self._job.note_mismatch(str(mismatch))
+            self._leave_to_reference()
+            self._progress.begin_again(self.results.values())
+            self.do_missing(None)
 
-    def _note_mismatch(self, result: PartResult) -> bool:
-        """Whether this part shows, as the first one, that a fast back end is wrong."""
-        if result.mismatch is None or self._job.mismatch is not None:
-            return False
-        plan = self._progress.plan
-        self._job.note_mismatch(f"{plan.shard_name(plan.parts[result.number].path)}: {result.mismatch}")
-        return True
+    def _missing(self) -> list[PartTask]:
+        return [task for task in self._tasks if task.number not in self.results]
 
     def _leave_to_reference(self) -> None:
         """Parts by a fast back end count no more, and what is to be done is the reference tokenizer's."""
         for task in self._tasks:
-            if task.number in self.results and not self.results[task.number].is_reference:
-                task.record.unlink()
+            result = self.results.get(task.number)
+            if result and not result.damage and not result.is_reference:
+                task.record("done").unlink()
                 del self.results[task.number]
         self._tasks = [replace(task, settings=replace(task.settings, backend="reference")) for task in self._tasks]
 
 
-def start_workers(settings: PreprocessSettings) -> LocalWorkers | None:
+def start_workers(settings: PreprocessSettings) -> Workers | None:
     """The processes that a run will need, if any; they load the tokenizer while the run is planned.
 
     They end with the run, or when they are closed.
@@ -288,29 +275,18 @@ def start_workers(settings: PreprocessSettings) -> LocalWorkers | None:
 
 
 def _run_tasks(
-    tasks: Sequence[PartTask], plan: Plan, workers: LocalWorkers | None, report: Report
-) -> Generator[PartResult | PartDamage, None, None]:
+    tasks: Sequence[PartTask], progress: Progress, workers: Workers | None
+) -> Generator[PartResult, None, None]:
     """Results in the order in which they finish."""
-    settings = plan.settings
+    plan, settings = progress.plan, progress.plan.settings
     if settings.executor == "ray" and tasks:
         yield from run_on_ray(tasks, workers=settings.workers, address=settings.ray_address)
     elif workers := workers or start_workers(settings):
-        yield from workers.run(tasks, on_report=report)
+        yield from workers.run(tasks, on_report=progress.report)
     else:  # one worker is this process: nothing to start, nothing to send
         remember(plan.tokenizer, plan.encoder)
         for task in tasks:
-            yield tokenize_part(task, report)
-
-
-def _check_account(progress: Progress) -> None:
-    counts = progress.finished
-    check_error_rate(counts, progress.plan.settings.max_error_rate, progress.first_error)
-    if not counts.documents:
-        reasons = describe_reasons(counts.rejected + counts.dropped)
-        raise DataError(
-            f"no document in {len(progress.plan.versions)} shards ({counts.records:,} records: {reasons}); a corpus "
-            "needs at least one. Check --input, --text-key and the filters"
-        )
+            yield tokenize_part(task, progress.report)
 
 
 def _join(
@@ -358,27 +334,24 @@ def _join(
 
 
 def _part_files(tasks: Sequence[PartTask], results: Sequence[PartResult]) -> list[PartFiles]:
-    """The parts' files in order, rejects with record numbers that count from the beginning of their shard."""
+    """The parts' files in order."""
     files, before = [], 0
     for task, result in zip(tasks, results, strict=True):
         if task.starts_shard:
             before = 0
-        rejects = task.file("rejects")
-        if task.part.numbers_are_relative and result.counts.errors:
-            rejects = rejects.with_suffix(".rejects-absolute")
-            absolute_rejects(task.file("rejects"), rejects, unit=task.part.unit, before=before)
-        before += result.numbers
         files.append(
             PartFiles(
                 shard=task.part.path,
                 ids=task.file("ids"),
                 lengths=task.file("lengths"),
                 hashes=task.file("hashes") if task.settings.with_hashes else None,
-                rejects=rejects,
+                rejects=task.file("rejects"),
+                records_before=(task.part.unit, before) if task.part.numbers_are_relative else None,
                 documents=result.counts.documents,
                 tokens=result.counts.tokens,
                 unknown_tokens=result.counts.unknown_tokens,
-                ids_sha256=result.ids_sha256,
+                ids_sha256=result.sha256["ids"],
             )
         )
+        before += result.numbers
     return files

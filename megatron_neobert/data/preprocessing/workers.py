@@ -17,39 +17,26 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import megatron_neobert
 from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 
 if TYPE_CHECKING:  # a worker imports this module, and what its function needs while it prepares itself
-    from megatron_neobert.data.preprocessing.part_records import PartDamage, PartResult, PartTask
+    from megatron_neobert.data.preprocessing.job import PartResult, PartTask
 
-Task = TypeVar("Task")
-Result = TypeVar("Result")
 Report = Callable[[Any], None]
 
 _RETRIES = 3  # of a part whose Ray worker has died
 _CONNECT_SECONDS = 10
 
 
-@dataclass(frozen=True)
-class _Finished(Generic[Result]):
-    result: Result
-
-
-@dataclass(frozen=True)
-class _Failed:
-    error: Exception
-
-
-class Workers(Generic[Task, Result]):
+class Workers:
     """Processes that wait for tasks, until they are closed.
 
     Args:
@@ -59,11 +46,7 @@ class Workers(Generic[Task, Result]):
     """
 
     def __init__(
-        self,
-        function: Callable[[Task, Report], Result],
-        *,
-        count: int,
-        prepare: Callable[[], None] | None = None,
+        self, function: Callable[[Any, Report], Any], *, count: int, prepare: Callable[[], None] | None = None
     ) -> None:
         self._processes: dict[Connection, SpawnProcess] = {}
         context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads in any state
@@ -86,7 +69,7 @@ class Workers(Generic[Task, Result]):
         for process in self._processes.values():
             process.join()
 
-    def run(self, tasks: Iterable[Task], *, on_report: Report) -> Generator[Result, None, None]:
+    def run(self, tasks: Iterable[Any], *, on_report: Report) -> Generator[Any, None, None]:
         """Results in the order in which they finish. All workers end with the last one, or when this is closed.
 
         Args:
@@ -98,32 +81,43 @@ class Workers(Generic[Task, Result]):
             ChildProcessError: A worker died, most often for want of memory.
             NeoBERTError, OSError: As raised by a function; anything else becomes a RuntimeError with the trace.
         """
+        waiting = iter(tasks)
+        running: dict[Connection, Any] = {}
+        idle = list(self._processes)
         try:
-            yield from self._results(tasks, on_report)
+            while True:
+                for connection, task in zip(idle, waiting, strict=False):
+                    running[connection] = task
+                    self._exchange(connection, task, connection.send, task)
+                if not running:
+                    return
+                idle = []
+                for connection in cast(list[Connection], wait(list(running))):
+                    kind, content = self._exchange(connection, running[connection], connection.recv)
+                    if kind == "error":
+                        raise content
+                    if kind == "report":
+                        on_report(content)
+                        continue
+                    del running[connection]
+                    idle.append(connection)
+                    yield content
         finally:
             self.close()
 
-    def _results(self, tasks: Iterable[Task], on_report: Report) -> Iterator[Result]:
-        waiting = iter(tasks)
-        running: dict[Connection, Task] = {}
-        for connection, task in zip(self._processes, waiting, strict=False):
-            self._send(connection, task, running)
-        while running:
-            for connection in [end for end in wait(list(running)) if isinstance(end, Connection)]:
-                message = _exchange(self._processes[connection], running[connection], connection.recv)
-                if isinstance(message, _Failed):
-                    raise message.error
-                if not isinstance(message, _Finished):
-                    on_report(message)
-                    continue
-                del running[connection]
-                for task in islice(waiting, 1):
-                    self._send(connection, task, running)
-                yield message.result
-
-    def _send(self, connection: Connection, task: Task, running: dict[Connection, Task]) -> None:
-        running[connection] = task
-        _exchange(self._processes[connection], task, connection.send, task)
+    def _exchange(self, connection: Connection, task: Any, action: Callable[..., Any], *arguments: Any) -> Any:
+        """Sends to or receives from a worker."""
+        try:
+            return action(*arguments)
+        except (EOFError, ConnectionError) as error:
+            process = self._processes[connection]
+            process.join()
+            code = process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise ChildProcessError(
+                f"worker process {process.pid} {how} at {task}; if memory ran out, use fewer --workers, and "
+                "continue with --resume"
+            ) from error
 
 
 @contextmanager
@@ -141,45 +135,30 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _exchange(process: SpawnProcess, task: Any, action: Callable[..., Any], *arguments: Any) -> Any:
-    """Sends to or receives from a worker."""
-    try:
-        return action(*arguments)
-    except (EOFError, ConnectionError) as error:
-        process.join()
-        code = process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise ChildProcessError(
-            f"worker process {process.pid} {how} at {task}; if memory ran out, use fewer --workers, and "
-            "continue with --resume"
-        ) from error
-
-
 class _ParentIsGone(BaseException):
     """Nobody reads what this worker reports. No Exception, so that no task can take it for an error of its own."""
 
 
-def _work(
-    function: Callable[[Task, Report], Result], prepare: Callable[[], None] | None, connection: Connection
-) -> None:
+def _work(function: Callable[[Any, Report], Any], prepare: Callable[[], None] | None, connection: Connection) -> None:
     if prepare:
         prepare()
 
     def report(news: Any) -> None:
         try:
-            connection.send(news)
+            connection.send(("report", news))
         except OSError as error:
             raise _ParentIsGone from error
 
     try:
         while True:
             task = connection.recv()
+            message: tuple[str, Any]
             try:
-                message: Any = _Finished(function(task, report))
+                message = "result", function(task, report)
             except (NeoBERTError, OSError, ModuleNotFoundError) as error:
-                message = _Failed(error)
+                message = "error", error
             except Exception:  # our own bug: it may not be picklable, its trace is
-                message = _Failed(RuntimeError(f"in a worker process:\n{traceback.format_exc()}"))
+                message = "error", RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
             connection.send(message)
     except (EOFError, ConnectionError, _ParentIsGone):
         return
@@ -187,7 +166,7 @@ def _work(
 
 def run_on_ray(
     tasks: "Sequence[PartTask]", *, workers: int | None, address: str | None
-) -> "Generator[PartResult | PartDamage, None, None]":
+) -> "Generator[PartResult, None, None]":
     """Results in the order in which they finish; closing the iterator cancels what is left.
 
     Args:
@@ -216,13 +195,11 @@ def run_on_ray(
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises anything, Exception itself where a node does not come up
-        if address in (None, "auto", "local"):
-            problem = f"--executor ray: Ray does not start or connect on this machine ({short_reason(error)})"
-            remedy = "look into its logs below RAY_TMPDIR, or use --executor local"
-        else:
-            problem = f"--ray-address {address}: no Ray cluster answers there ({short_reason(error)})"
-            remedy = "see ray status, or start one"
-        raise ConfigError(f"{problem}; {remedy}") from error
+        cluster = f"--ray-address {address}: no Ray cluster" if address else "--executor ray: no Ray"
+        raise ConfigError(
+            f"{cluster} answers or starts ({short_reason(error)}); see ray status and the logs below RAY_TMPDIR, or "
+            "use --executor local"
+        ) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place
     function = ray.remote(num_cpus=1, max_retries=_RETRIES)(_tokenize)
@@ -252,7 +229,7 @@ def run_on_ray(
         ray.shutdown()
 
 
-def _tokenize(task: "PartTask") -> "PartResult | PartDamage | Exception":
+def _tokenize(task: "PartTask") -> "PartResult | Exception":
     from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
 
     try:

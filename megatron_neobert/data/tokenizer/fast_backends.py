@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
-from megatron_neobert.errors import ConfigError
+from megatron_neobert.errors import ConfigError, NeoBERTError
 
 Backend = Literal["auto", "fast", "reference"]
 Result = TypeVar("Result")
@@ -57,8 +57,8 @@ _INVISIBLE = tuple(
 )
 
 
-class BackendMismatch(Exception):
-    """A fast back end failed or gave other ids than the reference: what it encoded since start_part() is void."""
+class BackendMismatch(NeoBERTError):
+    """A fast back end failed or gave other ids than the reference: what it encoded is void."""
 
 
 class Encoder:
