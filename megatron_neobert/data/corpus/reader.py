@@ -217,7 +217,12 @@ def check_content(corpus: Corpus) -> None:
         with volume.bin.open("rb") as stream:  # read and not mapped, so that what has been checked takes no memory
             while (ids := np.fromfile(stream, corpus.dtype, _CHECKED_BYTES // corpus.dtype.itemsize)).size:
                 digest.update(ids.data)
-                _check_ids(corpus, volume, first, ids)
+                if (at := corpus.first_wrong_id(ids)) is not None:
+                    offset = (first + at) * corpus.dtype.itemsize
+                    document = int(np.searchsorted(volume.pointers, offset, side="right")) - 1
+                    token = (offset - int(volume.pointers[document])) // corpus.dtype.itemsize
+                    found = f"{ids[at]} (token {token} of document {document})"
+                    raise damage(volume.bin, offset, corpus.allowed(ids[at]), found)
                 first += ids.size
         for path, expected, found in (
             (volume.bin, recorded.bin.sha256, digest.hexdigest()),
@@ -225,26 +230,6 @@ def check_content(corpus: Corpus) -> None:
         ):
             if found != expected:
                 raise damage(path, 0, f"sha256 {expected} as in {corpus.files.manifest.name}", found)
-
-
-def check_ends(corpus: Corpus, *, read_bytes: int = 64 << 20) -> None:
-    """Checks the ids at the beginning and the end of every volume, 1 MiB at most, `read_bytes` of all volumes together.
-
-    Raises:
-        DataError: As `check_content`.
-    """
-    tokens = min(1 << 20, read_bytes // (2 * len(corpus.volumes))) // corpus.dtype.itemsize
-    for volume in corpus.volumes:
-        for first in {0, max(0, volume.tokens.size - tokens)}:
-            _check_ids(corpus, volume, first, volume.tokens[first : first + tokens])
-
-
-def _check_ids(corpus: Corpus, volume: MappedVolume, first: int, ids: NDArray[Any]) -> None:
-    if (at := corpus.first_wrong_id(ids)) is None:
-        return
-    document, position = volume.locate(first + at)
-    found = f"{ids[at]} (token {position} of document {document})"
-    raise damage(volume.bin, (first + at) * ids.dtype.itemsize, corpus.allowed(ids[at]), found)
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:

@@ -14,7 +14,8 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,12 @@ class VolumesWriter:
     def _finish(self, lengths: Path, ids: FileRecord) -> None:
         for chunk in read_chunks(lengths, "<i4"):
             self.lengths.add(chunk)
+        documents, tokens = lengths.stat().st_size // 4, ids.bytes // self._dtype.itemsize
+        code = next(code for code, known in DTYPES.items() if known == self._dtype)
         index = _HashedFile(self._path("idx"))
-        documents = lengths.stat().st_size // 4
-        tokens = _write_index(index, lengths, documents, self._dtype)
-        assert tokens * self._dtype.itemsize == ids.bytes, f"{lengths}: {tokens} tokens in {ids.bytes} bytes"
+        index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
+        for chunk in chain(read_chunks(lengths, "<i4"), _index_after(read_chunks(lengths, "<i4"), self._dtype)):
+            index.write(chunk.data)
         self._finished.append(Volume(str(len(self._finished)), documents, tokens, ids, index.finish()))
 
 
@@ -118,24 +121,15 @@ def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]
             yield items
 
 
-def _write_index(index: "_HashedFile", lengths: Path, documents: int, dtype: np.dtype[Any]) -> int:
-    """Returns the number of tokens."""
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
-    for chunk in read_chunks(lengths, "<i4"):
-        index.write(chunk.data)
-    end = 0
-    for chunk in read_chunks(lengths, "<i4"):
-        pointers = np.empty(chunk.size + 1, dtype="<i8")
-        pointers[0] = 0
-        np.cumsum(chunk, out=pointers[1:])
-        pointers *= dtype.itemsize
-        pointers += end
-        index.write(pointers[:-1].data)
-        end = int(pointers[-1])
+def _index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
+    """Pointers, then boundaries, chunk by chunk: all of an index that follows from the lengths, given in chunks."""
+    end = documents = 0
+    for chunk in lengths:
+        ends = end + np.cumsum(chunk, dtype="<i8") * dtype.itemsize
+        yield np.concatenate([np.array([end], dtype="<i8"), ends[:-1]])
+        end, documents = int(ends[-1]), documents + chunk.size
     for first in range(0, documents + 1, _CHUNK):
-        index.write(np.arange(first, min(first + _CHUNK, documents + 1), dtype="<i8").data)
-    return end // dtype.itemsize
+        yield np.arange(first, min(first + _CHUNK, documents + 1), dtype="<i8")
 
 
 class _HashedFile:
@@ -173,19 +167,15 @@ class MappedVolume:
         at_pointers, at_boundaries = HEADER.size + 4 * documents, HEADER.size + 12 * documents
         self.lengths = np.frombuffer(index, "<i4", documents, HEADER.size)
         self.pointers = np.frombuffer(index, "<i8", documents, at_pointers)  # bytes
-        boundaries = np.frombuffer(index, "<i8", documents + 1, at_boundaries)
         # lengths and pointers once more, for one document at a time: a third of the time that an array takes.
         self.length_of = index[HEADER.size : at_pointers].cast("i")
         self.pointer_of = index[at_pointers:at_boundaries].cast("q")
-        tokens = _check_pointers(idx_path, self.lengths, self.pointers, self.dtype)
-        size, end = bin_path.stat().st_size, tokens * self.dtype.itemsize
+        _check_index(idx_path, self.lengths, np.frombuffer(index, "<i8", 2 * documents + 1, at_pointers), self.dtype)
+        end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        size, tokens = bin_path.stat().st_size, end // self.dtype.itemsize
         if size != end:
             wanted = f"{end} bytes for {tokens} tokens of {self.dtype}, as {idx_path.name} has it"
             raise damage(bin_path, min(end, size), wanted, f"a file of {size} bytes")
-        for first in range(0, boundaries.size, _CHUNK):
-            some = boundaries[first : first + _CHUNK]
-            numbers = np.arange(first, first + some.size)
-            _check_equal(idx_path, at_boundaries, first, some, numbers, "boundary {} to be {}")
         for name, found, recorded in (
             ("documents", documents, expected.documents),
             ("tokens", tokens, expected.tokens),
@@ -209,12 +199,6 @@ class MappedVolume:
         for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):
             page = begin - begin % mmap.PAGESIZE
             self._bin_map.madvise(mmap.MADV_WILLNEED, page, end - page)
-
-    def locate(self, token: int) -> tuple[int, int]:
-        """The document that a token of this volume belongs to, and its position there."""
-        offset = token * self.dtype.itemsize
-        document = int(np.searchsorted(self.pointers, offset, side="right")) - 1
-        return document, (offset - int(self.pointers[document])) // self.dtype.itemsize
 
 
 def damage(path: Path, offset: int, expected: object, found: object) -> DataError:
@@ -245,32 +229,25 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     return DTYPES[code], sequences
 
 
-def _check_pointers(path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], dtype: np.dtype[Any]) -> int:
-    """Returns the number of tokens. Each pointer must be the bytes of the documents before."""
-    end = 0
-    for first in range(0, lengths.size, _CHUNK):
-        some = lengths[first : first + _CHUNK]
+def _check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
+    """Compares all that follows from the lengths: each pointer must be the bytes of the documents before."""
+    chunks = [lengths[first : first + _CHUNK] for first in range(0, lengths.size, _CHUNK)]
+    first = 0
+    for some in chunks:
         if some.min() < 1:
             at = int(np.argmax(some < 1))
             raise damage(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
-        bounds = np.empty(some.size + 1, dtype=np.int64)
-        bounds[0] = 0
-        np.cumsum(some, out=bounds[1:])
-        bounds *= dtype.itemsize
-        bounds += end
-        wanted = f"pointer of document {{}} to be {{}} bytes, the {dtype} tokens before it"
-        at_pointers = HEADER.size + 4 * lengths.size
-        _check_equal(path, at_pointers, first, pointers[first : first + _CHUNK], bounds[:-1], wanted)
-        end = int(bounds[-1])
-    return end // dtype.itemsize
-
-
-def _check_equal(
-    path: Path, offset: int, first: int, found: NDArray[np.int64], expected: NDArray[np.int64], wanted: str
-) -> None:
-    if not np.array_equal(found, expected):
-        at = int(np.argmax(found != expected))
-        raise damage(path, offset + 8 * (first + at), wanted.format(first + at, expected[at]), found[at])
+        first += some.size
+    first = 0
+    for expected in _index_after(chunks, dtype):
+        found = rest[first : first + expected.size]
+        if not np.array_equal(found, expected):
+            at = first + int(np.argmax(found != expected))
+            wanted = f"boundary {at - lengths.size} to be {expected[at - first]}"
+            if at < lengths.size:
+                wanted = f"pointer of document {at} to be {expected[at - first]} bytes, the {dtype} tokens before it"
+            raise damage(path, HEADER.size + 4 * lengths.size + 8 * at, wanted, rest[at])
+        first += expected.size
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -12,9 +12,14 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron_neobert.data.corpus.format import BackendRecord, InputRecord, QuarantinedShard, describe_reasons
+from megatron_neobert.data.corpus.format import (
+    BackendRecord,
+    InputRecord,
+    QuarantinedShard,
+    describe_reasons,
+    draft_manifest,
+)
 from megatron_neobert.data.corpus.writer import (
-    CorpusFacts,
     OutputSettings,
     PartFiles,
     WrittenCorpus,
@@ -312,7 +317,8 @@ def _join(
             validation_fraction=settings.split_validation,
             deduplicate=settings.deduplicate is not None,
         ),
-        CorpusFacts(
+        draft_manifest(
+            plan.tokenizer,
             inputs=inputs,
             text_key=settings.read.text_key,
             filters=plan.filters,
@@ -327,7 +333,6 @@ def _join(
                 if path in damaged
             },
         ),
-        plan.tokenizer,
         folder=plan.files.partial,
         on_progress=progress.join,
     )

@@ -5,14 +5,15 @@ import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import models
 
 from megatron_neobert.data.corpus import writer
-from megatron_neobert.data.corpus.format import Manifest, corpus_files, token_dtype
-from megatron_neobert.data.corpus.writer import CorpusFacts, OutputSettings, PartFiles, refuse_existing
+from megatron_neobert.data.corpus.format import Manifest, corpus_files, draft_manifest, token_dtype
+from megatron_neobert.data.corpus.writer import OutputSettings, PartFiles, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
@@ -72,12 +73,11 @@ def text_hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def made_up_facts(parts: Sequence[PartFiles]) -> CorpusFacts:
-    """Those of a run in which no record was lost."""
-    records = sum(part.documents for part in parts)
-    return CorpusFacts(
-        inputs={}, text_key="content", filters={}, records=records, repaired_documents=0, rejected={}, dropped={}
-    )
+def made_up_draft(parts: Sequence[PartFiles], tokenizer: Tokenizer, **facts: Any) -> Manifest:
+    """That of a run in which no record was lost."""
+    counts = {"records": sum(part.documents for part in parts), "repaired_documents": 0}
+    given = {"inputs": {}, "text_key": "content", "filters": {}, **counts, "rejected": {}, "dropped": {}}
+    return draft_manifest(tokenizer, **{**given, **facts})
 
 
 def write_corpus(
@@ -96,7 +96,7 @@ def write_corpus(
     output = OutputSettings(
         files=files, keep_shards=False, shard_bytes=shard_bytes, validation_fraction=0.0, deduplicate=False
     )
-    written = writer.write_corpus([part], output, made_up_facts([part]), tokenizer, folder=files.partial)
+    written = writer.write_corpus([part], output, made_up_draft([part], tokenizer), folder=files.partial)
     shutil.rmtree(files.partial)
     return written.manifest
 

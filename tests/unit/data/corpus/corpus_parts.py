@@ -1,9 +1,7 @@
 """Parts of made-up documents, and the corpora that are made of them."""
 
-from dataclasses import replace
-
 import numpy as np
-from unit.data.small_corpus import FIRST_ORDINARY, made_up_facts, numbered_tokenizer, text_hash, write_part
+from unit.data.small_corpus import FIRST_ORDINARY, made_up_draft, numbered_tokenizer, text_hash, write_part
 
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
@@ -61,15 +59,15 @@ class Place:
                 **options,
             }
         )
-        facts = made_up_facts(self.parts)
-        facts = replace(
-            facts,
+        draft = made_up_draft(
+            self.parts,
+            TOKENIZER,
             inputs=inputs or {},
-            records=facts.records + 3,
+            records=sum(part.documents for part in self.parts) + 3,
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
         )
-        return write_corpus(self.parts, output, facts, TOKENIZER, folder=self.files.partial, on_progress=on_progress)
+        return write_corpus(self.parts, output, draft, folder=self.files.partial, on_progress=on_progress)
 
     def corpus_bytes(self):
         return {

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from unit.data.corpus.corpus_parts import TOKENIZER, UNKNOWN, Place, documents_if_it_opens, documents_of, selected
-from unit.data.small_corpus import made_up_facts, write_part
+from unit.data.small_corpus import made_up_draft, write_part
 
-from megatron_neobert.data.corpus import join
+from megatron_neobert.data.corpus import writer
 from megatron_neobert.data.corpus.format import InputRecord, corpus_files, read_manifest, validation_files
 from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing, write_corpus
 from megatron_neobert.errors import DataError, OutputError
@@ -30,8 +30,8 @@ def test_documents_are_those_that_a_plain_loop_selects(
     place, monkeypatch, small_windows, layout, deduplicate, validation_fraction
 ):
     if small_windows:
-        monkeypatch.setattr(join, "_WINDOW_DOCUMENTS", 2)
-        monkeypatch.setattr(join, "_WINDOW_BYTES", 10)
+        monkeypatch.setattr(writer, "_WINDOW_DOCUMENTS", 2)
+        monkeypatch.setattr(writer, "_WINDOW_BYTES", 10)
     selection = {"deduplicate": deduplicate, "validation_fraction": validation_fraction}
     training, held_out, dropped = selected(place.texts, place.documents, **selection)
     written = place.write(**selection, **layout)
@@ -260,9 +260,9 @@ def test_account_that_does_not_add_up_is_found_before_the_old_corpus_is_touched(
     output = OutputSettings(
         files=place.files, keep_shards=False, shard_bytes=None, validation_fraction=0.0, deduplicate=False
     )
-    facts = replace(made_up_facts(place.parts), records=21)
+    draft = made_up_draft(place.parts, TOKENIZER, records=21)
     with pytest.raises(AssertionError, match=r"expected records 20, the sum .* found 21"):
-        write_corpus(place.parts, output, facts, TOKENIZER, folder=place.files.partial)
+        write_corpus(place.parts, output, draft, folder=place.files.partial)
     assert place.corpus_bytes() == before
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_neobert.data.corpus import join
-from megatron_neobert.data.corpus.join import find_duplicates
+from megatron_neobert.data.corpus import volumes, writer
+from megatron_neobert.data.corpus.writer import find_duplicates
 
 
 def write_hashes(folder, hashes, files=3):
@@ -21,12 +21,12 @@ def expected_duplicates(hashes):
     return [hash_ in seen or seen.add(hash_) is not None for hash_ in hashes]
 
 
-@pytest.fixture(params=[(1 << 20, 64 << 20), (7, 24 * 5), (1, 24), (64, 24 * 64)], ids=str)
+@pytest.fixture(params=[(1 << 20, 1 << 24), (7, 5), (1, 1), (64, 64)], ids=str)
 def sizes(request, monkeypatch):
-    """Documents per chunk and bytes per bucket."""
-    chunk, bucket_bytes = request.param
-    monkeypatch.setattr(join, "_SPREAD_DOCUMENTS", chunk)
-    return bucket_bytes
+    """Documents read at a time, and of a bucket."""
+    chunk, bucket_documents = request.param
+    monkeypatch.setattr(volumes, "_CHUNK", chunk)
+    return bucket_documents
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -34,33 +34,32 @@ def test_duplicates_are_those_that_a_set_finds(tmp_path, sizes, seed):
     generator = np.random.default_rng(seed)
     distinct = [generator.bytes(16) for _ in range(150)]
     hashes = [distinct[index] for index in generator.integers(0, 150, 300)]
-    found = find_duplicates(write_hashes(tmp_path, hashes), folder=tmp_path / "work", bucket_bytes=sizes)
+    found = find_duplicates(write_hashes(tmp_path, hashes), bucket_documents=sizes)
     assert 0 < found.sum() < 300
     assert found.tolist() == expected_duplicates(hashes)
-    assert not (tmp_path / "work").exists()
 
 
 def test_hashes_that_agree_in_one_half_alone_are_different(tmp_path, sizes):
     halves = [b"a" * 8, b"b" * 8, b"c" * 8]
     hashes = [first + second for first in halves for second in halves]
     paths = write_hashes(tmp_path, hashes)
-    assert not find_duplicates(paths, folder=tmp_path / "work", bucket_bytes=sizes).any()
+    assert not find_duplicates(paths, bucket_documents=sizes).any()
     paths.append(paths[1])  # negative control
-    found = find_duplicates(paths, folder=tmp_path / "work", bucket_bytes=sizes)
+    found = find_duplicates(paths, bucket_documents=sizes)
     assert found.tolist() == [False] * 9 + [True] * 3
 
 
 def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, monkeypatch):
-    monkeypatch.setattr(join, "_SPREAD_DOCUMENTS", 100)
+    monkeypatch.setattr(volumes, "_CHUNK", 100)
     loaded = []
-    original = join._repeats
-    monkeypatch.setattr(join, "_repeats", lambda high, low: loaded.append(high.size) or original(high, low))
+    original = writer._repeats
+    monkeypatch.setattr(writer, "_repeats", lambda hashes: loaded.append(hashes.size) or original(hashes))
     paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
-    found = find_duplicates(paths, folder=tmp_path / "work", bucket_bytes=24 * 10)
+    found = find_duplicates(paths, bucket_documents=1000)
     assert found.tolist() == [False] + [True] * 999
     assert loaded == [100] * 10 + [10]  # ten chunks, and one bucket with one entry of each
 
 
 def test_no_documents_have_no_duplicates(tmp_path):
-    assert find_duplicates([], folder=tmp_path / "work").size == 0
-    assert find_duplicates(write_hashes(tmp_path, [], files=1), folder=tmp_path / "work").size == 0
+    assert find_duplicates([]).size == 0
+    assert find_duplicates(write_hashes(tmp_path, [], files=1)).size == 0

@@ -50,4 +50,4 @@ def test_totals_are_exact_beyond_32_bits():
 def test_table_names_the_median_and_the_shares():
     rows = counted([1000, 2000, 3000, 2000]).statistics().describe()
     assert "mean 2,000.0, shortest 1,000," in rows["tokens/document"] and "median 2,000" in rows["tokens/document"]
-    assert rows["over 1,024 tokens"] == "75.00% of the documents, with 49.10% of the tokens truncated"
+    assert rows["over 1024 tokens"] == "75.00% of the documents, with 49.10% of the tokens truncated"

@@ -11,7 +11,7 @@ import pytest
 from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus.format import token_dtype
-from megatron_neobert.data.corpus.reader import Corpus, check_content, check_ends
+from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.errors import DataError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
@@ -129,27 +129,16 @@ def test_corpus_whose_files_are_all_renamed_is_the_same_corpus(volumes):
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_wrong_id_in_a_volume_is_found_by_both_checks_and_named_with_its_place_there(volumes, number):
+def test_wrong_id_in_a_volume_is_found_by_the_full_check_and_named_with_its_place_there(volumes, number):
     corpus = Corpus(volumes)
     volume, local = {0: (0, 0), 1: (0, 1), 3: (2, 0)}[number]
     path, offset = corpus.volumes[volume].bin, 6 * local
     content = bytearray(path.read_bytes())
     put("<H", offset, 4)(content)
     path.write_bytes(content)
-    for check in (check_content, check_ends):
-        with pytest.raises(DataError, match=f"byte {offset}: .* found 4 .token 0 of document {local}.") as caught:
-            check(Corpus(volumes))
-        assert path.name in str(caught.value)
-
-
-def test_check_of_the_ends_reads_no_more_than_it_may(tmp_path):
-    documents = random_documents([1000], 100)
-    documents[0][500] = 4
-    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(100))
-    corpus = Corpus(tmp_path / "corpus")
-    check_ends(corpus, read_bytes=1000)  # 250 tokens at each end
-    with pytest.raises(DataError, match="token 500"):
-        check_ends(corpus, read_bytes=4000)
+    with pytest.raises(DataError, match=f"byte {offset}: .* found 4 .token 0 of document {local}.") as caught:
+        check_content(Corpus(volumes))
+    assert path.name in str(caught.value)
 
 
 @pytest.mark.parametrize(("hard_limit", "outcome"), [(1000, "50 documents"), (120, "ConfigError")])
