@@ -130,14 +130,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         ),
         batch_tokens=arguments.batch_tokens,
     )
-    outcomes = []
-    for folder in arguments.model:
-        outcome = evaluate(folder, arguments.output, evaluation, _show_progress)
-        error = "" if not outcome.standard_error else f" ± {outcome.standard_error:.3g} (tokens that were not drawn)"
-        found = f"pseudo-perplexity {outcome.pseudo_perplexity:.6g}{error}, {outcome.documents:,} documents"
-        print(f"{outcome.name}: {found}", flush=True)
-        outcomes.append(outcome)
-    write_curves(arguments.output, outcomes)
+    results = {}
+    for name, folder in name_models(arguments.model).items():
+        found = results[name] = evaluate(folder, arguments.output, evaluation, _show_progress)
+        value, error = f"{found['pseudo_perplexity']:.6g}", found["standard_error"]
+        drawn = f" ± {error:.3g} (tokens that were not drawn)" if error else ""
+        print(f"{name}: pseudo-perplexity {value}{drawn}, {found['documents']:,} documents", flush=True)
+    write_curves(arguments.output, results)
     print(f"wrote {arguments.output / 'pseudo_perplexity.csv'}, .md and .png")
 
 

@@ -9,7 +9,6 @@ import html
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,65 +38,49 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     return stream.getvalue()
 
 
-@dataclass(frozen=True)
-class Row:
-    """Cells, and the number of the run they come from: 0 on a page about one run, None where the paper reports them."""
-
-    cells: Sequence[str]
-    run: int | None
+def paragraph(text: str) -> str:
+    """Markdown that shows the text as it is, on one line."""
+    # Between letters, an underscore is one.
+    return re.sub(r"([\\`*\[\]<>|#$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(text.split()))
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows under a header, to which a column with each row's run is added."""
-
-    header: Sequence[str]
-    rows: Sequence[Row]
+def heading(text: str, level: int = 2) -> str:
+    return f"{'#' * level} {paragraph(text)}"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A PNG that lies beside the report."""
-
-    path: Path
-    caption: str
+def code(text: str) -> str:
+    """Lines to be shown as they are; indented, because a fence could be closed by what stands in them."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-@dataclass(frozen=True)
-class Code:
-    """Lines to be shown as they are."""
-
-    text: str
+def figure(path: Path, caption: str) -> str:
+    """A PNG that lies beside the page."""
+    return f"![{paragraph(caption)}]({path.name})"
 
 
-Block = str | Table | Figure | Code  # a string is a paragraph
+def table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], str]]) -> str:
+    """Rows of cells, each with the Markdown of a last column `run`: MEASURED, REPORTED or `run_link`."""
+    # Numbers, and what stands for one that is not there, are set to the right.
+    are_numbers = [
+        all(re.match(r"\d|–|-$|missing$", cells[column]) for cells, _ in rows) for column in range(len(header))
+    ]
+    lines = [[*map(paragraph, header), "run"], ["---:" if right else "---" for right in are_numbers] + ["---"]]
+    lines += [[*map(paragraph, cells), run] for cells, run in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading and what stands below it."""
-
-    title: str
-    blocks: Sequence[Block]
-    level: int = 2
-
-
-def page_to_markdown(title: str, sections: Sequence[Section]) -> str:
-    """The report for a repository or an issue; figures are links to the files beside it."""
-    parts = [f"# {_escape(title)}"]
-    for section in sections:
-        parts.append(f"{'#' * section.level} {_escape(section.title)}")
-        parts += [_block_to_markdown(block) for block in section.blocks]
-    return "\n\n".join(parts) + "\n"
+def run_link(number: int) -> str:
+    """To the heading `Run 3`, by the name that GitHub gives it too."""
+    return rf"[\[{number}\]](#run-{number})"
 
 
 def page_to_html(title: str, markdown: str, folder: Path) -> str:
-    """A page's Markdown as HTML, with the figures that lie in the folder inside; `Run 3` is the target `#run-3`."""
+    """A page's Markdown as HTML, with the figures that lie in the folder inside."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(markdown)
     for opening, inline in pairwise(tokens):
         if opening.type == "heading_open" and (run := re.fullmatch(r"Run (\d+)", inline.content)):
-            opening.attrSet("id", f"run-{run[1]}")  # as GitHub calls it
+            opening.attrSet("id", f"run-{run[1]}")
         for child in inline.children or []:
             if child.type == "image":
                 content = (folder / str(child.attrs["src"])).read_bytes()
@@ -111,27 +94,3 @@ def page_to_html(title: str, markdown: str, folder: Path) -> str:
     )
     body = parser.renderer.render(tokens, parser.options, {})
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-
-
-def _block_to_markdown(block: Block) -> str:
-    if isinstance(block, str):
-        return _escape(block)
-    if isinstance(block, Code):  # indented, because a fence could be closed by what stands in it
-        return "\n".join(f"    {line}" for line in block.text.splitlines())
-    if isinstance(block, Figure):
-        return f"![{_escape(block.caption)}]({block.path.name})"
-    # Numbers, and what stands for one that is not there, are set to the right.
-    are_numbers = [
-        all(re.match(r"\d|–|-$|missing$", row.cells[column]) for row in block.rows)
-        for column in range(len(block.header))
-    ]
-    lines = [[*map(_escape, block.header), "run"], ["---:" if right else "---" for right in are_numbers] + ["---"]]
-    for row in block.rows:
-        last = {None: REPORTED, 0: MEASURED}.get(row.run, rf"[\[{row.run}\]](#run-{row.run})")
-        lines.append([*map(_escape, row.cells), last])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _escape(text: str) -> str:
-    # Between letters, an underscore is one.
-    return re.sub(r"([\\`*\[\]<>|#$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(text.split()))

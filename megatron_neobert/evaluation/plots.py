@@ -4,14 +4,13 @@ Colours are Okabe and Ito's, which colour-blind readers tell apart; markers and 
 and white print can be read. The same curves give the same bytes, and a figure is replaced as a whole.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from megatron_neobert.runtime.atomic_files import own_name
 
@@ -19,7 +18,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _MARKERS = "osD^vPX"
 DASHES = ("-", "--", ":", "-.")  # the next one after each round of colours
 _INCHES, _DOTS_PER_INCH = (8.0, 5.0), 150
-_FEW_TICKS = 10
 _LEGEND_INSIDE = 4  # more names stand beside the axes
 
 
@@ -46,25 +44,34 @@ def plot_curves(
 ) -> None:
     """Draws the curves into a PNG; the folder must exist.
 
-    A logarithmic x is marked where the points lie, if those are few. Values that are not finite leave a gap.
+    Values that are not finite leave a gap.
     """
     assert curves and all(len(curve.x) for curve in curves), f"nothing to draw in {path}: {[c.name for c in curves]}"
     # Not pyplot: it keeps every figure until closed, and may want a display.
     figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
     axes = figure.add_subplot()
     for number, curve in enumerate(curves):
-        _draw(axes, curve, number)
+        assert len(curve.x) == len(curve.y), f"{curve.name}: {len(curve.x)=} {len(curve.y)=}"
+        look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+        dash = DASHES[number // len(COLOURS) % len(DASHES)]
+        axes.plot(curve.x, curve.y, linestyle=dash, markersize=5, linewidth=1.8, **look)
+        if curve.low is not None and curve.high is not None:
+            axes.fill_between(curve.x, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
     for text, label in ((axes.set_title, title), (axes.set_xlabel, x_label), (axes.set_ylabel, y_label)):
         text(label, parse_math=False)
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if log_x:
-        _make_logarithmic(axes, "x", [value for curve in curves for value in curve.x], at_points=True)
+    if log_x:  # of lengths, which double
+        axes.set_xscale("log", base=2)
     if log_y:
-        _make_logarithmic(axes, "y", [value for curve in curves for value in curve.y], at_points=False)
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()  # powers of ten are too few numbers, and may be none
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high > 10 * low else MaxNLocator(nbins=6))
     for axis in (axes.xaxis, axes.yaxis):  # after the scales, which bring formats of their own
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    _add_legend(axes, [curve.name for curve in curves])
+        axis.set_minor_locator(NullLocator())
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(curves) > _LEGEND_INSIDE else {}
+    add_legend(axes, axes.lines, [curve.name for curve in curves], **beside)
     save_figure(figure, path, Software=None)
 
 
@@ -78,43 +85,6 @@ def plot_perplexities(path: Path, models: Mapping[str, Sequence[Mapping[str, Any
         curves.append(Curve(name, lengths, [point["pseudo_perplexity"] for point in points], low, high))
     x_label = "tokens (average of the documents of a bin)"
     plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
-
-
-def _draw(axes: Any, curve: Curve, number: int) -> None:
-    assert len(curve.x) == len(curve.y), f"{curve.name}: {len(curve.x)=} {len(curve.y)=}"
-    colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-    dash = DASHES[number // len(COLOURS) % len(DASHES)]
-    axes.plot(curve.x, curve.y, color=colour, marker=marker, linestyle=dash, markersize=5, linewidth=1.8)
-    if curve.low is not None and curve.high is not None:
-        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
-
-
-def _make_logarithmic(axes: Any, name: str, values: Sequence[float], *, at_points: bool) -> None:
-    getattr(axes, f"set_{name}scale")("log")
-    axis = getattr(axes, f"{name}axis")
-    known = sorted({value for value in values if math.isfinite(value) and value > 0})
-    span = known[-1] / known[0] if known else 1.0
-    if at_points and len(known) <= _FEW_TICKS:
-        axis.set_major_locator(FixedLocator(_apart(known)))
-    elif span < 10:  # powers of ten alone would leave such an axis without a number
-        axis.set_major_locator(MaxNLocator(nbins=6))
-    else:
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 1000 else (1.0,)))
-    axis.set_minor_locator(NullLocator())
-
-
-def _apart(values: Sequence[float]) -> list[float]:
-    """Those whose labels do not run into the one before; models with other tokenizers have points side by side."""
-    kept = [values[0]]
-    for value in values[1:]:
-        if value >= 1.15 * kept[-1]:
-            kept.append(value)
-    return kept
-
-
-def _add_legend(axes: Any, names: Sequence[str]) -> None:
-    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(names) > _LEGEND_INSIDE else {}
-    add_legend(axes, axes.lines, names, **beside)
 
 
 def add_legend(place: Any, lines: Sequence[Any], names: Sequence[str], **options: Any) -> None:

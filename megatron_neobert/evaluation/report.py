@@ -15,14 +15,15 @@ from megatron_neobert.evaluation import reported_numbers
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.mteb.results import CATEGORIES
 from megatron_neobert.evaluation.pages import (
-    Block,
-    Code,
-    Figure,
-    Row,
-    Section,
-    Table,
+    MEASURED,
+    REPORTED,
+    code,
+    figure,
+    heading,
     page_to_html,
-    page_to_markdown,
+    paragraph,
+    run_link,
+    table,
 )
 from megatron_neobert.evaluation.plots import plot_perplexities
 from megatron_neobert.evaluation.records import read_record
@@ -31,13 +32,13 @@ from megatron_neobert.evaluation.throughput.tables import draw, to_cells
 from megatron_neobert.runtime.atomic_files import replace_file
 
 TITLE = "Evaluation"
-# Kind -> the command that writes its record, in the order of the report.
+# Kind -> its heading and the command that writes its record, in the order of the report.
 KINDS = {
-    "pseudo_perplexity": "tools/evaluate_pseudo_perplexity.py",
-    "throughput": "tools/benchmark_throughput.py",
-    "glue": "tools/evaluate_glue.py",
-    "mteb": "tools/evaluate_mteb.py",
-    "contrastive": "tools/finetune_contrastive.py",
+    "pseudo_perplexity": ("Pseudo-perplexity", "tools/evaluate_pseudo_perplexity.py"),
+    "throughput": ("Throughput", "tools/benchmark_throughput.py"),
+    "glue": ("GLUE", "tools/evaluate_glue.py"),
+    "mteb": ("MTEB", "tools/evaluate_mteb.py"),
+    "contrastive": ("Contrastive fine-tuning", "tools/finetune_contrastive.py"),
 }
 _FIELDS = {"model": dict, "command": str, "settings": dict, "results": dict, "machine": str, "versions": dict}
 # Settings that differ between models by nature, and MTEB's tasks, which have tables of their own.
@@ -55,6 +56,11 @@ class Measured:
     record: dict[str, Any]
 
     @property
+    def source(self) -> str:
+        """The last column of a table."""
+        return run_link(self.number) if self.number else MEASURED
+
+    @property
     def results(self) -> dict[str, Any]:
         results: dict[str, Any] = self.record["results"]
         return results
@@ -68,21 +74,21 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
     """
     runs = find_runs(folders)
     output.mkdir(parents=True, exist_ok=True)
-    sections = [_overview(runs)]
-    for kind in KINDS:
-        blocks: list[Block] = [f"Missing: no record; {KINDS[kind]} writes it."]
+    parts = [heading(TITLE, 1), *_overview(runs)]
+    for kind, (title, command) in KINDS.items():
+        blocks = [paragraph(f"Missing: no record; {command} writes it.")]
         if of_kind := [run for run in runs if run.kind == kind]:
             try:
                 blocks = SECTIONS[kind](of_kind, output)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                files = ", ".join(str(run.path) for run in of_kind)
+                files, reason = ", ".join(str(run.path) for run in of_kind), short_reason(error)
                 raise DataError(
-                    f"{files}: results that are not of this version's {KINDS[kind]} ({short_reason(error)}); measure "
-                    "again."
+                    f"{files}: results that are not of this version's {command} ({reason}); measure again."
                 ) from error
-        sections.append(Section(TITLES[kind], blocks))
-    sections += [Section("Runs", ["What each number was measured with."]), *map(_describe, runs)]
-    page = page_to_markdown(TITLE, sections)
+        parts += [heading(title), *blocks]
+    parts += [heading("Runs"), "What each number was measured with."]
+    parts += [block for run in runs for block in _describe(run)]
+    page = "\n\n".join(parts) + "\n"
     replace_file(output / "report.md", page)
     replace_file(output / "report.html", page_to_html(TITLE, page, output))
     return runs
@@ -90,12 +96,11 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
 
 def write_page(kind: str, records: Sequence[Path], output: Path) -> str:
     """OUTPUT/KIND.md and its figures: what the report will hold of these records, which were just written."""
-    contents = [(path, read_record(path)) for path in records]
-    runs = [
-        Measured(number=0, kind=kind, model=record["model"]["name"], path=path, record=record)
-        for path, record in contents
-    ]
-    page = page_to_markdown(TITLES[kind], [Section("Results", SECTIONS[kind](runs, output))])
+    runs = []
+    for path in records:
+        record = read_record(path)
+        runs.append(Measured(number=0, kind=kind, model=record["model"]["name"], path=path, record=record))
+    page = "\n\n".join([heading(KINDS[kind][0], 1), *SECTIONS[kind](runs, output)]) + "\n"
     replace_file(output / f"{kind}.md", page)
     return page
 
@@ -134,7 +139,7 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
         record = read_record(path)
     except ValueError as error:  # not UTF-8 or not JSON
-        raise DataError(f"{path}: not JSON ({error}); remove it and measure again with {KINDS[kind]}.") from None
+        raise DataError(f"{path}: not JSON ({error}); remove it and measure again with {KINDS[kind][1]}.") from None
     whole = (
         isinstance(record, dict)
         and record.get("kind") == kind
@@ -142,66 +147,70 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
         and all(isinstance(record["model"].get(name), str) for name in ("name", "fingerprint"))
     )
     if not whole:
-        raise DataError(f"{path}: not a record of kind {kind}; remove it and measure again with {KINDS[kind]}.")
+        raise DataError(f"{path}: not a record of kind {kind}; remove it and measure again with {KINDS[kind][1]}.")
     return record
 
 
 # --- sections
 
 
-def _overview(runs: Sequence[Measured]) -> Section:
-    lines = []
+def _overview(runs: Sequence[Measured]) -> list[str]:
+    parts = [
+        heading("Overview"),
+        "Numbers are measured, by the run in the last column, unless that column reads reported: those are printed in "
+        "the paper and enter no average.",
+    ]
     for name, absent in missing(runs).items():
         own = [run for run in runs if run.record["model"]["name"] == name]
         weights = ", ".join(dict.fromkeys(run.record["model"]["fingerprint"] for run in own))
-        lines.append(f"{name} (weights {weights}): missing: {', '.join(absent) or 'nothing'}.")
-    text = (
-        "Numbers are measured, by the run in the last column, unless that column reads reported: those are printed in "
-        "the paper and enter no average."
-    )
-    return Section("Overview", [text, *lines])
+        parts.append(paragraph(f"{name} (weights {weights}): missing: {', '.join(absent) or 'nothing'}."))
+    return parts
 
 
-def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[Block]:
+def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[str]:
     """Over all tokens, and by length."""
     rows = []
     for run in runs:
         values = [_number(run.results[name], ".4g") for name in ("pseudo_perplexity", "standard_error")]
         counts = [f"{run.results[name]:,}" for name in ("documents", "positions", "truncated")]
-        rows.append(Row([run.model, *values, *counts], run.number))
+        rows.append(([run.model, *values, *counts], run.source))
     header = ("model", "pseudo-perplexity", "standard error", "documents", "masked positions", "truncated")
     path = output / "pseudo_perplexity.png"
     bands = " or ".join(sorted({run.results["band"] for run in runs}))
     title = f"Pseudo-perplexity by length; band: {bands}"
     plot_perplexities(path, {run.model: run.results["curve"] for run in runs}, title=title)
-    note = f"Band: {bands}. The paper draws its curves (figure 2) and prints no numbers."
-    figure = Figure(path, "Pseudo-perplexity against the length of documents")
-    return [Table(header, rows), *_differences([run.record["settings"] for run in runs]), figure, note]
+    return [
+        table(header, rows),
+        *_differences([run.record["settings"] for run in runs]),
+        figure(path, "Pseudo-perplexity against the length of documents"),
+        paragraph(f"Band: {bands}. The paper draws its curves (figure 2) and prints no numbers."),
+    ]
 
 
-def throughput(runs: Sequence[Measured], output: Path) -> list[Block]:
+def throughput(runs: Sequence[Measured], output: Path) -> list[str]:
     """Tokens per second of the best batch size."""
     rows = [{**row, "model": run.model} for run in runs for row in run.results["rows"]]
-    numbers = {run.model: run.number for run in runs}
+    sources = {run.model: run.source for run in runs}
     machines = sorted({run.record["machine"] for run in runs})
     blocks = _differences([run.record["settings"] for run in runs])
     different = "; of different machines, so that lines cannot be compared" if len(machines) > 1 else ""
     of_first = runs[0].record["settings"]
     medians = f"medians of {of_first['steps']} steps, lengths {of_first['lengths_distribution']}"
-    blocks.append(f"Measured on {'; '.join(machines)}{different}; {medians}.")
+    blocks.append(paragraph(f"Measured on {'; '.join(machines)}{different}; {medians}."))
     for passes in dict.fromkeys(row["passes"] for row in rows):
         blocks.append(f"{passes}, tokens/s by length: median (quartiles), batch size, peak memory")
         header, *lines = to_cells([row for row in rows if row["passes"] == passes])
-        blocks.append(Table(header, [Row(line, numbers[line[0]]) for line in lines]))
+        blocks.append(table(header, [(line, sources[line[0]]) for line in lines]))
         path = output / f"throughput_{passes.replace('+', '_')}.png"
         if draw(path, rows, passes, machine=" / ".join(machines)):
-            blocks.append(Figure(path, f"Throughput against length, {passes}"))
+            blocks.append(figure(path, f"Throughput against length, {passes}"))
     for run in runs:
-        blocks += [f"Not measured: {entry['variant']}: {entry['reason']}." for entry in run.results["not_run"]]
+        not_run = [f"Not measured: {entry['variant']}: {entry['reason']}." for entry in run.results["not_run"]]
+        blocks += map(paragraph, not_run)
     return [*blocks, *_reported(reported_numbers.THROUGHPUT)]
 
 
-def glue(runs: Sequence[Measured], output: Path) -> list[Block]:
+def glue(runs: Sequence[Measured], output: Path) -> list[str]:
     """The paper's table with measured rows above, then the best points."""
     reported, measured, points, compared = reported_numbers.GLUE, [], [], dict[str, list[dict[str, Any]]]()
     for run in runs:
@@ -210,48 +219,48 @@ def glue(runs: Sequence[Measured], output: Path) -> list[Block]:
         name = f"{run.model}, at most {max(limits):,} rows a split" if limits else run.model
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in PAPER_TASKS]
         last = f"– ({run.results['no_average']})" if average is None else f"{100 * average:.1f}"
-        measured.append(Row([name, *cells, last], run.number))
+        measured.append(([name, *cells, last], run.source))
         for task, result in tasks.items():
             metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
             point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
             seeds, start = " ".join(map(str, result["seeds"])), "MNLI" if result["from_mnli"] else "the model"
             line = [run.model, TASKS[task].title, _percent(result["score"]), metrics, *point, seeds, start]
             # The weights that are kept are of the best single run, which may be of another point.
-            points.append(Row([*line, str(result["points"]), f"{result['seconds'] / 3600:.2f}", str(result["kept"])],
-                              run.number))  # fmt: skip
+            line += [str(result["points"]), f"{result['seconds'] / 3600:.2f}", str(result["kept"])]
+            points.append((line, run.source))
             settings = run.record["settings"][task]
             own = {name: settings[name] for name in ("grid", "seeds", "rows")} | {"start from MNLI": start == "MNLI"}
             compared.setdefault(task, []).append(settings["protocol"] | own)
     header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "start",
               "points", "hours", "weights kept")  # fmt: skip
-    differing = set[str]().union(*(_differing(settings) for settings in compared.values()))
     return [
-        Table(("model", *reported.columns), measured + _reported_rows(reported)),
-        *_warning(differing),
-        f"Reported rows: {reported.title}; {reported.note}.",
+        table(("model", *reported.columns), measured + _reported_rows(reported)),
+        *_differences(*compared.values()),
+        paragraph(f"Reported rows: {reported.title}; {reported.note}."),
         "Best point of each task's grid:",
-        Table(header, points),
+        table(header, points),
     ]
 
 
-def mteb(runs: Sequence[Measured], output: Path) -> list[Block]:
+def mteb(runs: Sequence[Measured], output: Path) -> list[str]:
     """Averages by category as in the paper's table, for each set of tasks; what is missing; and every task."""
     groups: dict[str, list[Measured]] = {}
     for run in runs:  # what it was run on is the heading of its table
         tasks, limit = run.record["settings"]["tasks"], run.record["settings"]["limit"]
         what = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
         groups.setdefault(what if limit is None else f"{what}, a quick look with limit {limit:,}", []).append(run)
-    blocks: list[Block] = []
+    blocks: list[str] = []
     reported = reported_numbers.MTEB
     for name, group in sorted(groups.items()):
         measured = []
         for run in group:
             means = [run.results["categories"].get(category) for category in CATEGORIES] + [run.results["average"]]
-            measured.append(Row([run.model, *map(_mean, means)], run.number))
+            measured.append(([run.model, *map(_mean, means)], run.source))
         of_paper = name == MTEB_PAPER
-        blocks += [f"{name}:", Table(("model", *reported.columns), measured + _reported_rows(reported) * of_paper)]
+        rows = measured + (_reported_rows(reported) if of_paper else [])
+        blocks += [paragraph(f"{name}:"), table(("model", *reported.columns), rows)]
         blocks += _differences([run.record["settings"] for run in group])
-        blocks += [f"Reported rows: {reported.title}; {reported.note}."] * of_paper
+        blocks += [paragraph(f"Reported rows: {reported.title}; {reported.note}.")] * of_paper
     blocks.append(
         "A mean is given only where every task asked for has a score, over the number of tasks in brackets. Tables of "
         "different tasks cannot be compared."
@@ -259,64 +268,52 @@ def mteb(runs: Sequence[Measured], output: Path) -> list[Block]:
     for run in runs:
         if absent := run.results["missing"]:
             reasons = [f"{name} ({run.results['tasks'][name]['missing']})" for name in absent]
-            blocks.append(f"{run.model}, without a score: {', '.join(reasons)}.")
+            blocks.append(paragraph(f"{run.model}, without a score: {', '.join(reasons)}."))
     every = [
-        Row([run.model, name, task["type"], task["metric"], _number(task["score"], ".2f")], run.number)
+        ([run.model, name, task["type"], task["metric"], _number(task["score"], ".2f")], run.source)
         for run in runs
         for name, task in run.results["tasks"].items()
     ]
-    blocks.append(Table(("model", "task", "type", "metric", "score"), every))
+    blocks.append(table(("model", "task", "type", "metric", "score"), every))
     return [*blocks, *(_reported(reported_numbers.MTEB_CDE) if MTEB_PAPER in groups else [])]
 
 
-def contrastive(runs: Sequence[Measured], output: Path) -> list[Block]:
+def contrastive(runs: Sequence[Measured], output: Path) -> list[str]:
     """What models were fine-tuned on, and how the loss fell."""
     rows = []
     for run in runs:
         losses = [f"{run.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
-        rows.append(Row([run.model, *losses, ", ".join(run.results["datasets"])], run.number))
-    return [Table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
+        rows.append(([run.model, *losses, ", ".join(run.results["datasets"])], run.source))
+    return [table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
 
 
-TITLES = {
-    "pseudo_perplexity": "Pseudo-perplexity",
-    "throughput": "Throughput",
-    "glue": "GLUE",
-    "mteb": "MTEB",
-    "contrastive": "Contrastive fine-tuning",
-}
-SECTIONS: dict[str, Callable[[Sequence[Measured], Path], list[Block]]] = {
+SECTIONS: dict[str, Callable[[Sequence[Measured], Path], list[str]]] = {
     section.__name__: section for section in (pseudo_perplexity, throughput, glue, mteb, contrastive)
 }
 
 
-def _describe(run: Measured) -> Section:
-    record, settings = run.record, run.record["settings"]
+def _describe(run: Measured) -> list[str]:
+    record = run.record
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    lines = [record["command"], "", *(f"{name}: {json.dumps(value)}" for name, value in sorted(settings.items()))]
-    blocks: list[Block] = [
-        f"{run.model}: {run.kind}. {run.path}; weights {record['model']['fingerprint']}; "
-        f"{record['machine']}; {versions}.",
-        Code("\n".join(lines)),
-    ]
-    return Section(f"Run {run.number}", blocks, level=3)
+    settings = [f"{name}: {json.dumps(value)}" for name, value in sorted(record["settings"].items())]
+    text = f"{run.model}: {run.kind}. {run.path}; weights {record['model']['fingerprint']}; {record['machine']}"
+    lines = "\n".join([record["command"], "", *settings])
+    return [heading(f"Run {run.number}", 3), paragraph(f"{text}; {versions}."), code(lines)]
 
 
 # --- cells
 
 
-def _differing(settings: Sequence[dict[str, Any]]) -> set[str]:
-    names = {name for each in settings for name in each}
-    return {name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)}
-
-
-def _differences(settings: Sequence[dict[str, Any]]) -> list[Block]:
-    return _warning(_differing(settings) - _OWN_SETTINGS)
-
-
-def _warning(names: set[str]) -> list[Block]:
-    """Names the settings in which runs differ, if there are any."""
-    return [f"Not the same in all of these runs, so compare with care: {', '.join(sorted(names))}."] if names else []
+def _differences(*compared: Sequence[dict[str, Any]]) -> list[str]:
+    """A warning that names the settings in which runs differ, within each of some groups of settings."""
+    differing = {
+        name
+        for group in compared
+        for name in {name for each in group for name in each} - _OWN_SETTINGS
+        if any(each.get(name) != group[0].get(name) for each in group)
+    }
+    text = f"Not the same in all of these runs, so compare with care: {', '.join(sorted(differing))}."
+    return [paragraph(text)] if differing else []
 
 
 def _percent(value: dict[str, Any]) -> str:
@@ -338,14 +335,14 @@ def _number(value: float | None, form: str) -> str:
     return f"{value:,.0f}" if value >= 1000 else format(value, form)
 
 
-def _reported(table: Reported) -> list[Block]:
-    return [f"{table.title}: {table.note}.", Table(("model", *table.columns), _reported_rows(table))]
+def _reported(numbers: Reported) -> list[str]:
+    return [paragraph(f"{numbers.title}: {numbers.note}."), table(("model", *numbers.columns), _reported_rows(numbers))]
 
 
-def _reported_rows(table: Reported) -> list[Row]:
-    blank = ["–"] * len(table.columns)
-    decimals = max(len(str(value).partition(".")[2]) for values in table.rows.values() for value in values)
+def _reported_rows(numbers: Reported) -> list[tuple[list[str], str]]:
+    blank = ["–"] * len(numbers.columns)
+    decimals = max(len(str(value).partition(".")[2]) for values in numbers.rows.values() for value in values)
     return [
-        Row([name, *(f"{value:.{decimals}f}" for value in values), *blank[len(values) :]], None)
-        for name, values in table.rows.items()
+        ([name, *(f"{value:.{decimals}f}" for value in values), *blank[len(values) :]], REPORTED)
+        for name, values in numbers.rows.items()
     ]

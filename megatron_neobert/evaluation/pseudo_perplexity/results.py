@@ -8,9 +8,9 @@ documents of a bin, each taken as one observation, so it holds the noise of the 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 from scipy.stats import t as student
 
@@ -49,84 +49,51 @@ class DocumentResult:
         return math.sqrt(self.nll_variance / self.positions * (1 - self.positions / self.tokens))
 
 
-@dataclass(frozen=True)
-class Bin:
-    """The documents longer than `above` and no longer than `up_to` tokens."""
-
-    above: int
-    up_to: int | None
-    documents: int
-    mean_length: float
-    pseudo_perplexity: float  # exp of the documents' average loss
-    low: float | None  # None: too few documents to tell their spread
-    high: float | None
-    arithmetic_mean: float  # of the documents' pseudo-perplexities
+# Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
+COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high", "arithmetic_mean")
 
 
-@dataclass(frozen=True)
-class Overall:
-    """Of all tokens of all documents together."""
+def read_results(file: LineFile) -> dict[str, DocumentResult]:
+    """The documents that have been measured, by id.
 
-    pseudo_perplexity: float
-    standard_error: float | None  # for the positions that were not drawn; None where a document has a single one
-    nats_per_token: float
-
-
-class ResultFile:
-    """The documents that have been measured, each written as soon as it is known."""
-
-    def __init__(self, path: Path) -> None:
-        """Reads what is there.
-
-        Raises:
-            DataError: Some whole line is not one of these.
-        """
-        self.file = LineFile(path)
-        try:
-            found = [DocumentResult(**line) for line in self.file.lines]
-        except TypeError as error:
-            raise DataError(f"{path}: not results of documents ({error}); remove the file.") from error
-        self.results = {result.id: result for result in found}
-
-    def add(self, result: DocumentResult) -> None:
-        self.file.add(asdict(result))
-        self.results[result.id] = result
+    Raises:
+        DataError: Some whole line is not one of these.
+    """
+    try:
+        found = [DocumentResult(**line) for line in file.lines]
+    except TypeError as error:
+        raise DataError(f"{file.path}: not results of documents ({error}); remove the file.") from error
+    return {result.id: result for result in found}
 
 
-def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[int]) -> list[Bin]:
+def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[int]) -> list[dict[str, Any]]:
     """The curve: one point per bin that has documents, by increasing length."""
     groups: dict[int, list[DocumentResult]] = {}
     for result in results:
         groups.setdefault(bin_of(result.length, length_bins), []).append(result)
-    ends: list[int | None] = [*length_bins, None]
-    return [
-        _average(groups[number], 0 if number == 0 else length_bins[number - 1], ends[number])
-        for number in sorted(groups)
-    ]
+    curve = []
+    for number in sorted(groups):
+        losses = [result.mean_nll for result in groups[number]]
+        mean = fmean(losses)
+        band: list[float | None] = [None, None]
+        if len(losses) >= _DOCUMENTS_OF_BAND:
+            half = float(student.ppf((1 + _CONFIDENCE) / 2, len(losses) - 1)) * stdev(losses) / math.sqrt(len(losses))
+            band = [math.exp(mean - half), math.exp(mean + half)]
+        ends = (0, *length_bins, None)  # longer than the one, and no longer than the next
+        lengths = fmean(result.length for result in groups[number])
+        # exp of the documents' average loss; and the average of their pseudo-perplexities.
+        values = (len(losses), lengths, math.exp(mean), *band, fmean(map(math.exp, losses)))
+        curve.append(dict(zip(COLUMNS, (*ends[number : number + 2], *values), strict=True)))
+    return curve
 
 
-def _average(results: Sequence[DocumentResult], above: int, up_to: int | None) -> Bin:
-    losses = [result.mean_nll for result in results]
-    mean, half = fmean(losses), None
-    if len(losses) >= _DOCUMENTS_OF_BAND:
-        half = float(student.ppf((1 + _CONFIDENCE) / 2, len(losses) - 1)) * stdev(losses) / math.sqrt(len(losses))
-    return Bin(
-        above=above,
-        up_to=up_to,
-        documents=len(results),
-        mean_length=fmean(result.length for result in results),
-        pseudo_perplexity=math.exp(mean),
-        low=None if half is None else math.exp(mean - half),
-        high=None if half is None else math.exp(mean + half),
-        arithmetic_mean=fmean(map(math.exp, losses)),
-    )
+def average_over_tokens(results: Sequence[DocumentResult]) -> dict[str, float | None]:
+    """As if all documents were one: each counts as often as it has tokens, however many of them were drawn.
 
-
-def average_over_tokens(results: Sequence[DocumentResult]) -> Overall:
-    """As if all documents were one: each counts as often as it has tokens, however many of them were drawn."""
+    The standard error is that of the positions that were not drawn; None where a document has a single one.
+    """
     tokens = sum(result.tokens for result in results)
     mean = math.fsum(result.tokens * result.mean_nll for result in results) / tokens
-    errors = [result.standard_error for result in results]
-    known = [result.tokens * error for result, error in zip(results, errors, strict=True) if error is not None]
+    known = [result.tokens * error for result in results if (error := result.standard_error) is not None]
     error = math.exp(mean) * math.hypot(*known) / tokens if len(known) == len(results) else None
-    return Overall(math.exp(mean), error, mean)
+    return {"pseudo_perplexity": math.exp(mean), "standard_error": error, "nats_per_token": mean}

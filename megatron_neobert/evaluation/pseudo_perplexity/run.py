@@ -9,7 +9,7 @@ remains is not underrated. Each document is written when its last position is do
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,47 +23,34 @@ from megatron_neobert.evaluation.pages import to_csv
 from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, Document, select_documents
 from megatron_neobert.evaluation.pseudo_perplexity.results import (
     BAND,
-    Bin,
+    COLUMNS,
     DocumentResult,
-    ResultFile,
     average_by_length,
     average_over_tokens,
+    read_results,
 )
 from megatron_neobert.evaluation.pseudo_perplexity.scorer import Row, Scorer
-from megatron_neobert.evaluation.records import hold, write_record
+from megatron_neobert.evaluation.records import LineFile, hold, write_record
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import replace_file
-
-
-def protocol_of(scorer: Scorer, choice: Choice) -> dict[str, Any]:
-    """What a document's result depends on, beside the document."""
-    return {
-        "model": fingerprint(scorer.folder),
-        "tokenizer": scorer.tokenizer_fingerprint,
-        "max_length": choice.max_length,
-        "positions_per_document": choice.positions_per_document,
-        "seed": None if choice.positions_per_document is None else choice.seed,
-        "dtype": str(scorer.model.dtype).removeprefix("torch."),
-        "attention": scorer.model.config._attn_implementation,
-    }
 
 
 def measure(
     scorer: Scorer,
     documents: Sequence[Document],
-    file: ResultFile,
+    file: LineFile,
     *,
     batch_tokens: int,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Measures the documents that are not in the file yet, and adds them to it.
+    """Measures documents and adds each to the file as soon as its last position is done.
 
     Args:
         batch_tokens: Rows times the longest of them, at most, unless a single row is longer.
         on_progress: Called with the tokens of each batch, padding not counted.
     """
     losses_of: dict[str, list[float]] = {}
-    for batch in batches(missing_in(file, documents), batch_tokens=batch_tokens):
+    for batch in batches(documents, batch_tokens=batch_tokens):
         found = scorer.score([Row(document.ids_s, position) for document, position in batch])
         for (document, _), loss in zip(batch, found, strict=True):
             losses = losses_of.setdefault(document.id, [])
@@ -71,22 +58,17 @@ def measure(
             if len(losses) < len(document.positions):
                 continue
             del losses_of[document.id]
-            file.add(
-                DocumentResult(
-                    id=document.id,
-                    length=len(document.ids_s),
-                    truncated=document.truncated,
-                    tokens=document.scorable,
-                    positions=len(losses),
-                    nll_sum=math.fsum(losses),
-                    nll_variance=variance(losses) if len(losses) > 1 else None,
-                )
+            result = DocumentResult(
+                id=document.id,
+                length=len(document.ids_s),
+                truncated=document.truncated,
+                tokens=document.scorable,
+                positions=len(losses),
+                nll_sum=math.fsum(losses),
+                nll_variance=variance(losses) if len(losses) > 1 else None,
             )
+            file.add(asdict(result))
         on_progress(sum(len(document.ids_s) for document, _ in batch))
-
-
-def missing_in(file: ResultFile, documents: Iterable[Document]) -> list[Document]:
-    return [document for document in documents if document.id not in file.results]
 
 
 def batches(documents: Iterable[Document], *, batch_tokens: int) -> Iterator[list[tuple[Document, int]]]:
@@ -122,19 +104,11 @@ class Evaluation:
     batch_tokens: int
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Of one model."""
+def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: ShowProgress) -> dict[str, Any]:
+    """Measures a model; writes OUTPUT/MODEL/pseudo_perplexity.json, the documents' lines beside it.
 
-    name: str
-    documents: int
-    pseudo_perplexity: float  # of all tokens together
-    standard_error: float | None  # of the drawing; None where single positions were drawn
-    curve: list[Bin]
-
-
-def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: ShowProgress) -> Outcome:
-    """Measures a model and writes OUTPUT/MODEL/pseudo_perplexity.json, the documents' lines beside it.
+    Returns:
+        The results, as the record holds them.
 
     Raises:
         MissingInputError, ConversionError, DataError: The model or the texts cannot be used.
@@ -146,47 +120,54 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
     scorer.check_length(max_length)
     choice = replace(evaluation.choice, max_length=max_length)
     selection = select_documents(evaluation.inputs, scorer.tokenizer, evaluation.read, choice)
-
-    name, protocol = folder.resolve().name, protocol_of(scorer, choice)
-    place = output / name
+    protocol = {  # what a document's result depends on, beside the document
+        "model": fingerprint(folder),
+        "tokenizer": scorer.tokenizer_fingerprint,
+        "max_length": max_length,
+        "positions_per_document": choice.positions_per_document,
+        "seed": None if choice.positions_per_document is None else choice.seed,
+        "dtype": str(scorer.model.dtype).removeprefix("torch."),
+        "attention": scorer.model.config._attn_implementation,
+    }
+    place = output / folder.resolve().name
     with hold(place / "pseudo_perplexity.lock"):
         digest = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:12]
-        file = ResultFile(place / f"pseudo_perplexity_{digest}.jsonl")  # of another protocol, another file
-        with show_progress(name, cost(missing_in(file, selection.documents))) as on_progress:
-            measure(scorer, selection.documents, file, batch_tokens=evaluation.batch_tokens, on_progress=on_progress)
+        file = LineFile(place / f"pseudo_perplexity_{digest}.jsonl")  # of another protocol, another file
+        done = read_results(file)
+        left = [document for document in selection.documents if document.id not in done]
+        with show_progress(place.name, cost(left)) as on_progress:
+            measure(scorer, left, file, batch_tokens=evaluation.batch_tokens, on_progress=on_progress)
 
-    results = [file.results[document.id] for document in selection.documents]
-    curve, overall = average_by_length(results, choice.length_bins), average_over_tokens(results)
+    measured = read_results(file)
+    documents = [measured[document.id] for document in selection.documents]
+    results = {
+        **average_over_tokens(documents),
+        "documents": len(documents),
+        "positions": sum(result.positions for result in documents),
+        "truncated": sum(result.truncated for result in documents),
+        "left_out": dict(selection.left_out),
+        "curve": average_by_length(documents, choice.length_bins),
+        "band": BAND,
+        "documents_file": file.path.name,
+    }
+    settings = {
+        **protocol,
+        **asdict(choice),
+        "data": list(map(shard_label, evaluation.inputs)),
+        "text_key": evaluation.read.text_key,
+        "batch_tokens": evaluation.batch_tokens,
+        "device": str(scorer.model.device),
+        "head": "masked position" if scorer.is_sparse else "all positions",
+    }
+    record = place / "pseudo_perplexity.json"
     write_record(
-        place / "pseudo_perplexity.json",
-        "pseudo_perplexity",
-        folder=folder,
-        device=scorer.model.device,
-        settings={
-            **protocol,
-            **asdict(choice),
-            "data": list(map(shard_label, evaluation.inputs)),
-            "text_key": evaluation.read.text_key,
-            "batch_tokens": evaluation.batch_tokens,
-            "device": str(scorer.model.device),
-            "head": "masked position" if scorer.is_sparse else "all positions",
-        },
-        results={
-            **asdict(overall),
-            "documents": len(results),
-            "positions": sum(result.positions for result in results),
-            "truncated": sum(result.truncated for result in results),
-            "left_out": dict(selection.left_out),
-            "curve": list(map(asdict, curve)),
-            "band": BAND,
-            "documents_file": file.file.path.name,
-        },
+        record, "pseudo_perplexity", folder=folder, device=scorer.model.device, settings=settings, results=results
     )
-    return Outcome(name, len(results), overall.pseudo_perplexity, overall.standard_error, curve)
+    return results
 
 
-def write_curves(output: Path, outcomes: list[Outcome]) -> None:
-    """OUTPUT/pseudo_perplexity.csv, .md and .png of all models, each replaced as a whole."""
-    rows = [{"model": outcome.name, **asdict(point)} for outcome in outcomes for point in outcome.curve]
-    replace_file(output / "pseudo_perplexity.csv", to_csv(["model", *Bin.__dataclass_fields__], rows))
-    write_page("pseudo_perplexity", [output / outcome.name / "pseudo_perplexity.json" for outcome in outcomes], output)
+def write_curves(output: Path, results: Mapping[str, dict[str, Any]]) -> None:
+    """OUTPUT/pseudo_perplexity.csv, .md and .png of all models, by their names; each is replaced as a whole."""
+    rows = [{"model": name, **point} for name, found in results.items() for point in found["curve"]]
+    replace_file(output / "pseudo_perplexity.csv", to_csv(["model", *COLUMNS], rows))
+    write_page("pseudo_perplexity", [output / name / "pseudo_perplexity.json" for name in results], output)

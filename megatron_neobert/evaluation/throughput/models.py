@@ -154,14 +154,6 @@ class Subject:
         return str(self.model.base_model.config._attn_implementation)
 
     @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in (*self.model.parameters(), *self.model.buffers()))
-
-    @property
     def longest(self) -> int | None:
         """Tokens that learned positions exist for; None where positions are computed."""
         return count_learned_positions(self.model)
@@ -178,7 +170,7 @@ def why_not(subject: Subject, layout: str) -> str | None:
 
 
 def make_step(subject: Subject, inputs: dict[str, Any], passes: str) -> Callable[[], None]:
-    """A function that computes these passes once and leaves no gradient."""
+    """A function that computes these passes once."""
     model = subject.model
 
     def step() -> None:
@@ -250,23 +242,20 @@ def load_models(
     found = ModelsUnderTest({}, [])
     for name, dtype, attention in itertools.product(folders, dict.fromkeys(dtypes), dict.fromkeys(attentions)):
         options = LoadOptions(dtype=getattr(torch, dtype), device=device, attention=attention)
-        folder = folders[name]
-        model = load_masked_lm(folder, options) if backward else load_model(folder, "AutoModel", options)
+        model = load_masked_lm(folders[name], options) if backward else load_model(folders[name], "AutoModel", options)
         subject = Subject(name=name, dtype=dtype, model=model)
         longest = subject.longest
         too_long = [length for length in lengths if longest is not None and length > longest]
         reason = f"has learned positions for {longest} tokens only"
         found.not_run.extend({"model": name, "variant": f"{name}, {n:,}", "reason": reason} for n in too_long)
         for layout in layouts:
-            what = f"{name}, {dtype}, {subject.attention}, {layout}"
             if reason_against := why_not(subject, layout):
+                what = f"{name}, {dtype}, {subject.attention}, {layout}"
                 found.not_run.append({"model": name, "variant": what, "reason": reason_against})
             elif len(too_long) < len(lengths):
+                common = {"model": name, "dtype": dtype, "attention": subject.attention, "layout": layout}
                 for passes in (FORWARD, TRAINING) if backward else (FORWARD,):
-                    variant = Variant(
-                        model=name, dtype=dtype, attention=subject.attention, layout=layout, passes=passes
-                    )
-                    found.variants[variant] = subject
+                    found.variants[Variant(**common, passes=passes)] = subject
     if not found.variants:
         reasons = "; ".join(f"{entry['variant']}: {entry['reason']}" for entry in found.not_run)
         raise ConfigError(f"nothing can be measured ({reasons}); ask for another layout, dtype or length.")

@@ -89,7 +89,7 @@ def measure(
     """Measures what the log does not hold yet.
 
     Returns:
-        One row per variant and group, see `_Turn.to_row`; of those measured earlier too.
+        One row per variant and group, see `_Turn.outcome`; of those measured earlier too.
     """
     done = {(group["length"], group["batch_size"]) for group in log.lines[1:]}
     for length, batch_size in sweep.groups():
@@ -117,45 +117,39 @@ def summarise(row: dict[str, Any]) -> dict[str, Any]:
     """A row with tokens per second (median and quartiles over its steps) in place of the seconds of each step."""
     summary = {name: value for name, value in row.items() if name != "seconds"}
     speeds = [row["tokens"] / seconds for seconds in row["seconds"]]
-    lower, middle, upper = np.quantile(speeds, (0.25, 0.5, 0.75)).tolist() if speeds else (None, None, None)
-    return summary | {
-        "steps": len(speeds),
-        "tokens_per_second": middle,
-        "lower_quartile": lower,
-        "upper_quartile": upper,
-    }
+    names = ("lower_quartile", "tokens_per_second", "upper_quartile")
+    quartiles = np.quantile(speeds, (0.25, 0.5, 0.75)).tolist() if speeds else [None] * 3
+    return summary | {"steps": len(speeds)} | dict(zip(names, quartiles, strict=True))
 
 
 def _measure_group(
     variants: Mapping[Variant, Subject], sweep: Sweep, *, length: int, batch_size: int, device: torch.device
 ) -> list[dict[str, Any]]:
     documents = draw_lengths(batch_size, longest=length, distribution=sweep.distribution, seed=sweep.seed)
-    runs = [_Turn(variant, subject, documents, sweep.seed, device) for variant, subject in variants.items()]
-    for run in runs:
-        run.attempt(lambda run=run: run.warm_up(sweep.warmup))  # type: ignore[misc]
+    turns = [_Turn(variant, subject, sweep, documents, device) for variant, subject in variants.items()]
+    for turn in turns:
+        turn.attempt(turn.warm_up)
     for number in range(sweep.steps):
-        start = number % max(1, len(runs))  # nobody always follows the same one
-        for run in runs[start:] + runs[:start]:
-            run.attempt(run.time)
-    return [run.to_row(length, batch_size) for run in runs]
+        start = number % max(1, len(turns))  # nobody always follows the same one
+        for turn in turns[start:] + turns[:start]:
+            turn.attempt(turn.time)
+    return [{**asdict(turn.variant), "length": length, "batch_size": batch_size, **turn.outcome()} for turn in turns]
 
 
 class _Turn:
     """A variant at one length and batch size."""
 
     def __init__(
-        self, variant: Variant, subject: Subject, documents: Sequence[int], seed: int, device: torch.device
+        self, variant: Variant, subject: Subject, sweep: Sweep, documents: Sequence[int], device: torch.device
     ) -> None:
-        self.variant, self.subject, self.documents, self.seed = variant, subject, documents, seed
-        self.device = device
-        self.fits = True
+        self.variant, self.subject, self.sweep, self.documents = variant, subject, sweep, documents
+        self.device, self.fits, self.slots = device, True, 0
         self.steps: list[tuple[float, int]] = []  # seconds and bytes
         self.kernels: list[str] = []
         self.step: Callable[[], None] | None = None
-        self.tokens, self.slots = sum(documents), 0
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Does the work unless this run is out of memory already."""
+        """Does the work unless this turn is out of memory already."""
         if self.fits:
             prepare(self.subject, self.variant.passes)
             self.fits = has_memory_for(work, self.device)
@@ -163,19 +157,19 @@ class _Turn:
         if not self.fits:
             self.step = None  # and its batch
 
-    def warm_up(self, times: int) -> None:
+    def warm_up(self) -> None:
         inputs = build_batch(
             self.documents,
             layout=self.variant.layout,
             labels=self.variant.passes == TRAINING,
             config=self.subject.model.config,
-            seed=self.seed,
+            seed=self.sweep.seed,
             device=self.device,
         )
         self.slots = inputs["input_ids"].numel()
         self.step = make_step(self.subject, inputs, self.variant.passes)
         self.kernels = find_kernels(self.subject, self.step)
-        for _ in range(times):
+        for _ in range(self.sweep.warmup):
             prepare(self.subject, self.variant.passes)
             self.step()
 
@@ -183,16 +177,16 @@ class _Turn:
         assert self.step is not None, f"{self.variant} was not warmed up"
         self.steps.append(time_step(self.step, self.device))
 
-    def to_row(self, length: int, batch_size: int) -> dict[str, Any]:
-        return asdict(self.variant) | {
-            "length": length,
-            "batch_size": batch_size,
-            "tokens": self.tokens,
+    def outcome(self) -> dict[str, Any]:
+        model, grown = self.subject.model, max((grown for _, grown in self.steps), default=0)
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+        return {
+            "tokens": sum(self.documents),
             "slots": self.slots,
             "kernels": self.kernels,
             "outcome": MEASURED if self.fits else OUT_OF_MEMORY,
             "seconds": [seconds for seconds, _ in self.steps] if self.fits else [],
-            "peak_bytes": self.subject.weight_bytes + max(grown for _, grown in self.steps) if self.fits else None,
+            "peak_bytes": weights + grown if self.fits else None,
         }
 
 
@@ -231,9 +225,9 @@ def write_results(
     del settings["machine"], settings["versions"]  # which every record holds
     for name, folder in folders.items():
         own = [row for row in rows if row["model"] == name]
-        subject = next((s for c, s in found.variants.items() if c.model == name), None)
+        model = next((subject.model for variant, subject in found.variants.items() if variant.model == name), None)
         results = {
-            "parameters": None if subject is None else subject.parameters,
+            "parameters": None if model is None else sum(parameter.numel() for parameter in model.parameters()),
             "rows": own,
             "not_run": [entry for entry in found.not_run if entry["model"] == name],
         }

@@ -79,15 +79,15 @@ def test_every_document_gets_the_losses_of_a_plain_computation(models, evaluatio
     )
     assert {id: line["positions"] for id, line in found.items()} == {id: len(values) for id, values in losses.items()}
     everything = [loss for values in losses.values() for loss in values]
-    assert outcome.pseudo_perplexity == pytest.approx(math.exp(fmean(everything)), rel=NEAR)
-    assert outcome.standard_error == 0
+    assert outcome["pseudo_perplexity"] == pytest.approx(math.exp(fmean(everything)), rel=NEAR)
+    assert outcome["standard_error"] == 0
 
 
 def test_drawn_positions_come_near_the_whole_and_say_how_near(models, evaluation, tmp_path):
     whole = evaluate(models["Bert"], tmp_path, evaluation(), Progress())
     drawn = evaluate(models["Bert"], tmp_path, evaluation(positions_per_document=6), Progress())
-    assert drawn.pseudo_perplexity != whole.pseudo_perplexity
-    assert abs(drawn.pseudo_perplexity - whole.pseudo_perplexity) < 3 * drawn.standard_error
+    assert drawn["pseudo_perplexity"] != whole["pseudo_perplexity"]
+    assert abs(drawn["pseudo_perplexity"] - whole["pseudo_perplexity"]) < 3 * drawn["standard_error"]
 
 
 def test_interrupted_run_goes_on_where_it_was_and_ends_the_same(models, evaluation, tmp_path):
@@ -105,7 +105,9 @@ def test_interrupted_run_goes_on_where_it_was_and_ends_the_same(models, evaluati
     assert rest.tokens == rest.total == whole.total - cost_of_done
 
     assert documents_in(tmp_path / "resumed" / "Bert") == documents_in(tmp_path / "whole" / "Bert")
-    assert resumed.pseudo_perplexity == pytest.approx(outcome.pseudo_perplexity, rel=NEAR)  # other rows share a batch
+    assert resumed["pseudo_perplexity"] == pytest.approx(
+        outcome["pseudo_perplexity"], rel=NEAR
+    )  # other rows share a batch
 
     again = Progress()
     assert evaluate(folder, tmp_path / "resumed", evaluation(), again) == resumed
@@ -145,13 +147,13 @@ def test_record_says_what_was_measured_and_how(models, evaluation, tmp_path):
 
 
 def test_curves_of_several_models_share_a_table_and_a_figure(models, evaluation, tmp_path):
-    outcomes = [evaluate(folder, tmp_path, evaluation(), Progress()) for folder in models.values()]
-    write_curves(tmp_path, outcomes)
+    results = {name: evaluate(folder, tmp_path, evaluation(), Progress()) for name, folder in models.items()}
+    write_curves(tmp_path, results)
     with (tmp_path / "pseudo_perplexity.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [(row["model"], row["up_to"]) for row in rows] == [(name, end) for name in models for end in ("16", "64")]
     assert [float(row["pseudo_perplexity"]) for row in rows] == [
-        point.pseudo_perplexity for outcome in outcomes for point in outcome.curve
+        point["pseudo_perplexity"] for found in results.values() for point in found["curve"]
     ]
     assert (tmp_path / "pseudo_perplexity.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert all(f"| {name} | " in (tmp_path / "pseudo_perplexity.md").read_text() for name in models)

@@ -1,7 +1,7 @@
 """Standard errors, averages with their bands, and the file of documents."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import combinations
 from statistics import fmean, pvariance, variance
 
@@ -11,10 +11,11 @@ from scipy import stats
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.pseudo_perplexity.results import (
     DocumentResult,
-    ResultFile,
     average_by_length,
     average_over_tokens,
+    read_results,
 )
+from megatron_neobert.evaluation.records import LineFile
 
 
 def result_of(losses, *, tokens=None, length=10, id="a"):
@@ -46,57 +47,58 @@ def test_each_document_counts_with_its_tokens_however_many_were_drawn():
     short, long = result_of([1.0, 3.0]), result_of([4.0, 6.0], tokens=100)
     overall = average_over_tokens([short, long])
     mean = (2 * 2.0 + 100 * 5.0) / 102
-    assert overall.nats_per_token == pytest.approx(mean)
-    assert overall.pseudo_perplexity == pytest.approx(math.exp(mean))
+    assert overall["nats_per_token"] == pytest.approx(mean)
+    assert overall["pseudo_perplexity"] == pytest.approx(math.exp(mean))
     # The short one is known; of the long one, 2 losses with variance 2 out of 100.
-    assert overall.standard_error == pytest.approx(math.exp(mean) * 100 * math.sqrt(2 / 2 * (1 - 2 / 100)) / 102)
-    assert average_over_tokens([short, result_of([4.0], tokens=100)]).standard_error is None
+    assert overall["standard_error"] == pytest.approx(math.exp(mean) * 100 * math.sqrt(2 / 2 * (1 - 2 / 100)) / 102)
+    assert average_over_tokens([short, result_of([4.0], tokens=100)])["standard_error"] is None
 
 
 def test_bin_holds_documents_up_to_its_end_and_a_last_one_what_is_longer():
     results = [result_of([1.0], length=length) for length in (1, 8, 9, 16, 17, 99)]
     bins = average_by_length(results, [8, 16, 32, 64])
-    assert [(b.above, b.up_to, b.documents) for b in bins] == [(0, 8, 2), (8, 16, 2), (16, 32, 1), (64, None, 1)]
-    assert [b.mean_length for b in bins] == [4.5, 12.5, 17, 99]
+    assert [(b["above"], b["up_to"], b["documents"]) for b in bins] == [
+        (0, 8, 2),
+        (8, 16, 2),
+        (16, 32, 1),
+        (64, None, 1),
+    ]
+    assert [b["mean_length"] for b in bins] == [4.5, 12.5, 17, 99]
 
 
 def test_band_is_students_interval_of_the_average_over_documents():
     means = [1.0, 2.5, 1.5, 3.0, 2.2, 0.9]
     [point] = average_by_length([result_of([mean - 0.5, mean + 0.5]) for mean in means], [32])
     low, high = stats.t.interval(0.95, len(means) - 1, loc=fmean(means), scale=stats.sem(means))
-    assert (point.low, point.high) == pytest.approx((math.exp(low), math.exp(high)))
-    assert point.pseudo_perplexity == pytest.approx(math.exp(fmean(means)))
-    assert point.arithmetic_mean == pytest.approx(fmean(map(math.exp, means)))
+    assert (point["low"], point["high"]) == pytest.approx((math.exp(low), math.exp(high)))
+    assert point["pseudo_perplexity"] == pytest.approx(math.exp(fmean(means)))
+    assert point["arithmetic_mean"] == pytest.approx(fmean(map(math.exp, means)))
 
 
 def test_few_documents_have_an_average_without_a_band():
     [point] = average_by_length([result_of([1.0]), result_of([2.0])], [32])
-    assert (point.documents, point.low, point.high) == (2, None, None)
+    assert (point["documents"], point["low"], point["high"]) == (2, None, None)
 
 
 def test_results_are_read_back_as_written(tmp_path):
     results = [result_of([0.1, 0.2, 0.7], id="a"), result_of([1 / 3], tokens=5, id="b")]
-    file = ResultFile(tmp_path / "results.jsonl")
+    file = LineFile(tmp_path / "results.jsonl")
     for result in results:
-        file.add(result)
-    assert list(ResultFile(tmp_path / "results.jsonl").results.values()) == results
+        file.add(asdict(result))
+    assert list(read_results(LineFile(file.path)).values()) == results
 
 
 def test_line_that_a_kill_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path):
     path = tmp_path / "results.jsonl"
-    ResultFile(path).add(result_of([0.5], id="a"))
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:-7])
-    file = ResultFile(path)
-    assert set(file.results) == {"a"}
-    file.add(replace(file.results["a"], id="b"))
-    assert set(ResultFile(path).results) == {"a", "b"}
+    LineFile(path).add({"id": "a"})
+    path.write_bytes(path.read_bytes() + b'{"id": ')
+    file = LineFile(path)
+    assert file.lines == [{"id": "a"}]
+    file.add({"id": "b"})
+    assert LineFile(path).lines == [{"id": "a"}, {"id": "b"}]
 
 
-def test_whole_line_that_is_no_result_is_refused_with_its_number(tmp_path):
-    path = tmp_path / "results.jsonl"
-    ResultFile(path).add(result_of([0.5]))
-    with path.open("a") as stream:
-        stream.write('{"id": "b"}\n')
-    with pytest.raises(DataError, match=r"results.jsonl: not results of documents"):
-        ResultFile(path)
+def test_whole_line_that_is_no_result_is_refused(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"id": "b"}\n')
+    with pytest.raises(DataError, match=r"results\.jsonl: not results of documents"):
+        read_results(LineFile(tmp_path / "results.jsonl"))
