@@ -57,19 +57,23 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
         raise MissingInputError(
             f"--data-dir {data_dir} has no folder {task.title} or {task.name}; on a machine with network: {FETCH}"
         )
-    parquet = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
-    files = sorted(path for path in folder.iterdir() if parquet.fullmatch(path.name))
-    if (folder / "dataset_dict.json").is_file():
+    files = sorted(path for path in folder.iterdir() if re.fullmatch(rf"{split}(-\d+-of-\d+)?\.parquet", path.name))
+    place, columns = folder, None
+    if files:
+        import pyarrow.parquet
+
+        columns = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in files]).to_pydict()
+    elif (folder / "dataset_dict.json").is_file():
         import datasets
 
         saved = datasets.load_from_disk(str(folder))
         if split not in saved:
             raise MissingInputError(f"{folder} has the splits {', '.join(saved)}, but no {split}; {FETCH}")
-        columns, place = _pick(saved[split].to_dict(), task, folder), folder
-    elif files:
-        columns, place = _read_parquet(files, task, labelled=labelled), folder
-    else:
+        columns = saved[split].to_dict()
+    if columns is None:
         columns, place = _read_tsv_files(folder, task, split, labelled=labelled)
+    if missing := [name for name in task.texts if name not in columns]:
+        raise DataError(f"{place} has the columns {', '.join(columns)}, but no {', '.join(missing)}.")
     texts = list(zip(*(columns[name] for name in task.texts), strict=True))
     if not labelled:
         return GlueSplit(texts, None)
@@ -92,22 +96,6 @@ def check_rows(task: GlueTask, split: str, found: int) -> None:
             "compared with published ones.",
             stacklevel=2,
         )
-
-
-def _read_parquet(files: list[Path], task: GlueTask, *, labelled: bool) -> Columns:
-    import pyarrow.parquet
-
-    tables = [pyarrow.parquet.read_table(path) for path in files]
-    parts = [_pick(table.to_pydict(), task, path) for table, path in zip(tables, files, strict=True)]
-    names = [*task.texts, *(["label"] if labelled and all("label" in part for part in parts) else [])]
-    return {name: [value for part in parts for value in part[name]] for name in names}
-
-
-def _pick(columns: Columns, task: GlueTask, place: Path) -> Columns:
-    missing = [name for name in task.texts if name not in columns]
-    if missing:
-        raise DataError(f"{place} has the columns {', '.join(columns)}, but no {', '.join(missing)}.")
-    return {name: columns[name] for name in (*task.texts, "label") if name in columns}
 
 
 def _read_tsv_files(folder: Path, task: GlueTask, split: str, *, labelled: bool) -> tuple[Columns, Path]:

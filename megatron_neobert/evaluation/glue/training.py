@@ -34,7 +34,7 @@ from megatron_neobert.errors import EXIT_UNAVAILABLE, print_warnings_as_sentence
 from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer, longest_input
 from megatron_neobert.evaluation.glue.data import read_split
 from megatron_neobert.evaluation.glue.predictions import EVALUATION_BATCH, average, compute_scores, load_classifier
-from megatron_neobert.evaluation.glue.tasks import TASKS, GlueTask, Protocol
+from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # shares of the steps, and of the peak
 MODEL = "model"  # folder of the best weights within a run's
@@ -118,7 +118,7 @@ def build_trainer(run: Run) -> "GlueTrainer":
         eval_dataset=_shortest_first(tokenize_split(run, task.validation[0], tokenizer, length)),
         processing_class=tokenizer,
         data_collator=transformers.DataCollatorWithPadding(tokenizer),
-        compute_metrics=partial(_compute_metrics, task),
+        compute_metrics=lambda evaluated: compute_scores(task, evaluated.predictions, evaluated.label_ids),
         callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=protocol.patience)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
@@ -136,10 +136,6 @@ class GlueTrainer(transformers.Trainer):
             assert optimizer is not None, "Trainer has created it before"
             self.lr_scheduler = LambdaLR(optimizer, partial(rate_factor, total=num_training_steps))
         return self.lr_scheduler
-
-
-def _compute_metrics(task: GlueTask, evaluated: Any) -> dict[str, float]:
-    return compute_scores(task, evaluated.predictions, evaluated.label_ids)
 
 
 def rate_factor(step: int, *, total: int) -> float:
@@ -266,21 +262,21 @@ def visible_gpus() -> list[str]:
     return ([str(number) for number in range(count)] if named is None else named.split(","))[:count]
 
 
-def _start_worker(shares: "Queue[list[str]]") -> None:
-    print_warnings_as_sentences()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _choose_gpu(shares.get())
-
-
-def _end_with_parent() -> None:
-    """Otherwise the workers of a command that was killed would keep running beside those of the one that follows it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "only workers call this"
-    wait([parent.sentinel])
-    os._exit(EXIT_UNAVAILABLE)
-
-
 def _choose_gpu(devices: list[str]) -> None:
     """Before CUDA is used: which GPU."""
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]
+
+
+def _start_worker(shares: "Queue[list[str]]") -> None:
+    """Its GPU, and its end with the command: the workers of one that was killed would run beside those of the next."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only workers call this"
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(EXIT_UNAVAILABLE)
+
+    print_warnings_as_sentences()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _choose_gpu(shares.get())
