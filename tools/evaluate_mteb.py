@@ -109,7 +109,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     import torch
 
     from megatron_neobert.evaluation.encoders import LoadOptions, choose_device, fingerprint, load_tokenizer
-    from megatron_neobert.evaluation.mteb.encoder import EncoderOptions, Instructions, build_encoder, read_instructions
+    from megatron_neobert.evaluation.mteb.encoder import Instructions, build_encoder, read_instructions
     from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, refuse_missing, run_tasks
     from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name
 
@@ -134,12 +134,16 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     missing = find_missing(tasks, files, arguments.data_dir)
     if not arguments.skip_missing:
         refuse_missing(missing, arguments.data_dir)
-    options = EncoderOptions(
-        load=load, pooling=arguments.pooling, max_length=arguments.max_length, show_progress=sys.stderr.isatty()
-    )
     scores = run_tasks(
         tasks,
-        lambda: build_encoder(arguments.model, options, instructions),
+        lambda: build_encoder(
+            arguments.model,
+            instructions,
+            load,
+            pooling=arguments.pooling,
+            max_length=arguments.max_length,
+            show_progress=sys.stderr.isatty(),
+        ),
         files,
         data_dir=arguments.data_dir,
         batch_size=arguments.batch_size,

@@ -26,9 +26,8 @@ from megatron_neobert.runtime.atomic_files import replace_file
 
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
 _LEGEND_INCHES = 0.28  # per line
-_LINE_CHARACTERS, _NAME_LENGTH = 150, 48
+_LEGEND_COLUMNS, _NAME_LENGTH = 3, 40  # which fit beside each other
 _SPIKE = 30  # a largest value of so many medians makes a linear axis unreadable
-_USUAL_PERCENT, _FAR_ABOVE = 90, 3  # a panel is cut where the highest 10 % take two thirds of it
 _UNITS = ((1e12, "10¹²"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
@@ -40,12 +39,11 @@ class Look:
     factor: float = 1.0
     validation: str | None = None  # the same thing measured on held-out documents
     is_log_where_it_spikes: bool = False
-    begins_high: bool = False  # so high that what comes later would be a flat line
     is_counted: bool = False  # in thousands, millions ...
 
 
 LOOKS = {
-    "loss": Look("loss (nats per masked token)", validation="validation_loss", begins_high=True),
+    "loss": Look("loss (nats per masked token)", validation="validation_loss"),
     "masked_accuracy": Look("masked accuracy (%)", factor=100, validation="validation_accuracy"),
     "lr": Look("learning rate"),
     "grad_norm": Look("gradient norm", is_log_where_it_spikes=True),
@@ -86,8 +84,10 @@ def write_curves(
 def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str, smooth: int) -> Figure:
     """The figure: the first panel as wide as two where their number is odd."""
     lines = -(-len(metrics) // 2)
-    columns = _legend_columns([run.name for run in runs])
-    size = 2 * _PANEL_INCHES[0], lines * _PANEL_INCHES[1] + _LEGEND_INCHES * (1 + -(-(len(runs) + 2) // columns))
+    size = (
+        2 * _PANEL_INCHES[0],
+        lines * _PANEL_INCHES[1] + _LEGEND_INCHES * (1 + -(-(len(runs) + 2) // _LEGEND_COLUMNS)),
+    )
     figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")  # not pyplot: it may want a display
     cells = [*metrics] if len(metrics) % 2 == 0 else [metrics[0], *metrics]
     mosaic: Any = [cells[2 * line : 2 * line + 2] for line in range(lines)]
@@ -118,13 +118,18 @@ def to_csv(runs: Sequence[RunLog]) -> str:
     return text.getvalue()
 
 
+def _style(number: int) -> dict[str, Any]:
+    """Of a run: the next dash after each round of colours."""
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
+
+
 def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_factor: float, smooth: int) -> None:
     look = LOOKS.get(metric, Look(metric))
     largest = max((abs(value) for run in runs for value in run.series(metric)[1] if math.isfinite(value)), default=0.0)
     unit, word = _unit_of(largest) if look.is_counted else (1.0, "")
     factor = look.factor / unit
     for number, run in enumerate(runs):
-        style = {"color": COLOURS[number % len(COLOURS)], "linestyle": _dash(number)}
+        style = _style(number)
         iterations, values = run.series(metric)
         places, heights = _x_of(run, iterations, x, x_factor), np.array(values) * factor
         few = {"marker": "o", "markersize": 3.5} if len(values) == 1 or metric.startswith("validation") else {}
@@ -138,35 +143,14 @@ def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_fac
             axes.plot(held_out, heights, "o", color=style["color"], markersize=4.5, markeredgecolor="white")
         for place in _x_of(run, run.restarts, x, x_factor):
             axes.axvline(place, 0, 0.07, color=style["color"], linewidth=2.5)
-    beginning = _cut_beginning(axes, runs, metric) if look.begins_high else ""
-    axes.set_title(f"{look.label}{f' ({word})' if word else ''}{beginning}", loc="left", fontsize=11, parse_math=False)
-    _format(axes, _spikes(runs, metric) and look.is_log_where_it_spikes)
-
-
-def _cut_beginning(axes: Any, runs: Sequence[RunLog], metric: str) -> str:
-    """Leaves what lies far above all the rest outside of the panel; returns what its title adds for that."""
-    series = [np.array(run.series(metric)[1]) for run in runs]
-    values = np.concatenate([one[np.isfinite(one)] for one in series])
-    if not len(values):
-        return ""
-    low, usual, high = np.percentile(values, [0, _USUAL_PERCENT, 100])
-    if high - low <= _FAR_ABOVE * (usual - low):
-        return ""
-    margin = 0.1 * (usual - low)
-    axes.set_ylim(low - margin, usual + margin)
-    return f", cut above {usual + margin:.3g}"
-
-
-def _format(axes: Any, is_logarithmic: bool) -> None:
+    axes.set_title(f"{look.label}{f' ({word})' if word else ''}", loc="left", fontsize=11, parse_math=False)
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    if look.is_log_where_it_spikes and _spikes(runs, metric):
+        axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    if is_logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())
-    else:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axes.yaxis.set_major_formatter(LogFormatter() if axes.get_yscale() == "log" else axes.xaxis.get_major_formatter())
 
 
 def trailing_mean(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
@@ -201,13 +185,9 @@ def _spikes(runs: Sequence[RunLog], metric: str) -> bool:
     return bool(len(values) and values.min() > 0 and values.max() > _SPIKE * np.median(values))
 
 
-def _dash(number: int) -> Any:
-    return DASHES[number // len(COLOURS) % len(DASHES)]
-
-
 def _add_legend(figure: Any, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:
-    lines = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linestyle=_dash(i)) for i in range(len(runs))]
-    names = [_shortened(run.name) for run in runs]
+    lines = [Line2D([], [], **_style(number)) for number in range(len(runs))]
+    names = [run.name if len(run.name) <= _NAME_LENGTH else f"…{run.name[-_NAME_LENGTH:]}" for run in runs]
     measured = {name for run in runs for name in run.metrics}
     if any(metric in LOOKS and LOOKS[metric].validation in measured for metric in metrics):
         lines.append(Line2D([], [], color="#555555", marker="o", linestyle="none", markersize=4.5))
@@ -215,16 +195,4 @@ def _add_legend(figure: Any, runs: Sequence[RunLog], metrics: Sequence[str]) -> 
     if any(run.restarts for run in runs):
         lines.append(Line2D([], [], color="#555555", marker="|", linestyle="none", markersize=12, markeredgewidth=2))
         names.append("resumed after a stop")
-    columns = min(len(names), _legend_columns(names))
-    add_legend(figure, lines, names, loc="outside upper left", ncols=columns)
-
-
-def _legend_columns(names: Sequence[str]) -> int:
-    return max(1, _LINE_CHARACTERS // (max(min(len(name), _NAME_LENGTH) for name in names) + 10))
-
-
-def _shortened(name: str) -> str:
-    if len(name) <= _NAME_LENGTH:
-        return name
-    half = _NAME_LENGTH // 2
-    return f"{name[: half - 1]}…{name[-half:]}"
+    add_legend(figure, lines, names, loc="outside upper left", ncols=_LEGEND_COLUMNS)

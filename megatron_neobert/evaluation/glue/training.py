@@ -111,6 +111,10 @@ def build_trainer(run: Run) -> "GlueTrainer":
     model, tokenizer = load_classifier(run.start, task, options), load_tokenizer(run.start)
     length = longest_input(model, tokenizer, at_most=protocol.max_length)
     train = tokenize_split(run, "train", tokenizer, length)
+
+    def compute_metrics(evaluated: Any) -> dict[str, float]:
+        return compute_scores(task, evaluated.predictions, evaluated.label_ids)
+
     trainer = GlueTrainer(
         model=model,
         args=_arguments(run, batches=-(-len(train) // point.batch_size), metric=task.metrics[0]),
@@ -118,7 +122,7 @@ def build_trainer(run: Run) -> "GlueTrainer":
         eval_dataset=_shortest_first(tokenize_split(run, task.validation[0], tokenizer, length)),
         processing_class=tokenizer,
         data_collator=transformers.DataCollatorWithPadding(tokenizer),
-        compute_metrics=lambda evaluated: compute_scores(task, evaluated.predictions, evaluated.label_ids),
+        compute_metrics=compute_metrics,
         callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=protocol.patience)],
     )
     trainer.remove_callback(transformers.PrinterCallback)

@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
+from pydantic import TypeAdapter, ValidationError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -82,16 +83,12 @@ def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instruc
         raise MissingInputError(f"--instructions {path}: no such file; name a YAML file, or none.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: is not YAML ({' '.join(str(error).split())}).") from error
-    if not isinstance(content, dict) or not content or not set(content) <= {"tasks", "types"}:
-        raise DataError(f"{path}: expected the keys tasks and types, each with a text per name.")
-    sections: dict[str, dict[str, str]] = {}
-    for name in ("tasks", "types"):
-        texts = content.get(name) or {}
-        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-            raise DataError(f"{path}: {name} is no mapping of names to texts.")
-        sections[name] = {str(key): text for key, text in texts.items()}
+        sections = TypeAdapter(dict[Literal["tasks", "types"], dict[str, str]]).validate_python(content, strict=True)
+    except (yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{path}: expected YAML with the keys tasks and types, a text per name in each ({reason})."
+        ) from error
     prefix = "{instruction} "
     if style == "paper":
         first = tokenizer.bos_token or tokenizer.cls_token
@@ -102,16 +99,6 @@ def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instruc
 
 
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}  # the last changes no cosine
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderOptions:
-    """How texts become embeddings."""
-
-    load: LoadOptions
-    pooling: Literal["mean", "cls"] = "mean"
-    max_length: int = 1024  # tokens, specials included; models with fewer positions cut earlier
-    show_progress: bool = False
 
 
 class MtebEncoder(AbsEncoder):
@@ -148,26 +135,37 @@ class MtebEncoder(AbsEncoder):
         return embeddings.astype(np.float32)
 
 
-def build_encoder(folder: Path, options: EncoderOptions, instructions: Instructions) -> MtebEncoder:
+def build_encoder(
+    folder: Path,
+    instructions: Instructions,
+    options: LoadOptions,
+    *,
+    pooling: Literal["mean", "cls"] = "mean",
+    max_length: int = 1024,
+    show_progress: bool = False,
+) -> MtebEncoder:
     """The model of a folder, ready for `mteb.evaluate`.
+
+    Args:
+        max_length: Tokens, specials included; models with fewer positions truncate earlier.
 
     Raises:
         MissingInputError, ConversionError: The folder is not there, or cannot be loaded as an encoder of texts.
     """
-    loaded = load_sentence_transformer(folder, options.load, max_length=options.max_length)
+    loaded = load_sentence_transformer(folder, options, max_length=max_length)
     if unknown := [name for module in loaded if (name := type(module).__name__) not in _KNOWN_MODULES]:
         raise ConversionError(
             f"{folder / 'modules.json'}: lists {', '.join(unknown)}, which would be left out here: only a transformer "
             "with mean or cls pooling is measured; evaluate this model with mteb itself."
         )
     longest = loaded.max_seq_length
-    if longest < options.max_length:
-        print(f"{folder}: texts are truncated after {longest} tokens, not {options.max_length}: no more positions")
+    if longest < max_length:
+        print(f"{folder}: texts are truncated after {longest} tokens, not {max_length}: no more positions")
     model = SentenceTransformer(  # without the folder's own pooling and prompts
-        modules=[loaded[0], Pooling(loaded[0].model.config.hidden_size, options.pooling)],
-        device=str(options.load.device),
+        modules=[loaded[0], Pooling(loaded[0].model.config.hidden_size, pooling)],
+        device=str(options.device),
         similarity_fn_name="cosine",
     )
     revision = {"name": f"local/{folder.resolve().name}", "revision": fingerprint(folder), "max_tokens": longest}
     meta = ModelMeta.create_empty(overwrites=revision)
-    return MtebEncoder(model.eval(), meta, instructions, show_progress=options.show_progress)
+    return MtebEncoder(model.eval(), meta, instructions, show_progress=show_progress)

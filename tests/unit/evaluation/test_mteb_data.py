@@ -23,7 +23,6 @@ from unit.evaluation.mteb_places import (  # noqa: E402
 from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb.encoder import (  # noqa: E402
-    EncoderOptions,
     Instructions,
     build_encoder,
 )
@@ -56,7 +55,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-    return build_encoder(folder, EncoderOptions(load=LoadOptions()), Instructions())
+    return build_encoder(folder, Instructions(), LoadOptions())
 
 
 def evaluate(encoder, task):

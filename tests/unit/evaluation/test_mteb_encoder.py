@@ -16,7 +16,6 @@ from unit.evaluation.mteb_places import DIGITS, WORDS, make_encoder  # noqa: E40
 from megatron_neobert.errors import ConversionError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb.encoder import (  # noqa: E402
-    EncoderOptions,
     Instructions,
     build_encoder,
 )
@@ -31,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def encode(folder, texts=TEXTS, *, instructions=None, side=None, **options):
-    encoder = build_encoder(folder, EncoderOptions(load=LoadOptions(), **options), instructions or Instructions())
+    encoder = build_encoder(folder, instructions or Instructions(), LoadOptions(), **options)
     side = side and SimpleNamespace(value=side)
     batches = [{"text": texts[:1]}, {"text": texts[1:]}]
     return encoder.encode(batches, task_metadata=STS, hf_split="", hf_subset="", prompt_type=side, batch_size=3)
@@ -90,7 +89,7 @@ def test_text_longer_than_a_table_that_starts_behind_the_padding_id_is_cut_at_it
 
 @pytest.mark.slow
 def test_every_kind_of_text_task_that_mteb_has_runs(folder):
-    encoder = build_encoder(folder, EncoderOptions(load=LoadOptions()), Instructions())
+    encoder = build_encoder(folder, Instructions(), LoadOptions())
     statuses = dict(mteb.mock_run(encoder).items())
     failed = {name: status.exception for name, status in statuses.items() if status and not hasattr(status, "scores")}
     assert failed == {}

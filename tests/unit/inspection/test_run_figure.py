@@ -96,14 +96,6 @@ def test_a_gradient_norm_that_spikes_is_drawn_on_a_logarithmic_axis():
     assert [figure.axes[1].get_yscale() for figure in figures] == ["linear", "linear", "log"]
 
 
-def test_a_beginning_far_above_the_rest_is_cut_and_the_title_says_where():
-    cut = draw([run_of(losses=(10, 9, *[2 + 0.001 * number for number in range(100)]))], ["loss"], x="tokens", smooth=1)
-    whole = draw([run_of(losses=(10, 8, 6, 4, 2))], ["loss"], x="tokens", smooth=1)
-    top = cut.axes[0].get_ylim()[1]
-    assert 2.09 < top < 2.2 and f"cut above {top:.3g}" in cut.axes[0].get_title(loc="left")
-    assert whole.axes[0].get_ylim()[1] >= 10 and "cut" not in whole.axes[0].get_title(loc="left")
-
-
 def test_the_table_holds_every_number_as_it_was_logged():
     runs = [run_of("a,\n", restarts=[10], lr=6e-4), run_of("b", losses=(1.25,), mfu=0.4)]
     rows = list(csv.DictReader(io.StringIO(to_csv(runs))))
