@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from megatron_neobert.errors import OutputError, SaveError
 from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
 
@@ -37,6 +35,8 @@ def build_folder(output: Path) -> Iterator[Path]:
         OutputError: The target exists, or the folder cannot be created.
         SaveError: A file cannot be written, as on a full disk.
     """
+    from safetensors import SafetensorError  # commands import this module before they know their environment
+
     refuse_existing(output)
     for leftover in output.parent.glob(f"{output.name}.unfinished.*"):
         print(f"note: {leftover} may be left of a process that was killed; remove it if none is running")

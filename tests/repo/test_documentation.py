@@ -211,17 +211,6 @@ def test_layouts_that_the_support_table_calls_tested_are_those_that_are_trained(
     assert {cell for cells in rows.values() for cell in cells[:2]} <= {"CPU", "not tested"}
 
 
-def test_resumed_and_moved_layouts_of_the_support_table_are_those_that_are_tested():
-    resumed = table(SUPPORT, "stopped and continued")
-    assert list(resumed) == keys(assigned("tests/distributed/test_resume.py", "CASES"))
-    assert [name for name, cells in resumed.items() if cells[0] == "bf16"] == [
-        name for name in resumed if name.endswith("bfloat16")
-    ]
-    test = functions_of("tests/distributed/test_resume.py")["test_a_checkpoint_goes_on_in_another_layout"]
-    (ids,) = [keyword.value for call in test.decorator_list for keyword in call.keywords if keyword.arg == "ids"]
-    assert list(table(SUPPORT, "moved")) == ast.literal_eval(ids)
-
-
 @cache
 def functions_of(module: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in ast.parse(read(REPOSITORY / module)).body if isinstance(node, ast.FunctionDef)}

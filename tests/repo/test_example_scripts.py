@@ -141,10 +141,3 @@ def test_mteb_script_without_a_model_names_it(tmp_path):
     ended = start("mteb.sh", "no_data", "results", "model", cwd=tmp_path)
     assert (ended.returncode, ended.stderr.count("\n")) == (66, 1)
     assert ended.stderr.startswith("error: --model model: no such folder")
-
-
-def test_every_example_script_is_started_by_a_test():
-    scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.sh")}
-    sources = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "tests").rglob("*.py"))
-    started_elsewhere = {script for script in scripts - {*STAGE1, *OTHERS} if Path(script).name in sources}
-    assert scripts == {*STAGE1, *OTHERS} | started_elsewhere

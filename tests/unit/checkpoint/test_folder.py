@@ -285,20 +285,6 @@ def test_an_unreadable_newest_checkpoint_is_passed_over_but_not_called_damaged(t
     assert [(folder, type(problem)) for folder, problem in problems] == [(newest, OSError)]
 
 
-def test_a_leftover_that_cannot_be_deleted_does_not_keep_a_run_from_saving(tmp_path, monkeypatch):
-    (tmp_path / ".old-iter_0000001").mkdir()
-    delete = shutil.rmtree
-
-    def fail(path: Path, *, ignore_errors: bool = False) -> None:
-        if path.name == ".old-iter_0000001" and not ignore_errors:
-            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
-        if path.name != ".old-iter_0000001":
-            delete(path, ignore_errors=ignore_errors)
-
-    monkeypatch.setattr(shutil, "rmtree", fail)
-    assert save_files(tmp_path, 2).is_dir()
-
-
 @pytest.mark.parametrize(("pointer", "expected"), [("1", True), ("0", True), ("2", False), ("", True), ("abc", True)])
 def test_a_pointer_is_believed_only_where_it_shows_that_a_later_checkpoint_is_gone(tmp_path, pointer, expected):
     checkpoint = save_files(tmp_path, 1)
@@ -379,8 +365,3 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
         other.kill()
     with claim(str(tmp_path)):
         pass
-
-
-def test_what_a_killed_first_save_leaves_does_not_keep_a_run_from_starting(tmp_path):
-    (tmp_path / ".tmp-iter_0000003").mkdir()
-    check_folders(config(tmp_path))

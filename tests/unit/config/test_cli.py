@@ -70,20 +70,10 @@ def test_an_optional_number_can_be_taken_back(tmp_path):
     assert parse("--config", config, "--lr-decay-iters", "none").optimizer.lr_decay_iters is None
 
 
-def test_a_misspelt_flag_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match=r"unknown flag --hidden-sise; did you mean '--hidden-size'\?"):
-        parse("--hidden-sise", "768")
-
-
 @pytest.mark.parametrize("word", ["--nproc", "--gpus", "--x"])
 def test_a_flag_like_no_other_is_refused_without_a_suggestion(word):
     with pytest.raises(ConfigError, match=rf"unknown flag {word}; see --help for the list\."):
         parse(f"{word}=2")
-
-
-def test_flags_are_not_abbreviated():
-    with pytest.raises(ConfigError, match="unknown flag --num-lay"):
-        parse("--num-lay", "3")
 
 
 def test_a_misspelt_yaml_key_is_refused_with_a_suggestion(tmp_path):
@@ -144,19 +134,6 @@ def test_data_path_on_the_command_line_replaces_the_whole_list_of_the_file(tmp_p
 def test_data_path_that_is_no_text_and_no_list_of_texts_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"data\.data_path .* is not a text or a list of texts"):
         read_settings(Path(write(tmp_path, f"data:\n  data_path: {text}\n")))
-
-
-def test_data_path_without_a_value_is_refused():
-    with pytest.raises(ConfigError, match="--data-path: expected at least one argument"):
-        parse("--data-path")
-
-
-def test_help_shows_that_data_path_takes_several_words(capsys):
-    with pytest.raises(SystemExit):
-        parse("--help")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--data-path TEXT [TEXT ...] corpus prefix" in shown
-    assert "(default ())" not in shown
 
 
 def test_a_damaged_record_is_a_checkpoint_error(tmp_path):

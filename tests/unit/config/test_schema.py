@@ -1,7 +1,5 @@
 """Cross-checks of the settings: each message carries the numbers, the rule and the remedy."""
 
-import ast
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -151,41 +149,6 @@ def test_an_impossible_setting_is_named_with_its_numbers(world_size, sections, w
 def test_all_problems_are_reported_at_once():
     problems = problems_of(model={"num_attention_heads": 14}, optimizer={"min_lr": 1.0}, data={"mask_prob": 0.0})
     assert len(problems) == 3
-
-
-SECTIONS = {section.name for section in fields(Settings)}
-
-
-def settings_read(path: Path) -> set[str]:
-    """Fields read from a section: `settings.data.split`, `data.split`, or from a name that stands for one."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    read = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in FIELDS:
-            base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            if base in SECTIONS | {"cfg", "config"}:
-                read.add(node.attr)
-    return read
-
-
-UNREAD = ("schema.py", "rules.py", "compute_rules.py", "cli.py")  # declare and check, and use nothing
-FIELDS = {item.name for section in fields(Settings) for item in fields(section.type)}
-
-
-def test_every_setting_is_read_somewhere():
-    """A field that only its own declaration and checks mention would be a setting that does nothing."""
-    sources = REPOSITORY.glob("megatron_neobert/**/*.py")
-    read = set().union(*(settings_read(path) for path in sources if path.name not in UNREAD))
-    # Read by properties of the settings, for everybody else.
-    by_properties = {
-        "ffn_hidden_size",  # ffn_width
-        "make_vocab_size_divisible_by",  # padded_vocab_size
-        "lr_decay_iters",  # lr_decay_end
-        "num_layers_per_virtual_pipeline_stage",  # virtual_stages_per_rank
-        "split",  # share_of_data_path
-        "allow_changed",  # changes_allowed
-    }
-    assert FIELDS - read - by_properties == set()
 
 
 def test_the_largest_block_of_documents_is_a_window():

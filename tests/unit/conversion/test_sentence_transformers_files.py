@@ -12,7 +12,6 @@ from torch import Tensor
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from transformers import AutoModel, AutoTokenizer
 
 from checkpoint_conversion.hf_writer import write_sentence_transformers_files
@@ -51,12 +50,6 @@ def test_embedding_is_the_mean_over_all_tokens_of_the_text(folder: Path, model: 
     assert (without_cls - expected).abs().max() > 1e-2  # so [CLS] counts
 
 
-def test_padding_does_not_change_an_embedding(model: SentenceTransformer):
-    together, alone = encode(model, TEXTS), torch.cat([encode(model, [text]) for text in TEXTS])
-    assert model.preprocess(TEXTS)["attention_mask"].tolist()[1][-1] == 0
-    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
-
-
 def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransformer):
     text = " ".join(["cat"] * 100)
     ids = model.preprocess([text])["input_ids"][0].tolist()
@@ -64,28 +57,6 @@ def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransf
     assert ids == [WORDS.index(word) for word in ("[CLS]", *["cat"] * (MAX_TOKENS - 2), "[SEP]")]
     fitting = " ".join(["cat"] * (MAX_TOKENS - 2))
     torch.testing.assert_close(encode(model, [text]), encode(model, [fitting]), atol=0, rtol=0)
-
-
-def test_contrastive_training_lowers_its_loss_and_moves_every_layer(model: SentenceTransformer):
-    loss_of, optimizer = MultipleNegativesRankingLoss(model), torch.optim.SGD(model.parameters(), lr=1e-3)
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-
-    def loss() -> Tensor:
-        pairs = (["the cat sat", "a mat"], ["a cat sat", "on the mat"])
-        return loss_of([model.preprocess(texts) for texts in pairs], labels=None)
-
-    first = loss()
-    first.backward()
-    optimizer.step()
-    assert loss() < first
-    assert [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])] == []
-
-
-def test_saved_again_it_encodes_the_same(model: SentenceTransformer, tmp_path: Path):
-    model.save_pretrained(str(tmp_path), create_model_card=False)
-    again = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
-    torch.testing.assert_close(encode(again, TEXTS), encode(model, TEXTS), atol=0, rtol=0)
-    assert again.max_seq_length == MAX_TOKENS
 
 
 @pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.48.0")])

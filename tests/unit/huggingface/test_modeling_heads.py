@@ -35,17 +35,6 @@ def build_labels() -> Tensor:
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_hidden_states_are_the_embeddings_and_every_block_the_last_one_after_the_norm(kind: type):
-    model = build_model(kind, num_hidden_layers=3)
-    output = model(**BATCH, output_hidden_states=True)
-    backbone = getattr(model, "model", model)
-    assert len(output.hidden_states) == 1 + 3
-    assert torch.equal(output.hidden_states[0], backbone.encoder(BATCH["input_ids"]))
-    assert torch.equal(output.hidden_states[-1], backbone(**BATCH).last_hidden_state)
-    assert not torch.equal(output.hidden_states[-1], output.hidden_states[-2])
-
-
-@pytest.mark.parametrize("kind", HEADS)
 def test_tuple_holds_what_the_output_holds(kind: type):
     model = build_model(kind)
     output = model(**BATCH, output_hidden_states=True)
@@ -131,15 +120,6 @@ def test_classification_heads_drop_out_in_training_alone():
     assert not torch.equal(model(**BATCH).logits, model(**BATCH).logits)
     language_model = build_model().train()
     assert torch.equal(language_model(**BATCH).logits, language_model(**BATCH).logits)
-
-
-def test_token_classification_loss_is_the_mean_over_labels():
-    model = build_model(NeoBERTForTokenClassification, num_labels=5)
-    labels = build_labels()
-    labels = torch.where(labels == -100, -100, labels % 5)
-    output = model(**BATCH, labels=labels)
-    assert output.logits.shape == (3, 9, 5)
-    assert torch.allclose(output.loss, F.cross_entropy(output.logits.flatten(0, 1), labels.flatten()))
 
 
 def test_answers_outside_the_row_are_ignored():

@@ -14,8 +14,10 @@ from unit.tools.commands import REPOSITORY
 
 from megatron_neobert.errors import ConfigError
 
-COMMANDS = sorted(REPOSITORY.glob("tools/*.py")) + [
-    REPOSITORY / "checkpoint_conversion" / name for name in ("convert.py", "verify.py")
+COMMANDS = [
+    *sorted(REPOSITORY.glob("tools/*.py")),
+    *sorted(REPOSITORY.glob("benchmarks/benchmark_*.py")),
+    *(REPOSITORY / "checkpoint_conversion" / name for name in ("convert.py", "verify.py")),
 ]
 OWN_CHECKOUT = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
 every_command = pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
