@@ -5,9 +5,8 @@ the rule and the remedy.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
 
-from megatron_neobert.config.schema import ComputeConfig, Settings, flag_of
+from megatron_neobert.config.schema import Settings, flag_of
 
 # Tokens of a rank and both sides of every matrix must be multiples of this, so that no FP8 kernel gets a part of its
 # block. Source: TransformerEngine 2.11 pytorch/utils.py assert_dim_for_fp8_exec, and the block lengths in
@@ -16,14 +15,12 @@ FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
 # The tokens that are exchanged in FP8 between sequence-parallel ranks; 128 also suits the block-scaled recipes' scales.
 FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
 HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
-_ONLY_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _BF16_LAYER_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def compute_problems(settings: Settings) -> Iterator[str]:
     """Every reason why the compute section cannot stand beside the others; each value alone must be legal."""
     yield from kernel_problems(settings)
-    yield from idle_fp8_problems(settings.compute)
     if settings.compute.fp8_format is not None:
         yield from fp8_problems(settings)
     yield from recompute_problems(settings)
@@ -31,23 +28,8 @@ def compute_problems(settings: Settings) -> Iterator[str]:
 
 def kernel_problems(settings: Settings) -> Iterator[str]:
     compute, bf16 = settings.compute, settings.training.bf16
-    if compute.transformer_impl == "transformer_engine" and not bf16:
-        yield (
-            "--transformer-impl transformer_engine needs --bf16: its packed attention kernels know no float32; add "
-            "that, or use --transformer-impl local."
-        )
-    if compute.attention_backend != "auto" and not bf16:
-        yield (
-            f"--attention-backend {compute.attention_backend} needs --bf16: the kernel knows no float32; add that, or "
-            "use auto."
-        )
     if compute.attention_backend == "fused":
         yield from cudnn_problems(settings)
-    if compute.cross_entropy_fusion_impl != "native" and not compute.cross_entropy_loss_fusion:
-        yield (
-            f"--cross-entropy-fusion-impl {compute.cross_entropy_fusion_impl} does nothing without "
-            "--cross-entropy-loss-fusion; add that, or leave it out."
-        )
     if compute.cross_entropy_loss_fusion and compute.cross_entropy_fusion_impl == "native" and not bf16:
         yield (
             "--cross-entropy-loss-fusion with --cross-entropy-fusion-impl native needs --bf16: Megatron's kernel "
@@ -71,38 +53,12 @@ def cudnn_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def idle_fp8_problems(compute: ComputeConfig) -> Iterator[str]:
-    """Settings that were changed and that nothing reads."""
-    precision = [item for item in fields(compute) if item.name.startswith(("fp8_", "first_last_", "num_layers_at_"))]
-    changed = {
-        item.name: getattr(compute, item.name) for item in precision if getattr(compute, item.name) != item.default
-    }
-    for name, value in changed.items():
-        typed = flag_of(name) if value is True else f"{flag_of(name)} {value}"
-        if compute.fp8_format is None:
-            yield f"{typed} does nothing without --fp8-format; add that, or leave it out."
-        elif name in _ONLY_DELAYED and compute.fp8_recipe != "delayed":
-            yield f"{typed} is read by --fp8-recipe delayed alone, not {compute.fp8_recipe}; leave it out."
-        elif name in _BF16_LAYER_COUNTS and not compute.first_last_layers_bf16:
-            yield f"{typed} does nothing without --first-last-layers-bf16; add that, or leave it out."
-
-
 def fp8_problems(settings: Settings) -> Iterator[str]:
     compute = settings.compute
-    if not settings.training.bf16:
-        yield (
-            f"--fp8-format {compute.fp8_format} needs --bf16: what is not a matrix product is computed in bfloat16; "
-            "add that."
-        )
     if compute.transformer_impl == "local":
         yield (
             f"--fp8-format {compute.fp8_format} is Transformer Engine's, not with --transformer-impl local; use "
             "--transformer-impl transformer_engine."
-        )
-    if compute.fp8_param_gather and not settings.parallel.use_distributed_optimizer:
-        yield (
-            "--fp8-param-gather needs --use-distributed-optimizer, which gathers the weights; add that, or leave it "
-            "out."
         )
     if compute.fp8_param_gather and compute.fp8_recipe == "mxfp8":
         yield (
@@ -159,24 +115,10 @@ def alignment_problems(settings: Settings) -> Iterator[str]:
 
 def recompute_problems(settings: Settings) -> Iterator[str]:
     compute, layers = settings.compute, settings.layers_per_stage
-    granularity, method, number = (
-        compute.recompute_granularity,
-        compute.recompute_method,
-        compute.recompute_num_layers,
-    )
-    if granularity != "full":
-        given = "" if granularity is None else f", not with {granularity}"
-        for name, value in (("recompute_method", method), ("recompute_num_layers", number)):
-            if value is not None:
-                typed = f"{flag_of(name)} {value}"
-                yield f"{typed} belongs to --recompute-granularity full{given}; add that, or leave it out."
-    elif method is None or number is None:
-        missing = [name for name, value in (("method", method), ("num-layers", number)) if value is None]
-        yield (
-            f"--recompute-granularity full needs --recompute-{' and --recompute-'.join(missing)}; use "
-            "--recompute-method uniform --recompute-num-layers 1 to save the most memory."
-        )
-    elif method == "uniform" and layers % number:
+    method, number = compute.recompute_method, compute.recompute_num_layers
+    if number is None:  # or without a method: reported with the other needs of one setting for another
+        return
+    if method == "uniform" and layers % number:
         fitting = [group for group in range(1, layers + 1) if layers % group == 0]
         yield (
             f"--recompute-num-layers {number} does not divide the {layers} layers of a pipeline stage into equal "

@@ -5,7 +5,8 @@ Standard library only. Each message names the values, the rule and the remedy.
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
 
 from megatron_neobert.config.compute_rules import FP8_TOKENS, compute_problems
 from megatron_neobert.config.data_path import parse_data_path
@@ -14,9 +15,7 @@ from megatron_neobert.config.schema import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
-    ParallelConfig,
     Settings,
-    TrainingConfig,
     flag_of,
 )
 from megatron_neobert.errors import ConfigError
@@ -24,6 +23,51 @@ from megatron_neobert.errors import ConfigError
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
 _NOT_IN_A_PROJECT = "/\\#?%:"
 LARGEST_DOCUMENT_BLOCK = 4096  # data/batches/rows.py packs windows of so many documents
+
+
+class Need(NamedTuple):
+    """A setting that makes sense only with another one."""
+
+    name: str
+    needs: str
+    why: str = "alone it does nothing"
+    value: Any = None  # the one that needs the other; None: any but the default
+    wanted: Any = None  # what the other must be; None: anything but its default
+
+
+_RESUMABLE = "a run that stops early must be able to resume"
+_SAVES_MOST = "uniform with --recompute-num-layers 1 saves the most memory"
+NEEDS = (
+    Need("rotary_base", "position_embedding_type", wanted="rope"),
+    Need("sequence_parallel", "tensor_model_parallel_size"),
+    Need("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"),
+    Need("ddp_bucket_size", "overlap_grad_reduce"),
+    Need("overlap_param_gather", "overlap_grad_reduce", "both work bucket by bucket"),
+    Need("overlap_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
+    Need("transformer_impl", "bf16", "its packed attention kernels know no float32", value="transformer_engine"),
+    Need("attention_backend", "bf16", "the kernel knows no float32"),
+    Need("cross_entropy_fusion_impl", "cross_entropy_loss_fusion"),
+    Need("recompute_method", "recompute_granularity", wanted="full"),
+    Need("recompute_num_layers", "recompute_granularity", wanted="full"),
+    Need("recompute_granularity", "recompute_method", _SAVES_MOST, value="full"),
+    Need("recompute_granularity", "recompute_num_layers", _SAVES_MOST, value="full"),
+    Need("fp8_format", "bf16", "what is not a matrix product is computed in bfloat16"),
+    Need("fp8_recipe", "fp8_format"),
+    *(Need(f"fp8_{name}", "fp8_format") for name in ("margin", "amax_history_len", "amax_compute_algo")),
+    *(Need(f"fp8_{name}", "fp8_recipe", wanted="delayed") for name in ("margin", "amax_history_len")),
+    Need("fp8_amax_compute_algo", "fp8_recipe", wanted="delayed"),
+    Need("fp8_param_gather", "fp8_format"),
+    Need("fp8_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
+    Need("first_last_layers_bf16", "fp8_format"),
+    Need("num_layers_at_start_in_bf16", "first_last_layers_bf16"),
+    Need("num_layers_at_end_in_bf16", "first_last_layers_bf16"),
+    Need("loss_spike_window", "loss_spike_sigma"),
+    Need("exit_interval", "save", _RESUMABLE),
+    Need("exit_duration_in_mins", "save", _RESUMABLE),
+    Need("keep_every", "keep_last", "alone it does nothing, because all checkpoints are kept"),
+    Need("resume", "load", "the folder of the run to continue", value="must"),
+    Need("wandb_exp_name", "wandb_project"),
+)
 
 
 def find_problems(settings: Settings, *, world_size: int) -> list[str]:
@@ -34,9 +78,9 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *tensor_parallel_problems(settings),
         *pipeline_problems(settings),
         *batch_problems(settings, world_size),
-        *overlap_problems(settings.parallel),
     ]
     return [
+        *need_problems(settings),
         *model_problems(settings),
         *layout_problems,
         *([] if layout_problems else compute_problems(settings)),  # which divides by the layout's sizes
@@ -65,6 +109,25 @@ def value_problems(settings: Settings) -> Iterator[str]:
                 yield (f"{flag_of(item.name)} {value} is infinite; give a finite value.")
 
 
+def need_problems(settings: Settings) -> Iterator[str]:
+    """Every setting whose companion is missing."""
+    values, defaults = (
+        {name: value for section in asdict(one).values() for name, value in section.items()}
+        for one in (settings, Settings())
+    )
+    for name, needs, why, value, wanted in NEEDS:
+        applies = values[name] != defaults[name] if value is None else values[name] == value
+        is_met = values[needs] != defaults[needs] if wanted is None else values[needs] == wanted
+        if applies and not is_met:
+            given = flag_of(name) if values[name] is True else f"{flag_of(name)} {values[name]}"
+            other = flag_of(needs)
+            if isinstance(wanted, str):
+                other += f" {wanted}"
+            elif type(defaults[needs]) is int:
+                other += f" above {defaults[needs]}"
+            yield f"{given} needs {other}: {why}; add that, or leave it out."
+
+
 def head_problems(model: ModelConfig) -> Iterator[str]:
     heads = model.num_attention_heads
     if model.hidden_size % heads:
@@ -82,11 +145,6 @@ def head_problems(model: ModelConfig) -> Iterator[str]:
 def model_problems(settings: Settings) -> Iterator[str]:
     model, data = settings.model, settings.data
     yield from head_problems(model)
-    if model.position_embedding_type != "rope" and model.rotary_base != ModelConfig().rotary_base:
-        yield (
-            f"--rotary-base {model.rotary_base} does nothing with --position-embedding-type "
-            f"{model.position_embedding_type}; leave it out."
-        )
     if data.seq_length > model.max_position_embeddings:
         yield (
             f"--seq-length {data.seq_length} exceeds --max-position-embeddings {model.max_position_embeddings}; "
@@ -110,8 +168,6 @@ def tensor_parallel_problems(settings: Settings) -> Iterator[str]:
     ):
         if size % tp:
             yield f"--tensor-model-parallel-size {tp} does not divide {what} {size}; every rank needs an equal share."
-    if parallel.sequence_parallel and tp == 1:
-        yield "--sequence-parallel does nothing with --tensor-model-parallel-size 1; leave it out."
     if cp > 1 and heads % (tp * cp):
         yield (
             f"--context-parallel-size {cp} x --tensor-model-parallel-size {tp} does not divide "
@@ -135,11 +191,8 @@ def pipeline_problems(settings: Settings) -> Iterator[str]:
                 f"the same number of layers. Use {' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))} "
                 "stages."
             )
-    elif pp == 1:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {chunk} interleaves the stages of a pipeline, but "
-            "--pipeline-model-parallel-size is 1; raise that, or leave it out."
-        )
+    elif pp == 1:  # which is reported already
+        return
     elif layers % (pp * chunk):
         yield (
             f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp} x "
@@ -205,19 +258,6 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
         )
 
 
-def overlap_problems(parallel: ParallelConfig) -> Iterator[str]:
-    if parallel.ddp_bucket_size is not None and not parallel.overlap_grad_reduce:
-        yield (
-            f"--ddp-bucket-size {parallel.ddp_bucket_size} does nothing without --overlap-grad-reduce; add that, or "
-            "leave it out."
-        )
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        yield (
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them, or leave it "
-            "out."
-        )
-
-
 def data_problems(data: DataConfig) -> Iterator[str]:
     paths = {"--data-path": data.data_path}
     if data.valid_data_path is not None:
@@ -254,31 +294,15 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
             yield (f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
     if training.seed >= 2**63:
         yield (f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
-    if training.loss_spike_sigma is None and training.loss_spike_window != TrainingConfig().loss_spike_window:
-        yield (
-            f"--loss-spike-window {training.loss_spike_window} does nothing without --loss-spike-sigma; add that, or "
-            "leave it out."
-        )
 
 
 def checkpoint_problems(settings: Settings) -> Iterator[str]:
-    checkpoint, training = settings.checkpoint, settings.training
+    checkpoint = settings.checkpoint
     if checkpoint.continue_from is not None and checkpoint.save is not None and not checkpoint.loads_save:
         yield (
             f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
             "as well, so that the same command resumes after a stop; add that."
         )
-    for name in ("exit_interval", "exit_duration_in_mins"):
-        limit = getattr(training, name)
-        if limit is not None and checkpoint.save is None:
-            yield (f"{flag_of(name)} {limit} stops a run that could not resume; add --save DIR.")
-    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
-        yield (
-            f"--keep-every {checkpoint.keep_every} does nothing without --keep-last, since all checkpoints are kept; "
-            "add --keep-last 2, or leave it out."
-        )
-    if checkpoint.resume == "must" and checkpoint.load is None:
-        yield ("--resume must needs --load DIR, the folder of the run to continue; add that.")
     unknown = sorted(checkpoint.changes_allowed - set(ALLOWABLE))
     if unknown:
         yield (
@@ -293,9 +317,4 @@ def logging_problems(logging: LoggingConfig) -> Iterator[str]:
         yield (
             f"--wandb-project {project} contains {' '.join(wrong)}, which no project's name at Weights & Biases may; "
             "use letters, digits, - and _, and WANDB_ENTITY for its owner."
-        )
-    if project is None and logging.wandb_exp_name is not None:
-        yield (
-            f"--wandb-exp-name {logging.wandb_exp_name} names a run of Weights & Biases, but none is wanted; add "
-            "--wandb-project NAME, or leave it out."
         )

@@ -28,16 +28,6 @@ def test_the_defaults_are_fine():
 
 # What is refused, the words (with the values), and the change that fixes it.
 REFUSED = {
-    "engine_in_float32": (
-        ({"transformer_impl": "transformer_engine"}, {"training": {"bf16": False}}),
-        "--transformer-impl transformer_engine needs --bf16",
-        ({"transformer_impl": "transformer_engine"}, {}),
-    ),
-    "flash_in_float32": (
-        ({"attention_backend": "flash"}, {"training": {"bf16": False}}),
-        "--attention-backend flash needs --bf16",
-        ({"attention_backend": "flash"}, {}),
-    ),
     "cudnn_without_engine": (
         ({"attention_backend": "fused", "transformer_impl": "local"}, {}),
         "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local",
@@ -47,11 +37,6 @@ REFUSED = {
         ({"attention_backend": "fused"}, {"model": {"hidden_size": 1008}}),
         "--hidden-size 1008 / --num-attention-heads 12 = 84",
         ({"attention_backend": "fused"}, {"model": {"hidden_size": 1056}}),
-    ),
-    "idle_cross_entropy_impl": (
-        ({"cross_entropy_fusion_impl": "te"}, {}),
-        "--cross-entropy-fusion-impl te does nothing without --cross-entropy-loss-fusion",
-        ({"cross_entropy_fusion_impl": "te", "cross_entropy_loss_fusion": True}, {}),
     ),
     "bf16_gradients_in_float32": (
         ({"cross_entropy_loss_fusion": True}, {"training": {"bf16": False}}),
@@ -63,40 +48,10 @@ REFUSED = {
         "--fp8-param-gather does not go with --fp8-recipe mxfp8",
         ({"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, {}),
     ),
-    "idle_recipe": (
-        ({"fp8_recipe": "blockwise"}, {}),
-        "--fp8-recipe blockwise does nothing without --fp8-format",
-        ({"fp8_recipe": "blockwise", "fp8_format": "e4m3"}, {}),
-    ),
-    "idle_margin": (
-        ({"fp8_format": "hybrid", "fp8_margin": 2}, {}),
-        "--fp8-margin 2 is read by --fp8-recipe delayed alone, not tensorwise",
-        ({"fp8_format": "hybrid", "fp8_margin": 2, "fp8_recipe": "delayed"}, {}),
-    ),
-    "idle_layer_count": (
-        ({"fp8_format": "hybrid", "num_layers_at_end_in_bf16": 3}, {}),
-        "--num-layers-at-end-in-bf16 3 does nothing without --first-last-layers-bf16",
-        ({"fp8_format": "hybrid", "num_layers_at_end_in_bf16": 3, "first_last_layers_bf16": True}, {}),
-    ),
-    "fp8_in_float32": (
-        ({"fp8_format": "hybrid"}, {"training": {"bf16": False}}),
-        "--fp8-format hybrid needs --bf16",
-        ({"fp8_format": "hybrid"}, {}),
-    ),
     "fp8_without_engine": (
         ({"fp8_format": "e4m3", "transformer_impl": "local"}, {}),
         "--fp8-format e4m3 is Transformer Engine's, not with --transformer-impl local",
         ({"fp8_format": "e4m3", "transformer_impl": "transformer_engine"}, {}),
-    ),
-    "fp8_weights_ungathered": (
-        ({"fp8_format": "hybrid", "fp8_param_gather": True}, {"parallel": {"use_distributed_optimizer": False}}),
-        "--fp8-param-gather needs --use-distributed-optimizer",
-        ({"fp8_format": "hybrid", "fp8_param_gather": True}, {}),
-    ),
-    "fp8_weights_without_fp8": (
-        ({"fp8_param_gather": True}, {}),
-        "--fp8-param-gather does nothing without --fp8-format",
-        ({"fp8_param_gather": False}, {}),
     ),
     "delayed_with_bf16_layers": (
         ({"fp8_format": "hybrid", "fp8_recipe": "delayed", "first_last_layers_bf16": True}, {}),
@@ -193,21 +148,6 @@ REFUSED = {
         "the feed-forward width (--ffn-hidden-size) 2056 is not. Use --ffn-hidden-size 2064.",
         ({"fp8_format": "hybrid"}, {"model": {"ffn_hidden_size": 2064}}),
     ),
-    "method_without_full": (
-        ({"recompute_method": "block"}, {}),
-        "--recompute-method block belongs to --recompute-granularity full",
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, {}),
-    ),
-    "number_with_selective": (
-        ({"recompute_granularity": "selective", "recompute_num_layers": 2}, {}),
-        "--recompute-num-layers 2 belongs to --recompute-granularity full, not with selective",
-        ({"recompute_granularity": "selective"}, {}),
-    ),
-    "full_without_method": (
-        ({"recompute_granularity": "full", "recompute_num_layers": 2}, {}),
-        "--recompute-granularity full needs --recompute-method;",
-        ({"recompute_granularity": "full", "recompute_num_layers": 2, "recompute_method": "uniform"}, {}),
-    ),
     "unequal_groups": (
         (
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
@@ -237,11 +177,6 @@ def test_a_combination_is_refused_with_its_values_and_the_fixed_one_is_not(case)
     found = problems_of(settings(compute, **sections))
     assert sum(words in problem for problem in found) == 1, found
     assert problems_of(settings(fixed, **fixed_sections)) == []
-
-
-def test_every_idle_setting_of_fp8_is_named():
-    found = problems_of(settings({"fp8_recipe": "delayed", "fp8_margin": 1, "fp8_amax_compute_algo": "most_recent"}))
-    assert len(found) == 3
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
