@@ -251,12 +251,12 @@ def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Check
         section: {name: value for name, value in values.items() if name not in _PATHS}
         for section, values in sections.items()
     }
-    counts = {"consumed_rows": "consumed_samples", "consumed_tokens": "consumed_tokens"}
     report = {
         "source": {
             "checkpoint": checkpoint.folder.name,
             "iteration": checkpoint.iteration,
-            **{name: progress[key] for name, key in counts.items() if key in progress},
+            "consumed_rows": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
             **({"continued_from": Path(continued).name} if continued else {}),
             "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
         },

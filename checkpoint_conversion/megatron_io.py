@@ -9,7 +9,6 @@ and tokenizer, for --continue-from: training starts with fresh moments at iterat
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +64,7 @@ class MegatronCheckpoint:
     settings: Settings
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
-    progress: dict[str, Any]  # how far the run had come
+    progress: Progress  # how far the run had come
     declared: dict[str, str] = field(default_factory=dict)  # licence and base_model of the weights that it began with
 
     @property
@@ -141,7 +140,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
         settings=settings,
         tokenizer=load_tokenizer(folder / "tokenizer"),
         tensors=join_halves(tensors),
-        progress=read_train_state(folder)["progress"],
+        progress=read_train_state(folder).progress,
         declared=_read_provenance(folder, settings),
     )
 

@@ -10,10 +10,10 @@ another machine, or another person.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,8 +28,6 @@ OPTIMIZER_PREFIX = "optimizer."
 # torch.distributed.checkpoint's names for where the parts begin, torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 TRAIN_STATE = "train_state.json"
-_PLACE = {field.name for field in fields(Cursor)}
-_RETIRED_PLACE = {"sources", "rows"}  # of a blend by rows: the weights are good, `read_cursor` refuses the place
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -156,8 +154,15 @@ def write_train_state(folder: Path, progress: Progress, optimizer: dict[str, Any
     (folder / TRAIN_STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
-def read_train_state(folder: Path) -> dict[str, Any]:
-    """What the file holds: `progress`, and `optimizer` unless the checkpoint is of weights alone.
+class TrainState(NamedTuple):
+    """What the file holds."""
+
+    progress: Progress
+    optimizer: dict[str, Any] | None  # None: a conversion writes weights alone
+
+
+def read_train_state(folder: Path) -> TrainState:
+    """Reads the file, each value checked: nothing else may be computed with.
 
     Raises:
         CheckpointError: The file is missing or damaged, or is not of a run of this program.
@@ -165,42 +170,24 @@ def read_train_state(folder: Path) -> dict[str, Any]:
     path = folder / TRAIN_STATE
     try:
         state = json.loads(path.read_bytes())
+        optimizer, found = state.get("optimizer"), dict(state["progress"])
+        found["iteration"]  # which has a default, and is never left out
+        found["cursor"] = Cursor(**found["cursor"])
+        found["recent_updates"] = tuple((loss, norm) for loss, norm in found.get("recent_updates", ()))
+        progress = Progress(**found)
+        special = {"corpus_sha256", "cursor", "recent_updates"}
+        counts = {name: count for name, count in vars(progress).items() if name not in special}
+        for name, count in (counts | vars(progress.cursor)).items():
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{name} is {count!r:.40}, no count")
+        if not isinstance(progress.corpus_sha256, str) or not isinstance(optimizer, dict | None):
+            raise ValueError(f"corpus_sha256 is {progress.corpus_sha256!r:.80}, optimizer a {type(optimizer).__name__}")
+        if not all(type(number) is float for pair in progress.recent_updates for number in pair):
+            raise ValueError("recent_updates holds more than numbers")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({short_reason(error)}); use another checkpoint.") from error
-    parts = (state.get("progress"), state.get("optimizer", {})) if isinstance(state, dict) else ()
-    if not parts or not all(isinstance(part, dict) for part in parts):
-        raise CheckpointError(f"{path}: not of a run of this program (no progress and optimizer); use another one.")
-    if problems := _problems_of_progress(state["progress"]):
-        raise CheckpointError(f"{path}: its progress has {', '.join(problems)}; use another checkpoint.")
-    state["progress"]["recent_updates"] = tuple(map(tuple, state["progress"].get("recent_updates", ())))
-    return state
-
-
-def _problems_of_progress(progress: dict[str, Any]) -> list[str]:
-    known = {field.name for field in fields(Progress)}
-    problems = [f"no {name}" for name in ("corpus_sha256", "iteration", "cursor") if name not in progress]
-    problems += [f"an unknown {name!r:.40}" for name in progress if name not in known]
-    for name, value in progress.items():
-        if name == "cursor":
-            fits = isinstance(value, dict) and (
-                set(value) == _RETIRED_PLACE or (set(value) == _PLACE and all(map(_is_count, value.values())))
-            )
-        elif name == "recent_updates":
-            fits = isinstance(value, list) and all(
-                isinstance(pair, list) and len(pair) == 2 and all(type(number) is float for number in pair)
-                for pair in value
-            )
-        elif name == "corpus_sha256":
-            fits = isinstance(value, str)
-        else:
-            fits = name not in known or _is_count(value)
-        if not fits:
-            shown = f"{value!r:.40}" if isinstance(value, (int, float, str)) else f"of type {type(value).__name__}"
-            problems.append(f"{name} {shown}")
-    return problems
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not of a run of this program ({short_reason(error)}); use another checkpoint."
+        ) from error
+    return TrainState(progress, optimizer)

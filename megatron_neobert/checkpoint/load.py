@@ -4,7 +4,7 @@ Which part of which tensor a rank holds is megatron.core's knowledge (its Sharde
 tensors.py; so another number of ranks or another layout reads what it needs. Every rank reads for itself.
 """
 
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, 
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.resume_rules import changes, refuse_other_run
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.rows import Cursor, read_cursor
+from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.runtime.environment import is_rank_zero
-from megatron_neobert.state import Progress, Run
+from megatron_neobert.state import Run
 
 # One name for each part that a rank holds (the two halves of SwiGLU's first matrix have one each), and the optimizer's
 # state cut like the weights for any number of replicas.
@@ -69,8 +69,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     Collective: all ranks.
     """
     saved = read_record(folder / "settings.yaml")
-    train_state = read_train_state(folder)
-    weights_only = "optimizer" not in train_state
+    progress, optimizer = read_train_state(folder)
+    weights_only = optimizer is None
     refuse_other_run(saved, run.settings, folder, has_new_data=has_new_data, weights_only=weights_only)
     _refuse_other_tokenizer(run, folder)
     if weights_only and not has_new_data:
@@ -79,23 +79,21 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
             "it as --continue-from and other folders as --save and --load."
         )
     wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
-    state = _read(wanted, folder, train_state)  # collective: all ranks
-    progress = train_state["progress"]
+    state = _read(wanted, folder, optimizer)  # collective: all ranks
     if has_new_data:
         config, train_iters = run.settings.checkpoint, run.settings.training.train_iters
-        if progress["iteration"] >= train_iters:
+        if progress.iteration >= train_iters:
             raise ConfigError(
-                f"--train-iters {train_iters} is not above {progress['iteration']}, the iteration of --continue-from "
+                f"--train-iters {train_iters} is not above {progress.iteration}, the iteration of --continue-from "
                 f"{config.continue_from}, from which this run counts on; add the iterations that it shall train."
             )
-        progress |= {"corpus_sha256": run.progress.corpus_sha256, "cursor": asdict(Cursor())}
-    elif progress["corpus_sha256"] != run.progress.corpus_sha256:
+        progress = replace(progress, corpus_sha256=run.progress.corpus_sha256, cursor=Cursor())
+    elif progress.corpus_sha256 != run.progress.corpus_sha256:
         raise CheckpointError(
-            f"{folder} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path "
+            f"{folder} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path "
             f"{' '.join(run.settings.data.data_path)} has {run.progress.corpus_sha256[:12]}; its place in the data "
             "means nothing there. Name the corpus it was trained on; or, to continue with new data, give this folder "
-            "as "
-            "--continue-from and others as --save and --load."
+            "as --continue-from and others as --save and --load."
         )
     for name, model in _named_models(run).items():
         missing, unexpected = model.load_state_dict(state[name], strict=False)
@@ -105,7 +103,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         _load_main_weights(run, state)
     else:
         _load_optimizer(run, state["optimizer"], folder)
-    run.progress = Progress(**{**progress, "cursor": read_cursor(progress["cursor"])})
+    run.progress = progress
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     if is_rank_zero():
         for change in changes(saved, run.settings, weights_only=weights_only):
@@ -119,7 +117,7 @@ def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
     return {**models, "optimizer": optimizer}
 
 
-def _read(wanted: dict[str, Any], folder: Path, train_state: dict[str, Any]) -> dict[str, Any]:
+def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None) -> dict[str, Any]:
     """The state with the tensors of the checkpoint in it, and the optimizer's plain values.
 
     Raises:
@@ -148,8 +146,8 @@ def _read(wanted: dict[str, Any], folder: Path, train_state: dict[str, Any]) -> 
         if problem is not None:
             raise problem
     merge(state, plain)
-    if "optimizer" in wanted:
-        merge(state, {"optimizer": train_state["optimizer"]})
+    if optimizer is not None:
+        merge(state, {"optimizer": optimizer})
     return apply_factory_merges(state, factories)
 
 

@@ -16,7 +16,7 @@ from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
 from megatron_neobert.data.batches.packing import PackedRows
-from megatron_neobert.data.batches.rows import Cursor, Source, read_cursor
+from megatron_neobert.data.batches.rows import Cursor, Source
 from megatron_neobert.data.batches.stream import BatchStream, PackedBatch
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
@@ -147,11 +147,11 @@ def _refuse_none_of_the_run(settings: Settings, iteration: int, *, first: int) -
 
 def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor]:
     """Iterations that a checkpoint has behind it, and where its data continues."""
-    progress = read_train_state(checkpoint)["progress"]
-    if progress["corpus_sha256"] != inputs.identity:
+    progress = read_train_state(checkpoint).progress
+    if progress.corpus_sha256 != inputs.identity:
         raise CheckpointError(
-            f"{checkpoint} was trained on the corpus with sha256 {progress['corpus_sha256'][:12]}, --data-path names "
+            f"{checkpoint} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path names "
             f"one with {inputs.identity[:12]}; its place in the data means nothing there. Name the corpus it was "
             "trained on."
         )
-    return progress["iteration"], read_cursor(progress["cursor"])
+    return progress.iteration, progress.cursor

@@ -106,21 +106,6 @@ class Cursor:
     row: int = 0
 
 
-def read_cursor(record: dict[str, Any]) -> Cursor:
-    """What `dataclasses.asdict` made of a cursor.
-
-    Raises:
-        CheckpointError: It is of a blend whose shares counted rows, as they did before they counted documents.
-    """
-    if "sources" in record:
-        raise CheckpointError(
-            "the checkpoint continues in a blend whose shares counted rows; now they count documents, and that place "
-            "has no counterpart. Start the data anew: give the checkpoint's folder as --continue-from, and another as "
-            "--save and --load."
-        )
-    return Cursor(**record)
-
-
 class RowReader:
     """Reads rows from a cursor on.
 

@@ -12,7 +12,7 @@ import torch
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_between
-from megatron_neobert.data.batches.rows import documents_in_window, pack_window, read_cursor
+from megatron_neobert.data.batches.rows import documents_in_window, pack_window
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import DataError
@@ -236,7 +236,7 @@ def test_a_blend_resumed_at_any_step_gives_the_batches_of_an_uninterrupted_run(c
     uninterrupted = list(islice(blend(corpora).steps(), 60))
     for stopped_after in range(1, 57, 5):
         record = json.loads(json.dumps(asdict(uninterrupted[stopped_after - 1].cursor_after)))
-        resumed = blend(corpora, cursor=read_cursor(record))
+        resumed = blend(corpora, cursor=Cursor(**record))
         assert contents(islice(resumed.steps(), 3)) == contents(uninterrupted[stopped_after : stopped_after + 3])
 
 
