@@ -5,7 +5,7 @@ import shutil
 import sys
 
 import pytest
-from commands import ENVIRONMENT, call, import_tool, run
+from commands import call, import_tool
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
@@ -45,16 +45,6 @@ def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
         "  text               hello world",
         "  ids                5 6",
         "",
-    ]
-
-
-def test_long_document_is_cut_and_says_so(place):
-    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 2, "--tokens", 2)
-    lines = inspect(*arguments)[1].splitlines()
-    assert lines[:3] == [
-        "document 2: 4 tokens, the first 2",
-        "  text               привет world",
-        "  ids                9 6",
     ]
 
 
@@ -108,14 +98,6 @@ def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(plac
     other = write_vocabulary(tmp_path / "vocab.txt", ["other"])
     code, _, errors = inspect(place / "P", "--document", 0, "--tokenizer-model", other)
     assert code == 65 and "written with tokenizer" in errors
-
-
-def test_terminal_without_unicode_gets_escapes(place):
-    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 2)
-    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
-    code, output, errors = run("inspect_data", *arguments, env=environment, encoding="utf-8")
-    assert (code, errors) == (0, "")
-    assert "\\u043f\\u0440\\u0438\\u0432\\u0435\\u0442 world" in output
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path):

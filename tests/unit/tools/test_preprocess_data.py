@@ -41,11 +41,6 @@ def test_run_reports_what_it_wrote_and_validation_agrees(place):
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output
 
 
-def test_other_text_key_reads_other_texts_and_names_the_files(place):
-    assert run_forked("preprocess_data", *arguments_of(place, "--text-key", "text")).code == 0
-    assert json.loads((place / "run_text_document.json").read_text())["tokens"] == 4
-
-
 def test_relative_inputs_are_read_and_named_as_they_were_given(place, monkeypatch):
     monkeypatch.chdir(place)
     relative = ("--input", "shards", "--output-prefix", "run", "--tokenizer-model", "vocab.txt")
@@ -158,14 +153,6 @@ def test_standard_input_that_cannot_be_used_leaves_nothing(place):
     assert sorted(place.rglob("*")) == before
 
 
-def test_separator_may_be_written_with_escapes(place):
-    (place / "shards" / "a.jsonl").unlink()
-    (place / "shards" / "a.txt").write_text("hello\nhello a\n\nhello\nhello b\n")
-    assert run_forked("preprocess_data", *arguments_of(place, "--text-separator", r"\n\n")).code == 0
-    manifest = json.loads((place / "run_content_document.json").read_text())
-    assert (manifest["documents"], manifest["tokens"]) == (2, 6)
-
-
 def test_resuming_a_finished_corpus_does_nothing_and_reports_so(place):
     assert run_forked("preprocess_data", *arguments_of(place, "--resume")).code == 0
     before = (place / "run_content_document.bin").stat().st_mtime_ns
@@ -242,14 +229,6 @@ def test_trained_tokenizer_is_the_same_every_time_and_preprocesses_its_shards(pl
         assert (place / "one" / file).read_bytes() == (place / "two" / file).read_bytes()
     assert run_forked("preprocess_data", *arguments_of(place, "--tokenizer-model", place / "one")).code == 0
     assert json.loads((place / "run_content_document.json").read_text())["unknown_tokens"] == 0
-
-
-def test_existing_tokenizer_is_not_replaced(place):
-    (place / "trained").mkdir()
-    (place / "trained" / "vocab.txt").write_text("precious")
-    ended = run_forked("train_tokenizer", "--input", place / "shards", "--output", place / "trained")
-    assert ended.refused(73) and "vocab.txt exists already" in ended.output
-    assert (place / "trained" / "vocab.txt").read_text() == "precious"
 
 
 def test_vocabulary_is_not_learned_from_what_a_wrong_key_has_left(place):

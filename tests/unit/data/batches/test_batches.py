@@ -109,15 +109,6 @@ def test_resuming_from_any_step_gives_the_batches_of_an_uninterrupted_run(corpus
             ]
 
 
-def test_every_second_step_is_what_a_stream_of_all_steps_gives(corpus):
-    steps = first_steps(stream(corpus), 9)
-    for first in (0, 1):
-        half = list(islice(stream(corpus).steps(first=first, every=2), 4))
-        for step, expected in zip(half, steps[first::2], strict=False):
-            assert step.cursor_after == expected.cursor_after
-            assert as_bytes(step.micro_batches[-1]) == as_bytes(expected.micro_batches[-1])
-
-
 @pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
 def test_every_document_occurs_exactly_once_per_epoch(corpus, long_documents):
     epoch, _ = one_epoch(stream(corpus, micro_batch_size=1, global_batch_size=1, long_documents=long_documents))
@@ -129,12 +120,6 @@ def test_every_document_occurs_exactly_once_per_epoch(corpus, long_documents):
         for start in starts(length)
     )
     assert found == expected
-
-
-def test_only_documents_of_the_range_occur(corpus):
-    epoch, _ = one_epoch(stream(corpus, documents=range(30, 75), micro_batch_size=1, global_batch_size=1))
-    found = Counter(piece for step in epoch for piece in documents_of(step.micro_batches[0]))
-    assert found == Counter(tuple(corpus.document(number)[:62].tolist()) for number in range(30, 75))
 
 
 def test_epochs_have_other_orders_and_other_masks(corpus):
@@ -190,12 +175,6 @@ def test_a_corpus_smaller_than_a_row_still_fills_batches_with_one_document_per_r
     assert step.cursor_after == Cursor(epoch=8)
 
 
-def test_a_full_micro_batch_has_no_dummy_document():
-    batch = first_steps(stream(MemoryCorpus([62, 30, 30])), 1)[0].micro_batches[0]
-    assert sorted(batch.cu_seqlens_n.diff().tolist()) == [32, 32, 64]
-    assert batch.real_tokens == 128
-
-
 def test_the_cursor_behind_the_last_row_of_a_window_names_the_next_window():
     corpus = MemoryCorpus([62] * 100)  # 40, 40, 20 rows
     steps = first_steps(stream(corpus, global_batch_size=20), 5)
@@ -206,13 +185,6 @@ def test_the_cursor_behind_the_last_row_of_a_window_names_the_next_window():
         Cursor(0, 2, 0),
         Cursor(1, 0, 0),
     ]
-
-
-def test_moving_a_batch_keeps_every_field(corpus):
-    batch = first_steps(stream(corpus), 1)[0].micro_batches[0]
-    assert as_bytes(batch.to("cpu", non_blocking=True)) == as_bytes(batch)
-    on_meta = batch.to("meta")
-    assert {value.device.type for value in vars(on_meta).values() if isinstance(value, torch.Tensor)} == {"meta"}
 
 
 def test_no_documents_are_refused(corpus):

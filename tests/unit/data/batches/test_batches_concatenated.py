@@ -5,7 +5,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
 
 from megatron_neobert.data.batches.packing import concatenate_rows
@@ -79,14 +78,6 @@ def test_a_window_holds_every_document_whole_between_one_cls_and_one_sep(corpus,
     assert len(rows) == -(-int(segments.slots_n.sum()) // 64)
 
 
-def test_rows_are_not_in_the_order_of_their_documents(corpus):
-    rows = concatenate_rows(
-        np.arange(150), corpus.lengths, np.zeros(150), seq_length=64, long_documents="chunk", seed=1, epoch=0, window=0
-    )
-    first_documents = rows.segments.documents_n[rows.row_offsets[:-1]]
-    assert abs(np.corrcoef(np.arange(len(rows)), first_documents)[0, 1]) < 4 / np.sqrt(len(rows))
-
-
 def test_an_epoch_holds_every_token_of_every_document_once(corpus):
     found: Counter = Counter()
     for step in one_epoch(stream(corpus, micro_batch_size=1, global_batch_size=1)):
@@ -120,12 +111,6 @@ def test_rows_begin_inside_documents(corpus):
                 starts[layout] += int((batch.tokens_t[bounds] != IDS.cls).sum())
     assert starts["packed"] == 0
     assert starts["concatenated"] > 100
-
-
-def test_special_tokens_between_documents_are_never_masked(corpus):
-    for step in islice(stream(corpus).steps(), 40):
-        for batch in step.micro_batches:
-            assert not torch.isin(batch.labels_m, torch.tensor(SPECIALS)).any()
 
 
 def test_a_token_has_the_same_fate_wherever_rows_cut_its_document(corpus):

@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings, web_like_lengths
+from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
 
 from megatron_neobert.data.batches.masking import MaskingScheme
 from megatron_neobert.data.batches.rows import IGNORED_LABEL, fill_up, usual_documents, usual_masked
@@ -44,11 +44,6 @@ def test_shares_of_context_parallel_ranks_make_up_the_micro_batch(corpus, layout
         assert sum(part.real_tokens for part in parts) == batch.real_tokens
 
 
-def test_a_share_without_a_document_counts_no_real_tokens():
-    batch = micro_batches(stream(MemoryCorpus([5]), rank=3, ranks=4), 1)[0]  # 14 of 128 slots are used
-    assert (batch.real_tokens, batch.labels_m.numel(), set(batch.tokens_t.tolist())) == (0, 0, {IDS.pad})
-
-
 def test_slots_that_context_parallel_ranks_cannot_share_are_refused(corpus):
     with pytest.raises(ConfigError, match=r"--micro-batch-size 2 × --seq-length 64 = 128 tokens are not .*size 3"):
         stream(corpus, ranks=3)
@@ -77,18 +72,6 @@ def test_shapes_are_the_same_in_every_batch_and_what_fills_up_says_so(corpus, la
         assert filled.cu_seqlens_n[:documents].equal(batch.cu_seqlens_n)
         assert (filled.cu_seqlens_n[documents:] == 4 * 64).all()
         assert filled.cu_seqlens_n.dtype == torch.int32
-
-
-def test_lengths_are_multiples_that_kernels_like(corpus):
-    (batch,) = micro_batches(stream(corpus, micro_batch_size=8, fixed_shapes=True), 1)
-    assert (len(batch.labels_m) % 128, (len(batch.cu_seqlens_n) - 1) % 64) == (0, 0)
-
-
-def test_shapes_do_not_depend_on_where_a_run_resumes(corpus):
-    own = stream(corpus, fixed_shapes=True)
-    cursor = list(islice(own.steps(), 9))[-1].cursor_after
-    resumed = BatchStream(own.sources, own.settings, cursor=cursor)
-    assert len(micro_batches(resumed, 1)[0].cu_seqlens_n) == len(micro_batches(own, 1)[0].cu_seqlens_n)
 
 
 def test_more_documents_or_masks_than_usual_step_up_by_a_whole_multiple():

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import defaultdict
 from dataclasses import asdict, replace
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_betwe
 from megatron_neobert.data.batches.rows import documents_in_window, pack_window
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.selection import KeptDocuments
-from megatron_neobert.errors import DataError
 
 WEIGHTS = (1, 2, 2)
 NUMBER = (1 << COMPONENT_SHIFT) - 1  # the bits of a document's number inside its corpus
@@ -123,11 +122,6 @@ def test_stage_2_of_web_like_documents_fills_its_rows(monkeypatch):
 # --- one order per source, independent of the others ---
 
 
-def test_one_corpus_with_a_share_is_the_corpus_alone(corpora):
-    alone = BatchStream((Source(corpora[0], range(90)),), batch_settings())
-    assert contents(islice(blend(corpora[:1], weights=(7,)).steps(), 40)) == contents(islice(alone.steps(), 40))
-
-
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_every_source_passes_through_its_own_epochs_and_each_holds_every_document_once(corpora, block_size):
     stream = blend(corpora, global_batch_size=5, micro_batch_size=1, document_block_size=block_size)
@@ -178,18 +172,6 @@ def test_the_documents_of_a_window_are_those_that_earlier_runs_resumed_with(corp
 # --- batches ---
 
 
-def test_text_of_every_document_comes_from_its_own_corpus(corpora):
-    stream = blend(corpora, micro_batch_size=1, global_batch_size=1)
-    for (rows, _), step in islice(zip(stream.global_batches(), stream.steps(), strict=False), 60):
-        (batch,) = step.micro_batches
-        original = batch.tokens_t.clone()
-        original[batch.masked_positions_m] = batch.labels_m
-        bounds = pairwise(batch.cu_seqlens_n.tolist())
-        for number, (start, stop) in zip(rows.segments.documents_n.tolist(), bounds, strict=False):
-            expected = corpora[number >> COMPONENT_SHIFT].document(number & NUMBER)[:62]
-            assert original[start + 1 : stop - 1].tolist() == expected.tolist()
-
-
 def masks_of_whole_documents(stream: BatchStream, batches: int) -> dict[tuple[int, int], set[tuple[int, ...]]]:
     """(component, document) -> which of its tokens are masked in epoch 0, for documents that fill a row."""
     found: dict[tuple[int, int], set[tuple[int, ...]]] = {}
@@ -213,14 +195,6 @@ def test_a_document_of_two_components_is_masked_differently_in_each(corpora):
     twice = [number for component, number in found if component == 0 and (1, number) in found]
     assert len(twice) > 40
     assert not any(found[0, number] & found[1, number] for number in twice)
-
-
-def test_components_of_one_corpus_have_orders_of_their_own(corpora):
-    """Of 150 documents, two draws of 40 share 40 * 40 / 150 = 11 on average."""
-    component, number = documents_of(blend([corpora[2]] * 2, weights=(1, 1)).sources, range(2))
-    first, second = set(number[component == 0].tolist()), set(number[component == 1].tolist())
-    assert len(first) == len(second) == 40
-    assert len(first & second) < 25
 
 
 def test_batches_of_a_blend_do_not_depend_on_the_number_of_ranks(corpora):
@@ -252,9 +226,3 @@ def test_a_blend_of_one_part_of_a_corpus_by_length_has_only_such_documents(corpo
 
 
 # --- cursors ---
-
-
-def test_a_source_without_documents_is_refused(corpora):
-    kept = KeptDocuments(corpora[0], range(90), minimum=500, maximum=None)
-    with pytest.raises(DataError, match="are none; batches need at least one document"):
-        BatchStream((Source(corpora[0], range(90)), Source(corpora[0], kept)), batch_settings())

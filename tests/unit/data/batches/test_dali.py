@@ -55,16 +55,6 @@ def test_the_cursor_of_the_last_step_taken_continues_a_pipeline_that_ran_ahead(s
 
 
 @needs_dali
-def test_micro_batches_without_a_masked_token_pass():
-    """One token per document and one document per row: four rows of five hold no masked token."""
-    settings = batch_settings(seq_length=4, micro_batch_size=1, global_batch_size=2)
-    stream = BatchStream((Source(MemoryCorpus([1] * 50), range(50)),), settings)
-    steps = take(stream, 20)
-    assert {batch.labels_m.numel() for step in steps for batch in step.micro_batches} == {0, 1}
-    assert contents(steps) == contents(list(islice(stream.steps(), 20)))
-
-
-@needs_dali
 def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(stream):
     with pytest.raises(CheckpointError, match="at row 9,999 of window 0, which has"):
         take(replace(stream, cursor=Cursor(0, 0, 9999)), 1, num_workers=1)

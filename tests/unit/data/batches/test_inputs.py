@@ -8,7 +8,7 @@ from unit.data.small_corpus import write_vocabulary
 from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.data.corpus.selection import KeptDocuments
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError
 
 
 @pytest.fixture
@@ -58,11 +58,6 @@ def test_corpus_for_validation_leaves_all_of_the_other_for_training(place):
     assert len(training.corpus) + len(validation.corpus) == 200
 
 
-def test_without_a_share_for_validation_there_is_none(place):
-    assert open_inputs(settings(place, split="1")).validation is None
-    assert open_inputs(settings(place, split="1,0")).validation is None
-
-
 def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
     with pytest.raises(MissingInputError, match=r"no corpus .*nowhere"):
         open_inputs(settings(place, valid_data_path=str(place.folder / "nowhere")))
@@ -109,12 +104,6 @@ def test_a_blend_cuts_every_component_alike_and_then_chooses_by_length(place):
     assert f"{path}:min=100: {len(inputs.training[1].documents)} of {len(corpus)} docu" in (inputs.description[1])
 
 
-def test_corpus_for_validation_can_be_chosen_by_length(place):
-    inputs = open_inputs(settings(place, valid_data_path=prefix(place, end="_validation") + ":max=50"))
-    (validation,) = inputs.validation
-    assert 0 < len(validation.documents) < len(validation.corpus)
-
-
 def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_from_paths(place):
     path, copy, held_out = prefix(place), prefix(place, "copy"), prefix(place, end="_validation")
     place.run("copy", split_validation=0.2)
@@ -142,14 +131,3 @@ def test_limits_that_no_document_meets_are_refused_with_numbers(place):
         open_inputs(settings(place, "1", prefix(place), "1", f"{prefix(place)}:min=5000"))
     with pytest.raises(DataError, match=f"has at least {longest + 1} and at most {longest + 2} tokens"):
         open_inputs(settings(place, f"{prefix(place)}:min={longest + 1}:max={longest + 2}"))
-
-
-def test_limits_that_no_document_for_validation_meets_are_refused(place):
-    """Documents lie in the order of their lengths here, so the held-out ones are the longest."""
-    with pytest.raises(DataError, match="for validation has at least 1 and at most 20 tokens"):
-        open_inputs(settings(place, f"{prefix(place)}:max=20"))
-
-
-def test_malformed_data_path_is_refused_before_anything_is_opened():
-    with pytest.raises(ConfigError, match="'nowhere', where the weight of nothing should stand"):
-        open_inputs(DataConfig(data_path=("nowhere", "nothing"), tokenizer_model="no tokenizer"))

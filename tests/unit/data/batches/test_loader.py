@@ -35,12 +35,6 @@ def contents(steps: list[StepBatches]) -> list:
     ]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_steps_do_not_depend_on_the_number_of_workers(stream, num_workers):
-    loaded = list(islice(build_loader(stream, num_workers=num_workers), 8))
-    assert contents(loaded) == contents(list(islice(stream.steps(), 8)))
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_read_a_blend_in_blocks_like_the_trainer_itself(num_workers):
     corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
@@ -51,11 +45,6 @@ def test_workers_read_a_blend_in_blocks_like_the_trainer_itself(num_workers):
     assert contents(loaded) == contents(list(islice(blend.steps(), 9)))
     resumed = BatchStream(blend.sources, blend.settings, cursor=loaded[3].cursor_after)
     assert contents(list(islice(build_loader(resumed, num_workers=num_workers), 5))) == contents(loaded[4:])
-
-
-def test_iterating_again_starts_at_the_cursor_again(stream):
-    loader = build_loader(stream, num_workers=1)
-    assert contents([next(iter(loader))]) == contents([next(iter(loader))])
 
 
 def test_the_cursor_of_the_last_step_taken_continues_a_loader_whose_workers_ran_ahead(stream):

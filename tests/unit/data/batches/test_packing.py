@@ -8,7 +8,6 @@ from megatron_neobert.data.batches.packing import (
     Segments,
     best_fit_decreasing,
     cut_documents,
-    join_rows,
     pack_rows,
 )
 
@@ -48,11 +47,6 @@ def test_chunking_keeps_every_token_of_each_document():
     assert segments.documents_n.tolist() == [100, 101, 102, 102, 103, 103, 103]
     assert segments.starts_n.tolist() == [0, 0, 0, 8, 0, 8, 16]
     assert segments.lengths_n.tolist() == [3, 8, 8, 1, 8, 8, 4]
-
-
-def test_best_fit_puts_each_segment_into_the_fullest_row_with_room():
-    # 70 and 60 open rows; 35 fits only row 1 (40 free); 30 fills row 0; 5 fills row 1; 4 opens a row.
-    assert best_fit_decreasing([70, 60, 35, 30, 5, 4], row_tokens=100) == [0, 1, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -95,19 +89,3 @@ def test_rows_are_not_sorted_by_the_length_of_their_documents():
     documents_per_row = np.diff(rows.row_offsets)
     correlation = np.corrcoef(np.arange(len(rows)), documents_per_row)[0, 1]
     assert abs(correlation) < 4 / np.sqrt(len(rows))
-
-
-@pytest.mark.parametrize("other", [{"seed": 2}, {"epoch": 1}, {"window": 1}])
-def test_rows_are_shuffled_differently_for_each_seed_epoch_and_window(other):
-    segments = cut(web_like_lengths(500))
-    first, second = pack(segments), pack(segments, **other)
-    assert as_set(first.segments) == as_set(second.segments)
-    assert first.segments.documents_n.tolist() != second.segments.documents_n.tolist()
-
-
-def test_taken_rows_joined_again_are_the_rows():
-    rows = pack(cut(web_like_lengths(300)))
-    joined = join_rows([rows.take(0, 7), rows.take(7, 8), rows.take(8, len(rows))])
-    assert joined.row_offsets.tolist() == rows.row_offsets.tolist()
-    for name, values in vars(rows.segments).items():
-        assert np.array_equal(vars(joined.segments)[name], values), name

@@ -38,12 +38,3 @@ def test_draws_do_not_depend_on_what_is_drawn_beside_them():
     together = draw_words(Stream.SELECTION, seed=1, epoch=items * 3, item=items, index=items + 9)
     alone = draw_words(Stream.SELECTION, seed=1, epoch=51, item=17, index=np.array([26]))
     assert np.array_equal(together[17], alone[0])
-
-
-def test_halves_of_words_are_uniform():
-    """Chi-squared over 256 classes of 400,000 draws: mean 255, standard deviation sqrt(2 * 255)."""
-    draws = draw_words(Stream.SELECTION, seed=1, epoch=0, item=0, index=np.arange(50_000)).view(np.uint16)
-    counts = np.bincount(draws.reshape(-1) >> 8, minlength=256)
-    expected = draws.size / 256
-    chi_squared = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi_squared - 255) < 4 * np.sqrt(2 * 255)

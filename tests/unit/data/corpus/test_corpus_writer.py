@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
 
 import pytest
 from unit.data.corpus.corpus_parts import TOKENIZER, UNKNOWN, Place, documents_if_it_opens, documents_of, selected
@@ -14,7 +13,6 @@ from megatron_neobert.data.corpus import writer
 from megatron_neobert.data.corpus.format import InputRecord, corpus_files, read_manifest, validation_files
 from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing, write_corpus
 from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.runtime.atomic_files import replace_file
 
 
 @pytest.fixture
@@ -75,11 +73,6 @@ def test_kept_shards_are_a_volume_each_and_those_without_documents_none(place):
     assert not (place.folder / "P.bin").exists()
 
 
-def test_one_kept_shard_has_the_name_of_a_corpus_of_one_volume(tmp_path):
-    place = Place(tmp_path, shards=((3, 2), (0,)))
-    assert [volume.name for volume in place.write(keep_shards=True).manifest.volumes] == ["P"]
-
-
 def test_shard_that_is_one_whole_part_is_linked_and_another_copied(place):
     place.write(keep_shards=True)
     linked = [(place.folder / f"P_{number:05d}.bin").stat().st_nlink for number in range(3)]
@@ -113,13 +106,6 @@ def test_volumes_are_full_up_to_the_limit_and_only_a_longer_document_exceeds_it(
     assert (len(manifest.volumes) == 1) == (shard_bytes == 1 << 20)
 
 
-def test_hash_of_a_corpus_of_several_volumes_depends_on_each_of_them(place):
-    one, several = place.write().manifest, place.write(keep_shards=True).manifest
-    assert one.sha256 == one.volumes[0].bin.sha256
-    changed = replace(several, volumes=several.volumes[::-1])
-    assert len({one.sha256, several.sha256, changed.sha256, several.volumes[0].bin.sha256}) == 4
-
-
 def test_rejects_are_joined_in_order_and_have_no_file_where_there_are_none(place, tmp_path):
     place.write()
     lines = place.files.rejects.read_text().splitlines()
@@ -128,21 +114,6 @@ def test_rejects_are_joined_in_order_and_have_no_file_where_there_are_none(place
     clean.files.rejects.write_text("of an earlier run")
     clean.write()
     assert not clean.files.rejects.exists()
-
-
-def test_progress_adds_up_to_the_bytes_of_all_ids(place):
-    for options in ({}, {"keep_shards": True}, {"deduplicate": True}):
-        seen = []
-        place.write(seen.append, **options)
-        assert sum(seen) == 2 * sum(map(len, place.documents))
-        assert all(seen)
-
-
-def test_new_corpus_leaves_nothing_of_the_one_it_replaces(place):
-    place.write(shard_bytes=10, validation_fraction=0.4)
-    assert len(place.corpus_bytes()) > 10
-    place.write()
-    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl"]
 
 
 def test_files_of_other_corpora_with_similar_names_are_left_alone(place):
@@ -217,14 +188,6 @@ def test_all_of_the_new_corpus_is_on_disk_before_anything_of_the_old_is_removed(
     new = {name: (place.folder / name).stat().st_ino for name in place.corpus_bytes()}
     assert len(new) == (11 if options else 4)
     assert {name for name, inode in new.items() if inode not in before_removal[0]} == set()
-
-
-def test_small_file_is_not_replaced_by_text_that_cannot_be_encoded(tmp_path):
-    replace_file(tmp_path / "file", "old")
-    with pytest.raises(UnicodeEncodeError):
-        replace_file(tmp_path / "file", "\udce9")
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("name", ["P.bin", "P.idx", "P.json", "P_00017.bin", "P_validation.json", "P_validation.idx"])

@@ -58,8 +58,3 @@ def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, m
     found = find_duplicates(paths, bucket_documents=1000)
     assert found.tolist() == [False] + [True] * 999
     assert loaded == [100] * 10 + [10]  # ten chunks, and one bucket with one entry of each
-
-
-def test_no_documents_have_no_duplicates(tmp_path):
-    assert find_duplicates([]).size == 0
-    assert find_duplicates(write_hashes(tmp_path, [], files=1)).size == 0

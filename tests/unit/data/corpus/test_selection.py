@@ -46,21 +46,6 @@ def test_kept_documents_are_those_of_a_plain_search(cuts, documents, minimum, ma
     assert kept.numbers(np.arange(len(kept))).tolist() == expected
 
 
-def test_kept_documents_can_be_asked_for_in_any_order_and_twice():
-    lengths = lengths_of(20_000)
-    kept = KeptDocuments(MemoryCorpus(lengths), range(20_000), minimum=700, maximum=None)
-    expected = np.array(listed(lengths, range(20_000), 700, None))
-    indices = np.random.default_rng(1).integers(0, len(expected), 5000)
-    assert np.array_equal(kept.numbers(indices), expected[indices])
-
-
-def test_a_single_long_document_among_many_short_ones_is_found():
-    lengths = np.full(100_000, 10, dtype=np.int32)
-    lengths[77_777] = 5000
-    kept = KeptDocuments(MemoryCorpus(lengths), range(100_000), minimum=1024, maximum=None)
-    assert kept.numbers(np.array([0])).tolist() == [77_777]
-
-
 def test_a_block_all_of_whose_documents_are_kept_is_counted_in_full():
     """256 does not fit 8 bits."""
     kept = KeptDocuments(MemoryCorpus(np.full(1024, 9)), range(1024), minimum=9, maximum=9)

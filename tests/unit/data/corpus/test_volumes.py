@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
+from unit.data.small_corpus import numbered_tokenizer, put, random_documents, write_corpus
 
 from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.corpus.reader import Corpus, check_content
@@ -75,48 +75,6 @@ def test_megatron_reads_every_volume_alone(volumes):
         found.append([dataset[number].tolist() for number in range(len(dataset))])
     documents = [document.tolist() for document in random_documents(LENGTHS, 100)]
     assert found == [documents[:2], documents[2:3], documents[3:]]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "parts_00001.bin",
-            cut(-1),
-            "expected 8 bytes for 4 tokens of uint16, as parts_00001.idx has it",
-        ),
-        ("parts_00002.idx", put("<i", HEADER_BYTES, -2), f"byte {HEADER_BYTES}: .* of document 0, found -2"),
-        (
-            "parts.json",
-            replaced(
-                *(b'"documents": 1,\n   "tokens": 2', b'"documents": 2,\n   "tokens": 2'),
-                *(b'"documents": 2,\n   "tokens": 4', b'"documents": 1,\n   "tokens": 4'),
-            ),
-            r"documents 2 as in parts_00000\.idx, found 1",
-        ),
-    ],
-)
-def test_damage_in_a_volume_names_the_file_of_the_volume(volumes, name, change, message):
-    path = volumes.with_name(name)
-    content = bytearray(path.read_bytes())
-    content = change(content) or content
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        Corpus(volumes)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["parts_00001.bin", "parts_00002.idx", "parts.json"])
-def test_one_missing_file_of_a_volume_is_an_incomplete_corpus(volumes, name):
-    volumes.with_name(name).unlink()
-    with pytest.raises(DataError, match=rf"parts: {name} missing beside the rest"):
-        Corpus(volumes)
-
-
-def test_volume_of_an_older_corpus_beside_this_one_is_not_read(volumes):
-    volumes.with_suffix(".bin").write_bytes(b"older")
-    check_content(Corpus(volumes))
-    assert len(Corpus(volumes)) == 4
 
 
 def test_corpus_whose_files_are_all_renamed_is_the_same_corpus(volumes):

@@ -1,7 +1,5 @@
 """The folder of an unfinished run: what is taken over, what is refused, and who may work there at a time."""
 
-import json
-
 import pytest
 
 from megatron_neobert.data.preprocessing.job import JobFolder
@@ -26,13 +24,6 @@ def folder(tmp_path):
     return tmp_path / "below" / "run.partial"
 
 
-def test_resumed_run_takes_over_finished_parts_and_leaves_them_where_they_are(folder):
-    begin(folder, finish=["a", "b"])
-    assert begin(folder, resume=True, finish=["c"]) == {"a", "b"}
-    assert begin(folder, resume=True) == {"a", "b", "c"}
-    assert json.loads((folder / "job.json").read_text()) == SETTINGS
-
-
 def test_finished_parts_are_neither_used_nor_lost_unasked(folder):
     begin(folder, finish=["a"])
     with pytest.raises(
@@ -40,12 +31,6 @@ def test_finished_parts_are_neither_used_nor_lost_unasked(folder):
     ):
         begin(folder)
     assert (folder / "a.ids").exists()
-
-
-def test_overwriting_run_begins_with_an_empty_folder(folder):
-    begin(folder, finish=["a"])
-    assert begin(folder, overwrite=True, finish=["b"]) == set()
-    assert not (folder / "a.ids").exists()
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -59,23 +44,6 @@ def test_parts_of_other_settings_are_refused_with_both_values(folder, resume):
 def test_folder_without_a_finished_part_does_not_outlive_its_run(folder):
     begin(folder)
     assert not folder.exists()
-
-
-def test_leftovers_of_a_killed_run_without_finished_parts_are_cleared(folder):
-    folder.mkdir(parents=True)
-    (folder / "job.json").write_text(json.dumps({**SETTINGS, "min_tokens": 5}))
-    (folder / "half.ids").write_text("half")
-    (folder / "output").mkdir()
-    begin(folder, finish=["a"])
-    assert {file.name for file in folder.iterdir()} == {"job.json", "a.ids", "a.done", "lock", "lock.begin"}
-
-
-def test_what_a_killed_removal_has_left_is_removed_with_the_next_folder(folder):
-    left = folder.with_name("run.partial.removed-1")
-    left.mkdir(parents=True)
-    (left / "a.ids").write_text("ids")
-    begin(folder)
-    assert list(folder.parent.iterdir()) == []
 
 
 def test_copy_of_standard_input_survives_a_run_that_finishes_nothing(folder):

@@ -3,14 +3,18 @@
 import hashlib
 import json
 import os
+import resource
+import subprocess
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.data.preprocess_place import WORDS, Place, add_mixed_shards, cut_small, decoded
+from unit.data.preprocess_place import WORDS, add_mixed_shards, cut_small, decoded
 from unit.data.small_corpus import write_vocabulary
+from unit.tools.commands import ENVIRONMENT, arguments_of, command_line
 
-from megatron_neobert.data.corpus.reader import check_content
+from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.job import read_result
 from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
@@ -18,7 +22,7 @@ from megatron_neobert.data.preprocessing.plan import part_tasks, plan_preprocess
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.data.preprocessing.workers import Workers
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.errors import ConfigError, DataError
 
 
 def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place, monkeypatch):
@@ -42,23 +46,6 @@ def test_every_document_arrives_in_order_with_the_tokenizers_ids(place):
     assert decoded(place) == ["world [ mask ] hello", "hello world", "xyz"]
     assert (report.counts.documents, report.counts.tokens) == (3, 5 + 2 + 2)
     assert report.counts.utf8_bytes == sum(map(len, ["world [MASK] hello", "hello world", "xyz"]))
-
-
-def test_megatron_reads_what_preprocessing_of_real_books_wrote(shared_data, tmp_path):
-    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    place = Place(tmp_path)
-    place.vocab = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
-    texts = []
-    for shard in sorted((shared_data / "text/books").glob("*.parquet"))[:4]:
-        rows = pq.read_table(shard).slice(0, 20)
-        texts += rows["content"].to_pylist()
-        pq.write_table(rows, place.shards / shard.name)
-    place.run()
-    dataset = indexed_dataset.IndexedDataset(str(tmp_path / "out" / "run_content_document"))
-    tokenizer = load_tokenizer(place.vocab)
-    assert len(dataset) == len(texts) == 80
-    for number, text in enumerate(texts):
-        assert dataset[number].tolist() == tokenizer.encode_batch([text]).ids.tolist()
 
 
 # --- what is left out
@@ -109,26 +96,11 @@ def test_record_in_a_later_part_is_named_by_its_line_after_a_byte(place, monkeyp
         place.run(on_error="fail")
 
 
-def test_repaired_and_unknown_tokens_are_counted_in_the_manifest(place):
-    (place.shards / "a.jsonl").write_bytes(
-        b'{"content": "hello \xff"}\n{"content": "hello \\ud800 unheard"}\n{"content": "zy"}'
-    )
-    place.run()
-    manifest = place.corpus().manifest
-    assert (manifest.repaired_documents, manifest.unknown_tokens, manifest.tokens) == (2, 1, 4)  # U+FFFD is no token
-
-
 def test_failing_on_errors_names_the_first_and_leaves_nothing(place):
     place.add_lines("a.jsonl", '{"content": "hello"}', '{"content": null}')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: null text \(null\); .*--on-error skip"):
         place.run(on_error="fail")
     assert list((place.folder / "out").iterdir()) == []
-
-
-def test_empty_texts_are_no_errors(place):
-    place.add_texts("a.jsonl", "hello", "", "\u200b", " \n")
-    report = place.run(on_error="fail", max_error_rate=0.0)
-    assert (report.counts.documents, report.counts.dropped.total(), report.counts.errors) == (1, 3, 0)
 
 
 @pytest.mark.parametrize(("good", "allowed"), [(998, False), (999, True)])
@@ -238,14 +210,6 @@ def test_shard_that_changes_while_it_is_read_is_refused(place):
     assert decoded(place) == ["hello", "world"]
 
 
-def test_corpus_that_another_run_has_finished_meanwhile_is_not_replaced(place):
-    place.add_texts("a.jsonl", "hello")
-    plan = plan_preprocessing(place.settings())
-    place.run()
-    with pytest.raises(OutputError, match="exist already"):
-        preprocess(plan, on_progress=lambda progress: None)
-
-
 def test_part_that_two_processes_do_at_once_is_whole(place):
     place.add_texts("a.jsonl", *("hello world " * 200 for _ in range(2000)))
     plan = plan_preprocessing(place.settings(tokenizer_backend="reference"))
@@ -270,3 +234,28 @@ def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(
     total = sum(file.stat().st_size for file in place.shards.iterdir())
     assert seen[-1] == (pytest.approx(total), report.counts.documents, report.counts.errors)
     assert seen[-1][1:] == (7 * 40 + 2, 3 + 2 + 2)  # nulls, broken lines, {}
+
+
+# --- odd shards
+
+
+def test_line_of_a_gigabyte_takes_no_memory(place):
+    """In a process of its own, whose memory is bounded; over 1 GB without the bound of a document's size."""
+    good = b'{"content": "hello world"}'
+    with (place.shards / "a.jsonl").open("wb") as stream:
+        stream.write(b"\n".join([good] * 20) + b'\n{"content": "')
+        stream.seek(1 << 30, os.SEEK_CUR)  # a hole in the file: NUL bytes that need no disk
+        stream.write(b'"}\n' + good)
+    command = command_line("preprocess_data", *arguments_of(place.folder, "--max-error-rate", "0.1"))
+    limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (700 << 20, 700 << 20))
+    subprocess.run(command, env=ENVIRONMENT, preexec_fn=limit, timeout=600, check=True)
+    manifest = Corpus(place.folder / "run_content_document").manifest
+    assert (manifest.documents, manifest.rejected) == (21, {"longer than --max-document-bytes": 1})
+
+
+def test_vocabulary_above_16_bits_is_stored_in_32(place):
+    write_vocabulary(place.vocab, [*WORDS, *(f"w{number}" for number in range(70_000))])
+    place.add_texts("a.jsonl", "hello", "w69999")
+    place.run()
+    assert place.corpus().manifest.dtype == "int32"
+    assert place.corpus().document(1).tolist()[0] > 65_535

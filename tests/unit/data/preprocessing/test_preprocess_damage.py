@@ -68,14 +68,6 @@ def test_quarantined_shards_are_left_out_whole_and_named_in_the_manifest(place, 
         assert place.contents("sound")[f"content_document.{end}"] == place.contents()[f"content_document.{end}"]
 
 
-def test_corpus_without_its_quarantined_shards_is_complete_only_where_they_may_be_left_out(place):
-    add_damaged_shards(place)
-    place.run(quarantine=True)
-    assert not is_complete(plan_preprocessing(place.settings(resume=True)))
-    (place.shards / "b.gz").write_bytes(gzip.compress(b'{"content": "hello"}'))
-    assert not is_complete(plan_preprocessing(place.settings(resume=True, quarantine=True)))
-
-
 def test_every_shard_damaged_is_refused_with_quarantine_too(place):
     (place.shards / "d.json").write_text('[{"content": ')
     with pytest.raises(DataError, match=r"d\.json"):

@@ -1,9 +1,8 @@
 """Which documents a corpus keeps, the volumes that it is cut into, and settings that contradict each other."""
 
 import pytest
-from unit.data.preprocess_place import add_mixed_shards, decoded
+from unit.data.preprocess_place import decoded
 
-from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.errors import ConfigError
 
 # --- which documents are kept
@@ -42,19 +41,6 @@ def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(plac
     assert sorted(decoded(place, "forth") + held_out["forth"], key=len) == [text.strip() for text in texts]
     manifest = place.corpus("forth").manifest
     assert (manifest.part_of, manifest.held_out) == ("training", len(held_out["forth"]))
-
-
-@pytest.mark.parametrize("cut", [{"keep_shards": True}, {"shard_size": 600}])
-def test_corpus_of_several_volumes_has_the_same_documents(place, cut):
-    add_mixed_shards(place)
-    place.run("whole")
-    place.run("cut", **cut)
-    whole, several = place.corpus("whole"), place.corpus("cut")
-    assert len(several.manifest.volumes) == 7 if "keep_shards" in cut else len(several.manifest.volumes) > 7
-    assert len(several) == len(whole)
-    for number in range(len(whole)):
-        assert several.document(number).tolist() == whole.document(number).tolist()
-    check_content(several)
 
 
 # --- settings that contradict each other

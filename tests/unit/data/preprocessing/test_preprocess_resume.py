@@ -78,15 +78,6 @@ def test_shards_may_be_added_and_left_out_between_two_runs(place, done):
     assert place.contents() == place.contents("fresh")
 
 
-def test_higher_error_rate_accepts_what_has_been_done(place, done):
-    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
-    with pytest.raises(DataError, match=r"1 of 2 records .*--max-error-rate 0\.1"):
-        place.run(max_error_rate=0.1)
-    done.clear()
-    place.run(max_error_rate=0.5, resume=True)
-    assert (done, decoded(place)) == ([], ["hello"])
-
-
 @pytest.mark.parametrize(
     ("kind", "spoil"),
     [
@@ -195,11 +186,3 @@ def test_task_of_an_array_leaves_the_error_rate_to_the_merge(place):
     with pytest.raises(DataError, match=r"10,000 of 20,000 records .*--max-error-rate 0\.4"):
         place.run(merge=True, max_error_rate=0.4)
     place.run(merge=True, max_error_rate=0.5)
-
-
-def test_task_that_is_started_again_does_nothing_twice(place, done):
-    add_mixed_shards(place)
-    place.run(shard_index=1, num_shards=3)
-    assert done == ["1.jsonl", "4.jsonl"]
-    place.run(shard_index=1, num_shards=3)
-    assert len(done) == 2

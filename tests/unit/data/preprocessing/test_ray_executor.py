@@ -14,7 +14,7 @@ from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import ConfigError
 
 pytest.importorskip("ray", reason="the extra [ray] is not installed")
 psutil = pytest.importorskip("psutil")
@@ -88,13 +88,6 @@ def test_ray_worker_that_is_killed_costs_its_part_another_try(place):
         killer.join()
     assert len(killed) == 1
     assert place.contents("ray") == place.contents("local")
-
-
-@pytest.mark.slow
-def test_error_of_a_part_arrives_as_it_was_raised(place):
-    place.add_lines("a.jsonl", "broken")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: malformed JSON"):
-        place.run(on_error="fail", **ON_RAY)
 
 
 @pytest.mark.parametrize("told_by", ["flag", "environment"])

@@ -35,11 +35,6 @@ def test_shards_are_sorted_within_a_pattern_hidden_ones_left_out_and_repeated_on
     assert find_shards([b, str(tmp_path)]) == [b, a, c]
 
 
-def test_name_with_brackets_that_exists_is_no_glob(tmp_path):
-    touch(tmp_path, "shard[1].jsonl")
-    assert find_shards([str(tmp_path / "shard[1].jsonl")]) == [str(tmp_path / "shard[1].jsonl")]
-
-
 @pytest.mark.parametrize(
     "pattern", ["*.parquet", "missing.jsonl", "empty", "file:*.parquet", "file:missing", "file:empty"]
 )
@@ -131,12 +126,6 @@ def test_list_that_is_missing_or_names_a_missing_file_is_missing_input(tmp_path)
         find_shards([f"@{tmp_path}/list.txt"])
 
 
-def test_file_whose_name_begins_with_an_at_sign_is_no_list(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    touch(tmp_path, "@odd.jsonl")
-    assert find_shards(["@odd.jsonl"]) == ["@odd.jsonl"]
-
-
 # --- data sets that the `datasets` library has saved
 
 
@@ -189,12 +178,6 @@ def test_saved_dataset_that_lacks_a_shard_is_missing_input(tmp_path, start):
         find_shards([f"{start}{tmp_path}/saved"])
 
 
-def test_files_called_like_those_of_a_dataset_are_data_elsewhere(tmp_path):
-    (tmp_path / "state.json").write_text('{"content": "of the art"}')
-    touch(tmp_path, "dataset_dict.json")
-    assert find_shards([str(tmp_path)]) == [str(tmp_path / "dataset_dict.json"), str(tmp_path / "state.json")]
-
-
 # --- URLs
 
 
@@ -230,15 +213,6 @@ def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
         assert texts_of(url) == texts_of(path) == TEXTS
         assert texts_of(url, part_bytes=20) == TEXTS  # in several parts, where the format has them
-
-
-def test_version_of_a_url_follows_its_content(memory):
-    memory.pipe("/bucket/shard", b"12345")
-    before = shard_version("memory://bucket/shard")
-    assert before.bytes == 5
-    assert shard_version("memory://bucket/shard") == before
-    memory.pipe("/bucket/shard", b"54321")
-    assert shard_version("memory://bucket/shard") != before
 
 
 def test_version_and_hash_of_a_file(tmp_path):
@@ -305,12 +279,6 @@ def test_shard_on_a_web_server_is_read(server, tmp_path):
 )
 def test_label_of_a_shard_keeps_no_secret(url, label):
     assert shard_label(url) == label
-
-
-def test_damaged_table_behind_a_url_is_named(memory):
-    memory.pipe("/bucket/shard", b"PAR1 and nothing more")
-    with pytest.raises(DataError, match="memory://bucket/shard: damaged parquet file"):
-        texts_of("memory://bucket/shard")
 
 
 def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):

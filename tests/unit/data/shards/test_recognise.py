@@ -108,12 +108,6 @@ def test_text_json_lines_and_json_are_told_apart(tmp_path, content, form):
     assert found(tmp_path / "shard") == (form, None)
 
 
-def test_bad_first_line_is_a_reject_and_the_other_lines_are_read(tmp_path):
-    (tmp_path / "shard").write_bytes(b"not json\n" + JSON_LINES)
-    reading = read(tmp_path / "shard")
-    assert (reading.texts, reading.faults) == (TEXTS, [(MALFORMED_JSON, 1)])
-
-
 def test_name_decides_where_no_line_is_an_object(tmp_path):
     for name in ("shard.txt", "shard.jsonl", "shard.ndjson"):
         (tmp_path / name).write_bytes(b"one\ntwo\n")
@@ -225,14 +219,6 @@ def test_pages_tables_and_arc_archives_are_no_plain_text_unless_asked_for(tmp_pa
         read(path)
     text = content.decode("utf-8-sig")
     assert texts_of(path, input_format="text") == [text]
-
-
-@pytest.mark.parametrize("name", ["shard.csv", "shard.html"])
-def test_json_lines_are_read_whatever_the_name_says(tmp_path, name):
-    (tmp_path / name).write_bytes(JSON_LINES)
-    assert texts_of(tmp_path / name) == TEXTS
-    (tmp_path / "shard.jsonl").write_bytes(b"<html>\n" + JSON_LINES)
-    assert read(tmp_path / "shard.jsonl").faults == [(MALFORMED_JSON, 1)]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "JSONL.ZST", "txt.bz2", "warc.xz"])

@@ -13,7 +13,7 @@ from unit.data.shards.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, row_cuts, split_into_parts
 from megatron_neobert.data.shards.records import BATCH_BYTES, EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings, ShardPart
-from megatron_neobert.data.shards.tables import RowGroup, parquet_rows, take_together
+from megatron_neobert.data.shards.tables import RowGroup
 from megatron_neobert.errors import DataError
 
 
@@ -77,13 +77,6 @@ def test_bad_row_is_rejected_with_its_row_counted_from_zero(tmp_path, write):
     assert (long.reason, long.number, long.raw, long.detail) == (TOO_LONG, 4, b"long" * 5, "20 bytes")
 
 
-def test_column_of_nulls_has_one_reject_for_each(tmp_path, write):
-    write(tmp_path / "shard", texts_table([None] * 10_000))
-    reading = read(tmp_path / "shard")
-    assert reading.faults == [(NULL_TEXT, row) for row in range(10_000)]
-    assert len(reading.batches) > 1  # or memory would follow the number of nulls
-
-
 @pytest.mark.parametrize("arrow_type", [pa.string(), pa.binary()], ids=str)
 def test_invalid_utf8_is_replaced(tmp_path, write, arrow_type):
     offsets, content = pa.py_buffer(b"\0\0\0\0\3\0\0\0\5\0\0\0"), pa.py_buffer(b"a\xffbok")
@@ -117,13 +110,6 @@ def test_column_of_something_else_is_refused_with_its_type(tmp_path, write, key,
     with pytest.raises(
         DataError, match=f"column '{key}' holds {arrow_type}, not strings; its text columns: content, data.body"
     ):
-        read(tmp_path / "shard", text_key=key)
-
-
-@pytest.mark.parametrize("key", ["data.missing", "content.text", "data.", ".text", "data.text.more"])
-def test_path_that_leads_nowhere_is_a_missing_column(tmp_path, write, key):
-    write(tmp_path / "shard", pa.table({"content": ["x"], "data": [{"text": "y"}]}))
-    with pytest.raises(DataError, match=f"no column '{key}'"):
         read(tmp_path / "shard", text_key=key)
 
 
@@ -201,15 +187,6 @@ def test_large_row_group_is_streamed_not_loaded(tmp_path):
         next(shard.iter_batches(1, columns=["content"]))
         held_by_default = pa.total_allocated_bytes() - before
     assert held < 0.5 * size < 0.9 * size < held_by_default  # measured: 12, 40 and 40 MB; 10 of a group of 313 MB
-
-
-@pytest.mark.parametrize(("length", "rows"), [(2000, 256), (4000, 256), (16_000, 64), (300_000, 3)])
-def test_rows_of_parquet_are_taken_about_a_mebibyte_at_a_time(tmp_path, length, rows):
-    values = [f"{number:06d}" + "x" * (length - 6) for number in range(2 * rows)]
-    pq.write_table(texts_table(values), tmp_path / "shard", use_dictionary=False)
-    steps = list(take_together(parquet_rows(ShardPart(str(tmp_path / "shard"), "parquet"), "content")))
-    assert [len(step.column) for step in steps[:2]] == [rows, rows]
-    assert [text for step in steps for text in step.column.to_pylist()] == values
 
 
 # --- shards that are small, and would not be
@@ -334,16 +311,6 @@ def test_arrow_column_that_points_outside_of_itself_is_refused(tmp_path, arrow_t
     (tmp_path / "shard").write_bytes(content.replace(numbers, damaged))
     with pytest.raises(DataError, match="damaged Arrow file"):
         read(tmp_path / "shard")
-
-
-@pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_arrow_with_compressed_columns_is_read(tmp_path, compression):
-    table = texts_table(TEXTS)
-    with pa.ipc.new_stream(
-        tmp_path / "shard", table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
-    ) as writer:
-        writer.write_table(table)
-    assert texts_of(tmp_path / "shard") == TEXTS
 
 
 def test_parquet_page_with_flipped_bytes_is_refused(tmp_path):

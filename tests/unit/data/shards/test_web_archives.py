@@ -224,20 +224,10 @@ def test_page_nested_less_deep_is_read(tmp_path):
     assert text_of(tmp_path, record("response", http(body))).count("word") == 3000
 
 
-def test_block_that_quotes_a_record_is_not_cut(tmp_path):
-    quoted = record("conversion", b"A text about archives:\r\n\r\n" + BEFORE + b"!", b"text/plain")
-    assert text_of(tmp_path, quoted).endswith("\r\n\r\n!")
-
-
 @pytest.mark.parametrize("line_ends", [b"", b"\r\n", b"\n", b"\r\n" * 4])
 def test_line_ends_between_records_may_differ(tmp_path, line_ends):
     (tmp_path / "shard").write_bytes(BEFORE.rstrip(b"\r\n") + line_ends + AFTER.rstrip(b"\r\n") + line_ends)
     assert read(tmp_path / "shard").texts == ["The page before.", "The page after."]
-
-
-def test_header_with_bare_line_feeds_is_read(tmp_path):
-    head, _, rest = page("Text.").partition(b"\r\n\r\n")
-    assert text_of(tmp_path, head.replace(b"\r\n", b"\n") + b"\n\n" + rest) == "Text."
 
 
 def test_too_long_record_is_rejected_whether_packed_or_not(tmp_path):

@@ -8,7 +8,7 @@ from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConfigError, MissingInputError
+from megatron_neobert.errors import ConfigError
 
 UNCASED = [*"abcdehlorw", "hello", "##s"]
 CASED = [*UNCASED, "Hello", "World"]
@@ -35,23 +35,11 @@ def test_bert_type_decides_about_case_where_the_vocabulary_leaves_it_open(uncase
     assert pieces(load_tokenizer(cased, "BertWordPieceCase"), "Hello") == ["Hello"]
 
 
-def test_bert_type_that_agrees_with_auto_has_its_fingerprint(uncased, cased):
-    for path, name in ((uncased, "BertWordPieceLowerCase"), (cased, "BertWordPieceCase")):
-        assert load_tokenizer(path, name).fingerprint == load_tokenizer(path).fingerprint
-    assert load_tokenizer(uncased, "BertWordPieceCase").fingerprint != load_tokenizer(uncased).fingerprint
-
-
 def test_lower_case_type_is_refused_for_a_cased_vocabulary_with_the_number_of_lost_pieces(cased):
     with pytest.raises(
         ConfigError, match=r"BertWordPieceLowerCase .*: 2 of 19 pieces have upper-case letters \('Hello'\)"
     ):
         load_tokenizer(cased, "BertWordPieceLowerCase")
-
-
-def test_a_few_upper_case_letters_do_not_make_a_vocabulary_cased_for_the_lower_case_type(tmp_path):
-    numbered = [f"w{number}" for number in range(200)]
-    path = write_vocabulary(tmp_path / "vocab.txt", [*numbered, "hello", "Ꭰ", "Ა"])
-    assert pieces(load_tokenizer(path, "BertWordPieceLowerCase"), "Hello") == ["hello"]
 
 
 def test_type_that_contradicts_the_configuration_beside_the_vocabulary_is_refused(uncased):
@@ -137,18 +125,6 @@ def test_sentencepiece_model_is_recognised_by_its_content_and_taken_from_a_folde
     assert load_tokenizer(model).special_tokens["cls"] == 1
     model.rename(tmp_path / "spiece.model")
     assert load_tokenizer(tmp_path, "SentencePieceTokenizer").fingerprint == load_tokenizer(tmp_path).fingerprint
-
-
-def test_tokenizer_json_is_preferred_to_a_sentencepiece_model_unless_the_type_says_so(tmp_path):
-    sentencepiece_model(tmp_path)
-    byte_level_json(tmp_path)
-    assert load_tokenizer(tmp_path).vocab_size == 261
-    assert load_tokenizer(tmp_path, "SentencePieceTokenizer").vocab_size == 18  # 16, <pad> and <mask>
-
-
-def test_folder_without_the_files_of_a_type_is_a_missing_input(uncased):
-    with pytest.raises(MissingInputError, match=r"holds none of tokenizer\.model, spiece\.model"):
-        load_tokenizer(uncased.parent, "SentencePieceTokenizer")
 
 
 def test_unknown_type_is_refused_with_the_known_ones(uncased):

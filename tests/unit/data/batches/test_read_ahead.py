@@ -9,7 +9,6 @@ from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
 from megatron_neobert.data.batches.stream import BatchStream, Source, build_micro_batch
-from megatron_neobert.data.corpus import volumes
 from megatron_neobert.data.corpus.reader import Corpus
 
 PAGE = mmap.PAGESIZE
@@ -72,17 +71,6 @@ def test_neighbours_are_asked_for_in_one_go(corpus, monkeypatch):
     assert ranges == [[(begin - begin % PAGE, end)], [], [], [], []]
 
 
-def test_documents_far_apart_are_asked_for_alone(corpus, monkeypatch):
-    monkeypatch.setattr(volumes, "_READ_THROUGH_BYTES", 10_000)
-    ranges = asked(corpus, np.array([300, 10]), monkeypatch)
-    assert [len(of_volume) for of_volume in ranges] == [2, 0, 0, 0, 0]
-    assert sum(stop - start for start, stop in ranges[0]) < 2 * (500 + PAGE)
-
-
-def test_the_operating_system_takes_the_request(corpus):
-    corpus.will_need(np.arange(2000))  # raises where a start is no page or lies outside
-
-
 def test_each_step_announces_what_this_rank_reads_in_the_next(monkeypatch):
     monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
     corpus = MemoryCorpus(np.random.default_rng(5).integers(1, 121, 150))
@@ -97,12 +85,6 @@ def test_each_step_announces_what_this_rank_reads_in_the_next(monkeypatch):
         ours = [rows[number].take(first, first + 2).segments.documents_n for first in (2, 6)]
         assert np.concatenate(corpus.announced).tolist() == np.concatenate(ours).tolist()
         corpus.announced.clear()
-
-
-def test_nothing_is_announced_where_single_documents_are_shuffled():
-    corpus = MemoryCorpus(np.random.default_rng(5).integers(1, 121, 150))
-    next(BatchStream((Source(corpus, range(150)),), batch_settings()).steps())
-    assert corpus.announced == []
 
 
 def test_reading_ahead_changes_no_batch(monkeypatch):
