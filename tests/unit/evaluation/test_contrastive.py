@@ -7,13 +7,13 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import BertForMaskedLM, RobertaConfig, RobertaModel
+from transformers import BertForMaskedLM
 from unit.evaluation.contrastive_place import INSTRUCTIONS, make_pairs, write_datasets, write_encoder, write_yaml
 
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
+from megatron_neobert.errors import ConfigError, ConversionError, OutputError
 from megatron_neobert.evaluation.contrastive.config import TrainingSettings, read_config
 from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
 from megatron_neobert.evaluation.contrastive.run import (
@@ -122,16 +122,6 @@ def test_training_brings_positives_nearer_than_they_were(place, trained):
     assert after > before + 0.1, f"{before=} {after=}"
 
 
-def test_results_say_what_every_dataset_contributed(trained):
-    shares = trained[1]["datasets"]
-    roots = {"LARGE": 20, "SMALL": 10, "HARD": 5}  # of 400, 100 and 25 rows
-    assert {key: share["probability"] for key, share in shares.items()} == pytest.approx(
-        {key: root / 35 for key, root in roots.items()}, abs=1e-6
-    )
-    assert {key: share["pairs_per_batch"] for key, share in shares.items()} == {"LARGE": 16, "SMALL": 16, "HARD": 8}
-    assert sum(share["batches"] for share in shares.values()) == 100
-
-
 def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
     model = SentenceTransformer(str(trained[0].final), device="cpu")
     assert {key: model.prompts[key] for key in KEYS} == {key: f"{text} " for key, text in INSTRUCTIONS.items()}
@@ -162,15 +152,6 @@ def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, train
     assert results["started_from"] == "checkpoint-50"
     assert weights_of(resumed) == weights_of(whole)
     assert resumed.file("_loss.csv").read_text() == whole.file("_loss.csv").read_text()
-
-
-def test_another_seed_or_place_of_the_instructions_gives_other_losses(place, tmp_path):
-    changes = [{}, {"seed": 1}, {"instructions": "none"}, {"instructions": "both"}]
-    losses = [
-        train(place, tmp_path / str(number), steps=2, log_interval=1, **change)[0].file("_loss.csv").read_text()
-        for number, change in enumerate(changes)
-    ]
-    assert len(set(losses)) == len(changes)
 
 
 def test_checkpoints_are_not_gone_on_from_unasked_or_with_other_settings(trained, tmp_path):
@@ -208,37 +189,8 @@ def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
 
 
-def test_longest_text_is_that_of_a_table_counted_from_behind_its_padding_id(place, tmp_path):
-    shutil.copytree(place / "bert", tmp_path / "roberta", ignore=shutil.ignore_patterns("model.safetensors"))
-    config = RobertaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=18
-    )
-    RobertaModel(config).save_pretrained(tmp_path / "roberta")
-    model = load_sentence_transformer(tmp_path / "roberta", max_length=32)
-    assert model.max_seq_length == 18 - config.pad_token_id - 1
-    model.encode("ba " * 40)  # an index beyond the table would raise
-
-
-def test_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(MissingInputError, match="no such folder"):
-        load_sentence_transformer(tmp_path / "none", max_length=16)
-    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
-    (tmp_path / "vocab.txt").write_text("[PAD]")
-    with pytest.raises(ConversionError, match="cannot load"):
-        load_sentence_transformer(tmp_path, max_length=16)
-
-
 def test_module_of_another_package_is_refused_before_it_is_imported(place, tmp_path):
     folder = shutil.copytree(place / "bert", tmp_path / "bert")
     (folder / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "subprocess.Popen"}]')
     with pytest.raises(ConversionError, match=r"'subprocess\.Popen' is no module of sentence-transformers"):
-        load_sentence_transformer(folder, max_length=16)
-
-
-def test_folder_that_lacks_a_weight_is_refused_rather_than_drawn_anew(place, tmp_path):
-    folder = shutil.copytree(place / "bert", tmp_path / "bert")
-    weights = load_file(folder / "model.safetensors")
-    del weights["bert.encoder.layer.0.output.dense.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match=r"does not hold encoder\.layer\.0\.output\.dense\.weight"):
         load_sentence_transformer(folder, max_length=16)

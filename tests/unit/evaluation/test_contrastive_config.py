@@ -27,12 +27,6 @@ def test_shipped_file_is_the_papers_recipe():
     assert len({source.instruction for source in config.datasets.values()}) == 22 - 2  # two pairs share theirs
 
 
-def test_shipped_file_names_as_many_negatives_as_the_datasets_have():
-    datasets = read_config(SHIPPED).datasets
-    assert datasets["GOOAQ"].negatives == tuple(f"negative_{number}" for number in range(1, 6))
-    assert datasets["PUBMEDQA"].negatives == tuple(f"negative_{number}" for number in range(1, 21))
-
-
 @pytest.mark.parametrize(("target", "pairs"), [(128, 64), (32, 16), (3, 2)])
 def test_batch_is_divided_but_keeps_two_pairs(target, pairs):
     assert DatasetSource(divisor=2, instruction="").batch_size(target) == pairs
@@ -50,15 +44,6 @@ def test_all_problems_are_said_at_once(tmp_path):
     assert "training.instructions 'corpus': Input should be 'query', 'both' or 'none'." in said
     assert "training.learning_rate '1e-3': Input should be a valid number (with its point: 1.0e-4)." in said
     assert "datasets.HARD.divisor 0: Input should be greater than 0." in said
-
-
-def test_file_that_is_not_yaml_is_sent_to_the_example_there_is(tmp_path):
-    (tmp_path / "run.yaml").write_text("training: [", encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"not readable as YAML: .*compare it with examples/contrastive\.yaml"
-    ) as error:
-        read_config(tmp_path / "run.yaml")
-    assert (SHIPPED.parents[1] / str(error.value).split("compare it with ")[1].removesuffix(".")).is_file()
 
 
 @pytest.mark.parametrize("text", ["", "training: {}", "a: [", "training: {}\ndatasets: []", "\x00"])

@@ -8,9 +8,9 @@ import datasets
 import pytest
 from unit.evaluation.contrastive_place import make_pairs, write_jsonl
 
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.contrastive.config import DatasetSource
-from megatron_neobert.evaluation.contrastive.data import digest_of, fetch_pairs, find_local, load_pairs
+from megatron_neobert.evaluation.contrastive.data import digest_of, find_local, load_pairs
 
 ROWS = make_pairs(7, negatives=2, seed=5)
 SOURCE = DatasetSource(
@@ -50,10 +50,6 @@ def _write(form: str, folder: Path) -> Path:
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz", "saved", "saved with splits", "repository", "plain"])
 def test_every_form_gives_the_same_rows(form, tmp_path):
     assert load_pairs("KEY", SOURCE, _write(form, tmp_path)).to_list() == ROWS
-
-
-def test_limit_takes_the_first_rows(tmp_path):
-    assert load_pairs("KEY", SOURCE, _write("jsonl", tmp_path), limit=3).to_list() == ROWS[:3]
 
 
 def test_changed_file_is_read_again(tmp_path):
@@ -118,12 +114,6 @@ def test_judgements_are_joined_with_queries_and_corpus(tmp_path):
     assert [(row["query"], row["positive"]) for row in pairs] == [("who", "me"), ("what", "this")]
 
 
-def test_fetched_dataset_is_what_its_source_holds(tmp_path):
-    _write("repository", tmp_path)
-    source = DatasetSource(**{**vars(SOURCE), "hub": str(tmp_path / "KEY")})
-    assert fetch_pairs("KEY", source).to_list() == ROWS
-
-
 def test_digest_changes_with_the_texts_and_not_with_their_place_or_time(tmp_path, monkeypatch):
     def digest(name: str, rows: list[dict]) -> str:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / name / "cache")
@@ -146,15 +136,6 @@ def test_another_length_is_noticed_in_rows_that_are_not_read():
     # Of 2,500 rows, 1,000 are read, so that of four neighbours at least one is not.
     assert digest(None) == digest(None)
     assert digest(None) not in {digest(number) for number in (1, 2, 3, 4)}
-
-
-def test_missing_datasets_are_named_unless_they_may_be_skipped(tmp_path):
-    _write("jsonl", tmp_path)
-    with pytest.raises(MissingInputError, match=r"no data for OTHER, THIRD: .*--datasets OTHER THIRD"):
-        find_local(tmp_path, ["KEY", "OTHER", "THIRD"], skip_missing=False)
-    assert list(find_local(tmp_path, ["KEY", "OTHER"], skip_missing=True)) == ["KEY"]
-    with pytest.raises(MissingInputError, match="no data for OTHER"):
-        find_local(tmp_path, ["OTHER"], skip_missing=True)
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,6 @@ def test_order_depends_on_the_seed_alone():
     assert list(make_sampler(PARTS, other)) != list(again)
 
 
-def test_longer_run_begins_as_the_shorter_one():
-    longer = SamplingPlan(**{**vars(PLAN), "batches": 300})
-    assert list(make_sampler(PARTS, longer))[:200] == list(make_sampler(PARTS, PLAN))
-
-
 def test_dataset_without_enough_distinct_texts_is_refused_with_its_numbers():
     rows = make_rows(30, distinct=5)
     with pytest.raises(DataError, match=r"few: its 30 rows do not give one batch of 6"):

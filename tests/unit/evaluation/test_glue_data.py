@@ -34,6 +34,10 @@ def test_columns_of_the_benchmark_have_other_names_than_on_the_hub(tmp_path):
     write_tsv(tmp_path, "MRPC", dev="\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\ta cat\tcats\n")
     write_tsv(tmp_path, "QQP", dev="id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n3\t1\t2\twhy\thow\t0\n")
     write_tsv(tmp_path, "MNLI", dev_mismatched="index\tsentence1\tsentence2\tlabel1\tgold_label\n0\ta\tb\tx\tneutral\n")
+    write_tsv(tmp_path, "STS-B", train="index\tsentence1\tsentence2\tscore\n0\ta\tb\t3.800\n")
+    write_tsv(tmp_path, "diagnostic", diagnostic="index\tsentence1\tsentence2\n0\ta cat\tcats\n")
+    assert read_split(tmp_path, TASKS["stsb"], "train").labels == [3.8]
+    assert read_split(tmp_path, DIAGNOSTIC, "test", labelled=False).texts == [("a cat", "cats")]
     assert read_split(tmp_path, TASKS["mrpc"], "validation") == GlueSplit([("a cat", "cats")], [1])
     assert read_split(tmp_path, TASKS["qqp"], "validation") == GlueSplit([("why", "how")], [0])
     assert read_split(tmp_path, TASKS["mnli"], "validation_mismatched") == GlueSplit([("a", "b")], [1])
@@ -74,11 +78,6 @@ def test_parquet_and_saved_data_sets_give_what_the_tsv_file_gives(tmp_path):
     assert found == [expected] * 3
 
 
-def test_scores_of_stsb_are_numbers(tmp_path):
-    write_tsv(tmp_path, "STS-B", train="index\tsentence1\tsentence2\tscore\n0\ta\tb\t3.800\n")
-    assert read_split(tmp_path, TASKS["stsb"], "train").labels == [3.8]
-
-
 def test_rows_that_are_cut_short_are_left_out_with_a_warning(tmp_path):
     write_tsv(tmp_path, "SST-2", train="sentence\tlabel\ncat\t1\nmat\nsat\t0\n")
     with pytest.warns(UserWarning, match="1 rows are cut short"):
@@ -113,11 +112,6 @@ def test_missing_task_and_missing_split_are_named_with_the_command_that_fetches_
     write_tsv(tmp_path, "QNLI", dev="index\tquestion\tsentence\tlabel\n")
     with pytest.raises(MissingInputError, match=r"no train\.parquet and no train\.tsv.*fetch_glue\.py"):
         read_split(tmp_path, TASKS["qnli"], "train")
-
-
-def test_diagnostic_set_is_found_under_the_name_that_the_benchmark_gives_it(tmp_path):
-    write_tsv(tmp_path, "diagnostic", diagnostic="index\tsentence1\tsentence2\n0\ta cat\tcats\n")
-    assert read_split(tmp_path, DIAGNOSTIC, "test", labelled=False).texts == [("a cat", "cats")]
 
 
 def test_number_of_rows_that_is_not_the_benchmarks_is_said_with_both():

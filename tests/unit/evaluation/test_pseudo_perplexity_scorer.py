@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -109,13 +108,6 @@ def test_tokenizer_without_a_mask_token_is_refused(tmp_path):
         Scorer(folder)
 
 
-def test_model_without_a_masked_language_model_head_is_refused(tmp_path):
-    folder = write_model(tmp_path / "model", "Bert")
-    transformers.AutoModel.from_pretrained(folder, trust_remote_code=False).save_pretrained(folder)
-    with pytest.raises(ConversionError, match="BertModel, which has no masked-language-model head"):
-        Scorer(folder)
-
-
 def test_loss_that_is_no_number_is_refused(tmp_path):
     scorer = Scorer(write_model(tmp_path / "model", "Bert"))
     with torch.no_grad():
@@ -133,10 +125,3 @@ def test_batch_that_does_not_fit_into_memory_names_its_size_and_the_flag(tmp_pat
     scorer.model.register_forward_pre_hook(run_out)
     with pytest.raises(ConfigError, match=r"7 rows of up to 9 tokens .* --batch-tokens below 63\."):
         scorer.score(rows_of(scorer, TEXTS[0]))
-
-
-def test_usual_model_is_loaded_without_a_warning(tmp_path):
-    folder = write_model(tmp_path / "model", "Bert")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Scorer(folder)

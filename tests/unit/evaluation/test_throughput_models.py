@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from throughput_subjects import POSITIONS, build_bert, build_roberta, subject_of
+from throughput_subjects import POSITIONS, build_bert, subject_of
 from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.evaluation.throughput.models import (
@@ -30,21 +30,6 @@ def step_of(model, passes=FORWARD, length=POSITIONS):
     inputs = build_batch([length, length], layout="padded", labels=labels, config=model.config, seed=0, device=CPU)
     prepare(subject_of(model), passes)
     return make_step(subject_of(model), inputs, passes)
-
-
-@pytest.mark.parametrize("build", [build_bert, build_roberta])
-def test_learned_positions_end_where_the_model_does(build):
-    model = build()
-    assert subject_of(model).longest == POSITIONS
-    step_of(model)()
-    with pytest.raises((IndexError, RuntimeError)):
-        step_of(model, length=POSITIONS + 1)()
-
-
-def test_computed_positions_have_no_end():
-    model = build_model()
-    assert subject_of(model).longest is None
-    step_of(model, length=2 * model.config.max_position_embeddings)()
 
 
 def test_only_a_model_that_keeps_documents_apart_is_measured_packed():

@@ -203,12 +203,6 @@ def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
     assert "done" not in plan_of(tiny_settings(tiny_corpus), capsys)
 
 
-def test_plan_says_a_warmup_only_where_there_is_one(tiny_corpus, capsys):
-    with_it = tiny_settings(tiny_corpus, optimizer={"lr_warmup_iters": 2, "lr_decay_style": "constant"})
-    assert "   0 to 0.002 by iteration 2, then constant\n" in plan_of(with_it, capsys)
-    assert "   0.002, then constant\n" in plan_of(with_it.with_section("optimizer", lr_warmup_iters=0), capsys)
-
-
 def test_plan_is_plain_where_the_terminal_is(tiny_corpus, monkeypatch):
     for encoding in ("ascii", "utf-8"):
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)

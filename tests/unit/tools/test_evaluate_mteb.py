@@ -4,16 +4,13 @@ Importing mteb takes seconds, so most runs of evaluate_mteb share this process.
 """
 
 import json
-import subprocess
 import sys
-import warnings
 
 import pytest
-from commands import ENVIRONMENT, command_line, import_tool, run
+from commands import ENVIRONMENT, import_tool, run
 
 pytest.importorskip("mteb")
 
-from sklearn.linear_model import LogisticRegression
 from unit.evaluation.mteb_places import make_encoder, write_hub, write_pairs
 
 from megatron_neobert.errors import NeoBERTError
@@ -74,41 +71,6 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
     assert (folder / "mteb.md").read_text() == table
 
 
-@pytest.mark.slow
-def test_run_that_is_killed_goes_on_where_it_was(place, tmp_path, evaluate):
-    names = "abc"
-    for name in names:
-        write_pairs(tmp_path / "data" / name)
-    flags = ("--model", "model", "--output", tmp_path / "out", "--data-dir", tmp_path / "data")
-    tasks = ("--tasks", *(f"local:{name}" for name in names))
-    command = command_line("evaluate_mteb", *flags, *tasks)
-    with subprocess.Popen(
-        command, cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        for line in process.stdout:
-            if line.startswith(b"1/3"):
-                process.kill()
-                break
-    assert process.returncode == -9
-    output = evaluate(*flags, *tasks)
-    assert "1/3 local:a: " in output
-    assert "(kept)" in output.splitlines()[0]
-    assert output.count("| model | local:") == 3
-
-
-def test_classifiers_that_do_not_converge_are_not_reported_draw_by_draw(evaluate):
-    def fit(action=None):
-        with warnings.catch_warnings(record=True) as caught:
-            if action:
-                warnings.simplefilter(action)
-            LogisticRegression(max_iter=1).fit([[0.0, 1.0], [1.0, 0.0], [2.0, 5.0]], [0, 1, 2])
-        return [str(warning.message) for warning in caught]
-
-    evaluate("--tasks", "local:sts")
-    assert fit() == []
-    assert "failed to converge" in fit("always")[0], "the control: what sklearn says"
-
-
 def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(evaluate):
     with pytest.raises(NeoBERTError, match=r"no data of 1 tasks \(SICK-R\); run python tools/fetch_mteb.py"):
         evaluate("--tasks", "local:sts", "SICK-R")
@@ -155,22 +117,6 @@ def test_long_list_of_tasks_has_a_folder_in_any_order(evaluate, place):
     for order in (tasks, tasks[::-1]):
         evaluate("--skip-missing", "--tasks", *order)
     assert len([path for path in (place / "out/model").iterdir() if path.name.startswith("mteb_6-tasks-")]) == 1
-
-
-def test_machine_in_the_record_is_the_one_that_was_asked_for(place, evaluate, monkeypatch):
-    evaluate("--tasks", "local:sts", "--device", "cpu")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # and is left alone; the scores are kept
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "GPU")
-    evaluate("--tasks", "local:sts", "--device", "cpu")
-    assert "CPU" in json.loads((place / "out/model/mteb_local-sts/mteb.json").read_text())["machine"]
-
-
-def test_instructions_change_the_scores_and_each_style_is_measured_anew(evaluate, tmp_path):
-    (tmp_path / "file.yaml").write_text("types: {STS: wing flow heat}")
-    choices = [(), *(("--instructions", tmp_path / "file.yaml", "--prompt-style", s) for s in ("prefix", "paper"))]
-    plain, prefix, paper = (evaluate("--tasks", "local:sts", *choice) for choice in choices)
-    assert plain.rpartition("| local:sts |")[2] != prefix.rpartition("| local:sts |")[2]
-    assert "(kept)" not in prefix + paper
 
 
 @pytest.mark.parametrize(
