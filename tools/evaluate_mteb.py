@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.errors import CommandParser, MissingInputError, run_command
 from megatron_neobert.evaluation.options import positive
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER, MTEB_SUCCESSOR
 from megatron_neobert.runtime.atomic_files import require_folder
@@ -110,7 +110,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     from megatron_neobert.evaluation.encoders import LoadOptions, choose_device, fingerprint, load_tokenizer
     from megatron_neobert.evaluation.mteb.encoder import Instructions, build_encoder, read_instructions
-    from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, refuse_missing, run_tasks
+    from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, run_tasks
     from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name
 
     if arguments.tasks:
@@ -132,8 +132,12 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     folder = arguments.output / name
     files = ResultFiles(folder / "mteb", name=name, fingerprint=fingerprint(arguments.model), settings=protocol)
     missing = find_missing(tasks, files, arguments.data_dir)
-    if not arguments.skip_missing:
-        refuse_missing(missing, arguments.data_dir)
+    if missing and not arguments.skip_missing:
+        raise MissingInputError(
+            f"--data-dir {arguments.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run python "
+            "tools/fetch_mteb.py --output DIR with the same --benchmark or --tasks on a machine with a network and "
+            "copy DIR here, or leave them out with --skip-missing."
+        )
     scores = run_tasks(
         tasks,
         lambda: build_encoder(

@@ -67,13 +67,13 @@ def _tasks(arguments: argparse.Namespace) -> list[Any]:
 
 def _fetch(arguments: argparse.Namespace) -> list[str]:
     """Names of the tasks that failed: one that the source has lost must not keep the other 66 from coming."""
-    from megatron_neobert.evaluation.mteb.run import is_stored, store_task, stored_revision
+    from megatron_neobert.evaluation.mteb.run import store_task, stored_revision
 
     tasks, failed = _tasks(arguments), []
     for number, task in enumerate(tasks, start=1):
         place = f"{number}/{len(tasks)} {task.metadata.name}"
-        stale = arguments.refresh and stored_revision(arguments.output, task) != task.metadata.revision
-        if is_stored(arguments.output, task) and not stale:
+        stored = stored_revision(arguments.output, task)
+        if stored is not None and not (arguments.refresh and stored != task.metadata.revision):
             print(f"{place}: there already", flush=True)
             continue
         try:
@@ -88,10 +88,10 @@ def _fetch(arguments: argparse.Namespace) -> list[str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from megatron_neobert.evaluation.mteb.run import is_stored, load_task
+    from megatron_neobert.evaluation.mteb.run import load_task, stored_revision
 
     tasks = _tasks(arguments)
-    if missing := [task.metadata.name for task in tasks if not is_stored(arguments.output, task)]:
+    if missing := [task.metadata.name for task in tasks if stored_revision(arguments.output, task) is None]:
         raise MissingInputError(f"--output {arguments.output}: no data of {len(missing)} tasks: {', '.join(missing)}.")
     for task in tasks:
         load_task(arguments.output, task)

@@ -10,18 +10,18 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow.compute
 
-from megatron_neobert.errors import DataError, MissingInputError, NeoBERTError
+from megatron_neobert.errors import DataError, MissingInputError, NeoBERTError, short_reason
 from megatron_neobert.evaluation.contrastive.config import DatasetSource
 
 PLAIN_COLUMNS = {"query", "positive", "negatives"}
-_FEATURES = {"query": "string", "positive": "string", "negatives": ["string"]}
+_TEXT = datasets.Value("string")
+_FEATURES = datasets.Features({"query": _TEXT, "positive": _TEXT, "negatives": [_TEXT]})
 _PLAIN = DatasetSource(divisor=1, instruction="", query=("query",), positive=("positive",), negatives=("negatives.*",))
 _DIGEST_ROWS = 1000
 _FILES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -62,8 +62,7 @@ def load_pairs(key: str, source: DatasetSource, path: Path, *, limit: int | None
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     # A tuple: of a list, `datasets` would give each call of the generator a part, and call it for every file.
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    settings = {"key": key, "source": source, "path": str(path), "limit": limit, "stamps": stamps}
-    return _build(key, settings)
+    return _build(key, source, str(path), limit, stamps)
 
 
 def digest_of(pairs: datasets.Dataset) -> str:
@@ -84,39 +83,21 @@ def digest_of(pairs: datasets.Dataset) -> str:
 
 def fetch_pairs(key: str, source: DatasetSource) -> datasets.Dataset:
     """The same from the hub; `source.hub` may be a folder."""
-    return _build(key, {"key": key, "source": source, "path": None, "limit": None, "stamps": ()})
+    return _build(key, source, None, None, ())
 
 
-def _build(key: str, settings: dict[str, Any]) -> datasets.Dataset:
-    names = {
-        name: [datasets.Value(kind[0])] if isinstance(kind, list) else datasets.Value(kind)
-        for name, kind in _FEATURES.items()
-    }
-    # The settings are hashed: another file, another limit or another column is another entry of the cache.
-    given = {"features": datasets.Features(names), "gen_kwargs": settings}
+def _build(key: str, source: DatasetSource, path: str | None, limit: int | None, stamps: Any) -> datasets.Dataset:
+    # The arguments are hashed: another file, another limit or another column is another entry of the cache.
+    given = {"key": key, "source": source, "path": path, "limit": limit, "stamps": stamps}
+    if not sys.stderr.isatty():  # in a log each of their updates stays
+        datasets.disable_progress_bars()
     try:
-        with _bars_on_terminals_alone():
-            return datasets.Dataset.from_generator(_rows, **given)
+        return datasets.Dataset.from_generator(_rows, features=_FEATURES, gen_kwargs=given)
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__ or error
         if isinstance(cause, NeoBERTError):
             raise cause from None
-        place = settings["path"] or settings["source"].hub
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
-        raise DataError(f"{key}: {place} cannot be read ({reason}).") from error
-
-
-@contextmanager
-def _bars_on_terminals_alone() -> Iterator[None]:
-    """No progress bars of `datasets` in logs, where each of their updates stays."""
-    shown = not datasets.are_progress_bars_disabled()
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+        raise DataError(f"{key}: {path or source.hub} cannot be read ({short_reason(cause)}).") from error
 
 
 def _rows(

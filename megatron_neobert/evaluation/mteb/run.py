@@ -25,7 +25,7 @@ from mteb.abstasks.abstask import AbsTask
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.results import TaskResult
 
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.mteb.results import TaskScore
 from megatron_neobert.evaluation.mteb.tasks import PREFIX, flatten
 from megatron_neobert.runtime.atomic_files import own_name, replace_file, sync_to_disk
@@ -40,17 +40,10 @@ def task_folder(data_dir: Path, task: AbsTask) -> Path:
     return data_dir / "tasks" / task.metadata.name
 
 
-def is_stored(data_dir: Path, task: AbsTask) -> bool:
-    """Whether its data is there, of whichever revision."""
-    return (task_folder(data_dir, task) / _ABOUT).is_file()
-
-
 def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
     """Of the data that is there, or None."""
-    if not is_stored(data_dir, task):
-        return None
-    about = json.loads((task_folder(data_dir, task) / _ABOUT).read_text(encoding="utf-8"))
-    return str(about["revision"])
+    about = task_folder(data_dir, task) / _ABOUT
+    return str(json.loads(about.read_text(encoding="utf-8"))["revision"]) if about.is_file() else None
 
 
 def check_revision(data_dir: Path, task: AbsTask) -> None:
@@ -169,9 +162,6 @@ def _limit_queries(content: dict[str, Any], limit: int) -> dict[str, Any]:
     return {"corpus": corpus, "queries": queries, "relevant_docs": judged, "top_ranked": ranked}
 
 
-BuildEncoder = Callable[[], Any]
-
-
 class ResultFiles:
     """The results of one model under one protocol.
 
@@ -214,26 +204,16 @@ def find_missing(tasks: Sequence[AbsTask], files: ResultFiles, data_dir: Path) -
     for task in flatten(tasks):
         if task.metadata.name.startswith(PREFIX) or files.read(task) is not None:
             continue
-        if is_stored(data_dir, task):
-            check_revision(data_dir, task)
-        else:
+        if stored_revision(data_dir, task) is None:
             missing.append(task.metadata.name)
+        else:
+            check_revision(data_dir, task)
     return missing
-
-
-def refuse_missing(missing: Sequence[str], data_dir: Path) -> None:
-    """Raises MissingInputError, naming tasks without data and the command that gets them."""
-    if missing:
-        raise MissingInputError(
-            f"--data-dir {data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run python "
-            "tools/fetch_mteb.py --output DIR with the same --benchmark or --tasks on a machine with a network and "
-            "copy DIR here, or leave them out with --skip-missing."
-        )
 
 
 def run_tasks(
     tasks: Sequence[AbsTask],
-    build_encoder: BuildEncoder,
+    build_encoder: Callable[[], Any],
     files: ResultFiles,
     *,
     data_dir: Path,
@@ -257,7 +237,7 @@ def run_tasks(
             continue
         if task.metadata.name.startswith(PREFIX):
             task.load_data()
-        elif is_stored(data_dir, task):
+        elif stored_revision(data_dir, task) is not None:
             load_task(data_dir, task)
         else:
             report(f"{place}: no data")

@@ -11,8 +11,8 @@ from unit.evaluation.glue_place import POINT, build_evaluation, build_run, make_
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
 from megatron_neobert.evaluation.glue.predictions import to_answers, write_submission
+from megatron_neobert.evaluation.glue.results import RUN, TaskStudy
 from megatron_neobert.evaluation.glue.run import Grid, best_model, evaluate
-from megatron_neobert.evaluation.glue.study import RUN, TaskStudy
 from megatron_neobert.evaluation.glue.tasks import TASKS, choose_tasks
 from megatron_neobert.evaluation.glue.training import MODEL, Outcome, share_out
 from megatron_neobert.evaluation.records import read_record
