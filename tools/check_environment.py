@@ -10,7 +10,6 @@ cannot, or it would not use the GPUs that are here. Runs where nothing is instal
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import importlib.metadata
 import json
 import os
@@ -40,8 +39,6 @@ UNSET = "unset it"
 NOT_FOR_TRAINING = ("transformers", "huggingface_hub", "matplotlib", "tqdm")
 # Extras whose packages are judged where they are installed.
 EXTRAS = ("gpu", "fast", "dali", "wandb", "eval")
-# Modules that a folder of the same name before them would replace.
-WATCHED = ("torch", "numpy", "megatron", "megatron_neobert", "transformer_engine", "transformers", "tokenizers", "apex")
 
 
 class Bad(NamedTuple):
@@ -164,7 +161,6 @@ def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
     if save is not None:
         words = f"{facts['GiB free at --save']} GiB free on a file system of kind {facts['file system of --save']}"
         yield Finding(OK, f"--save {save}", words, "")
-    yield from shadow_findings(os.environ.get("PYTHONPATH", ""))
     yield from known_bad_findings({**os.environ, **facts})
     if gpu_test:
         yield from (Finding(*answer) for answer in run_probe("--gpu-test"))
@@ -271,23 +267,6 @@ def _matches(value: str, values: str) -> bool:
         return bool(value) and SpecifierSet(values).contains(value, prereleases=True)
     except InvalidVersion:  # a variable with a word where numbers are harmful
         return False
-
-
-def shadow_findings(pythonpath: str) -> Iterator[Finding]:
-    """Modules of which a copy lies in the current folder or on PYTHONPATH, before the installed one."""
-    places = [str(Path(entry).resolve()) for entry in ["", *filter(None, pythonpath.split(os.pathsep))]]
-    for module in WATCHED:
-        found = importlib.machinery.PathFinder.find_spec(
-            module, [place for place in places if place != str(REPOSITORY)]
-        )
-        copies = [found.origin] if found is not None and found.origin else []
-        if found is not None and module == "megatron":  # a namespace: no file of its own
-            copies = [
-                one for one in found.submodule_search_locations or () if Path(one, "core", "__init__.py").exists()
-            ]
-        if copies:
-            words = f"a copy at {copies[0]} comes before the installed one (current folder or PYTHONPATH)"
-            yield Finding(WARNING, module, words, "take it out of PYTHONPATH, start elsewhere, or rename it")
 
 
 def print_finding(finding: Finding, width: int) -> None:

@@ -20,7 +20,6 @@ from tools.check_environment import (
     known_bad_findings,
     machine_facts,
     requirement_findings,
-    shadow_findings,
 )
 from tools.environment_checks import probe
 
@@ -118,18 +117,6 @@ def test_place_that_is_a_file_or_lies_in_one_or_is_a_link_to_nothing_is_no_place
         assert (PROBLEM, "--save can be written to no") in complaints(machine_facts(place))
 
 
-def test_copies_on_pythonpath_are_found_and_the_project_itself_is_not(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old" / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "old" / "megatron" / "core" / "__init__.py").touch()
-    (found,) = shadow_findings(f"{tmp_path / 'old'}{os.pathsep}{REPOSITORY}")
-    assert (found.level, found.subject) == (WARNING, "megatron")
-    assert str(tmp_path / "old" / "megatron") in found.words
-    assert list(shadow_findings("")) == []
-    (tmp_path / "torch.py").touch()
-    assert [found.subject for found in shadow_findings("")] == ["torch"]
-
-
 # --- what torch finds
 
 
@@ -158,8 +145,8 @@ def test_what_the_gpu_test_computes_is_right_on_two_cpu_ranks(tmp_path):
         told = []
         probe.tell = told.append
         probe.compute_on(int(os.environ["RANK"]), "cpu", 2, store)
-        names = ["cpu bfloat16 product", "cpu packed attention", "sum over 2 rank(s)"]
-        assert [subject for _, subject, *_ in told] == names[: 3 - int(os.environ["RANK"])], told
+        names = ["cpu bfloat16 product", "sum over 2 rank(s)"]
+        assert [subject for _, subject, *_ in told] == names[: 2 - int(os.environ["RANK"])], told
         assert {level for level, *_ in told} == {OK}, told
 
     run_on_ranks(compute, str(tmp_path / "store"), world_size=2)
@@ -200,7 +187,7 @@ def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, s
     modules = f"{tmp_path}{os.pathsep}{REPOSITORY}"
     code, output, errors = run("check_environment", cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": modules})
     assert (code, errors) == (69, "")
-    assert words in output and "comes before the installed one" in " ".join(output.split())
+    assert words in output
     assert "problem(s) keep training from starting as it should" in output
 
 
