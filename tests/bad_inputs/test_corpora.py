@@ -11,7 +11,7 @@ import struct
 import pytest
 from bad_inputs.refusals import assert_refused, outcome_of, start_checks
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
-from unit.tools.commands import ENVIRONMENT, run, run_forked
+from unit.tools.commands import ENVIRONMENT, run
 
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 
@@ -54,41 +54,22 @@ def replaced(old, new):
 MANIFESTS = [
     pytest.param(lambda text: "", ["not a manifest"], id="empty"),
     pytest.param(lambda text: text[: len(text) // 2], ["not a manifest"], id="truncated"),
-    pytest.param(lambda text: "\0" * len(text), ["not a manifest"], id="zeros"),
-    pytest.param(lambda text: text + text, ["not a manifest", "Extra data"], id="twice"),
     pytest.param(lambda text: "[" * 100_000, ["not a manifest"], id="deep nesting"),
-    pytest.param(lambda text: f"[{text}]", ["format_version 2, found None"], id="in a list"),
     pytest.param(lambda text: "null", ["format_version 2, found None"], id="null"),
     pytest.param(replaced('"tokens": 10', '"tokens": ' + "1" * 5000), ["not a manifest"], id="5,000 digits"),
-    pytest.param(replaced('"tokens": 10', '"tokens": 1e400'), ["'tokens' to be int, found inf"], id="infinite"),
-    pytest.param(replaced('"tokens": 10', '"tokens": NaN'), ["'tokens' to be int, found nan"], id="not a number"),
-    pytest.param(replaced('"tokens": 10', '"tokens": 10.0'), ["'tokens' to be int, found 10.0"], id="float"),
     pytest.param(replaced('"tokens": 10', '"tokens": true'), ["'tokens' to be int, found True"], id="bool"),
-    pytest.param(replaced('"tokens": 10', '"tokens": null'), ["'tokens' to be int, found None"], id="null count"),
-    pytest.param(edited(format_version=1), ["format_version 2, found 1"], id="older format"),
     pytest.param(edited(format_version="2" * 9999), ["format_version 2, found"], id="long version"),
     pytest.param(edited(extra=1), ["extra differ"], id="unknown entry"),
     pytest.param(edited(volumes=[]), ["expected at least one volume, found none"], id="no volumes"),
-    pytest.param(replaced('"volumes": [', '"volumes": {"a": ['), ["not a manifest"], id="volumes as mapping"),
     pytest.param(edited(volumes=["../../etc/passwd"]), ["small.json", "not a mapping"], id="volume that is a path"),
-    pytest.param(edited(volumes=[{}] * 100_000), ["differ"], id="100,000 empty volumes"),
     pytest.param(edited(part_of=[]), ["'part_of' to be all or training or validation"], id="part of a list"),
     pytest.param(edited(vocab_size=2**33), ["vocab_size that int32 can number, found 8589934592"], id="vocab 2^33"),
-    pytest.param(edited(vocab_size=10**300), ["vocab_size that int32 can number"], id="vocab 10^300"),
-    pytest.param(edited(vocab_size=0), ["special ids", "vocab_size 0"], id="vocab 0"),
-    pytest.param(edited(vocab_size=-100), ["special ids", "vocab_size -100"], id="vocab below 0"),
     pytest.param(edited(vocab_size=101), ["expected vocab_size 100 of tokenizer", "found 101"], id="vocab + 1"),
-    pytest.param(edited(special_ids=[0, 1, 2, 3]), ["expected special_ids (0, 1, 2, 3, 4)"], id="special id less"),
     pytest.param(edited(special_ids=[0, 1, 2, 3, -4]), ["special ids [-4, 0"], id="special id below 0"),
-    pytest.param(edited(special_ids=[2**63] * 99), ["special ids", "vocab_size 100"], id="special id 2^63"),
     pytest.param(edited(special_tokens={"mask": 0}), ["expected special_tokens", "found"], id="mask is pad"),
-    pytest.param(edited(special_tokens={"unk": 2**70}), ["special ids", "vocab_size 100"], id="unk 2^70"),
     pytest.param(edited(tokenizer_fingerprint="0" * 64), ["written with tokenizer 000000000000"], id="fingerprint"),
-    pytest.param(edited(tokenizer_fingerprint=""), ["written with tokenizer"], id="no fingerprint"),
     pytest.param(edited(dtype="uint8"), ["expected dtype uint16 as in small.idx, found uint8"], id="dtype uint8"),
-    pytest.param(edited(dtype="object"), ["expected dtype uint16 as in small.idx, found object"], id="dtype object"),
     pytest.param(edited(documents=2**64, records=2**64), ["expected documents 4, the sum"], id="2^64 documents"),
-    pytest.param(edited(statistics=None), ["'statistics' to be Statistics, found None"], id="no statistics"),
     pytest.param(edited(inputs={"a": {"bytes": "1"}}), ["bytes, sha256 in 'inputs' of 'a'"], id="input without sum"),
     pytest.param(edited(volumes={"bin": {"bytes": 20, "sha256": "0"}}), ["sha256 0 as in small.json"], id="no sha256"),
 ]
@@ -236,12 +217,3 @@ def test_corpus_whose_path_is_no_text_is_checked_and_named_with_escapes(corpus, 
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
     code, output, errors = run("validate_data", folder / "small", env=environment)
     assert (code, errors) == (0, "") and "caf\\udce9/small is sound" in output
-
-
-def test_real_command_ends_with_65_for_a_lying_manifest_and_66_for_a_folder(corpus):
-    path = corpus.prefix.with_suffix(".json")
-    path.write_text(edited(vocab_size=2**40)(path.read_text()))
-    ended = run_forked("validate_data", corpus.prefix, "--full")
-    assert ended.refused(65) and ended.output.startswith(f"error: {path}: expected a vocab_size")
-    ended = run_forked("validate_data", f"{corpus.folder}/")
-    assert ended.refused(66) and ended.output.startswith(f"error: no corpus {corpus.folder}: that is a folder")

@@ -66,14 +66,3 @@ def test_mutated_corpus_is_refused_or_read_as_it_was_written(spoilt, data):
         pass
     finally:
         shutil.copy(sound.folder / file, folder / file)
-
-
-@examples(150)
-@given(content=st.lists(st.binary(max_size=300), min_size=3, max_size=3))
-def test_random_bytes_are_no_corpus(tmp_path_factory, content):
-    folder = tmp_path_factory.mktemp("random", numbered=True)
-    for end, some in zip(("bin", "idx", "json"), content, strict=True):
-        (folder / f"c.{end}").write_bytes(some)
-    with bounded(), pytest.raises(NeoBERTError):
-        Corpus(folder / "c")
-    shutil.rmtree(folder)

@@ -31,53 +31,30 @@ def aliases(levels, last):
 
 YAML = [
     pytest.param("model: " + "[" * 5000, ["not readable as YAML", "recursion"], id="5,000 lists deep"),
-    pytest.param("model: &a [*a]\n", ["section model holds [["], id="list in itself"),
     pytest.param("model: &a {num_layers: *a}\n", ["model.num_layers {", "is not a whole number"], id="map in itself"),
-    pytest.param("model: *nowhere\n", ["undefined alias 'nowhere'"], id="alias of nothing"),
     pytest.param("model:\n  num_layers: 2024-99-99\n", ["month must be in 1..12"], id="impossible date"),
     pytest.param("model:\n  num_layers: !!int x\n", ["invalid literal"], id="tag that lies about an int"),
-    pytest.param("model: !!omap [num_layers: 2]\n", ["section model holds [(", "num_layers"], id="ordered map"),
     pytest.param("model: !!python/name:os.system\n", ["could not determine a constructor"], id="name of a function"),
     pytest.param(
         "model: !!python/object/new:os.system [ls]\n", ["could not determine a constr"], id="call of a function"
     ),
-    pytest.param("checkpoint:\n  save: !!binary aGVsbG8=\n", ["b'hello' is not a text"], id="bytes"),
-    pytest.param("a: &a {lr: 1}\n", ["unknown section a"], id="anchor in a section of its own"),
     pytest.param("model: &m {num_layers: 2}\ntraining: {<<: *m}\n", ["not readable", "merge"], id="merge key"),
     pytest.param("model:\n  num_layers: " + "9" * 5000, ["4300 digits"], id="5,000 digits"),
     pytest.param("model:\n  num_layers: " + "9" * 400, ["1329 bits is beyond 9223372036854775807"], id="400 digits"),
-    pytest.param("optimizer:\n  lr: " + "9" * 400, ["optimizer.lr a number of 1329 bits is not a number"], id="rate"),
-    pytest.param("optimizer:\n  lr: 1e400\n", ["--lr inf is infinite"], id="1e400"),
     pytest.param("training:\n  train_iters: 5,000,000\n", ["'5,000,000' is not a whole number"], id="commas"),
     pytest.param("training:\n  train_iters: ٣٠٠٠\n", ["'٣٠٠٠' is not a whole number"], id="other digits"),
-    pytest.param("training:\n  train_iters:\n", ["None is not a whole number"], id="nothing for a number"),
     pytest.param("training:\n  bf16: 'true'\n", ["'true' is not true or false"], id="quoted bool"),
-    pytest.param("optimizer:\n  lr: true\n", ["True is not a number"], id="bool for a rate"),
-    pytest.param("checkpoint:\n  save: true\n", ["True is not a text"], id="bool for a path"),
     pytest.param(
         'checkpoint:\n  save: ""\n', ["'' is not a text in UTF-8 that a file could be called"], id="empty path"
     ),
     pytest.param('checkpoint:\n  save: "a\\0b"\n', ["'a\\x00b' is not a text"], id="NUL in a path"),
     pytest.param('checkpoint:\n  save: "a\\uD800b"\n', ["is not a text"], id="half a character in a path"),
-    pytest.param("data:\n  data_path: []\n", ["--data-path is missing"], id="no corpora"),
-    pytest.param('data:\n  data_path: [1, "a\\0"]\n', ["is not a text or a list"], id="NUL in a corpus"),
-    pytest.param("1: {num_layers: 2}\n", ["unknown section 1"], id="number for a section"),
     pytest.param("? [a]\n: 1\n", ["not readable as YAML"], id="list for a section"),
     pytest.param("x" * 999 + ": 1\n", ["unknown section 'xx"], id="section of 999 letters"),
     pytest.param('"a\\nb": 1\n', ["unknown section 'a\\nb'"], id="section of two lines"),
-    pytest.param("model:\n  num_layers : 2\n  num_layers: 2\n", ["'num_layers' stands twice"], id="key twice"),
-    pytest.param("model:\n  learing_rate: 2\n", ["unknown setting model.learing_rate"], id="unknown setting"),
-    pytest.param(
-        "optimizer:\n  weight-decay: 1\n", ["optimizer.'weight-decay'; did you mean 'weight_decay'"], id="hyphen"
-    ),
-    pytest.param("optimizer:\n  __class__: 1\n", ["unknown setting optimizer.__class__"], id="name inside Python"),
-    pytest.param("model\n", ["holds a str; expected the sections"], id="a word"),
-    pytest.param("model:\n\tnum_layers: 2\n", ["not readable as YAML", "line 2"], id="tab"),
     pytest.param("model: {}\n---\nmodel: {}\n", ["expected a single document"], id="two documents"),
-    pytest.param("%YAML 9.9\n---\nmodel: {}\n", ["incompatible YAML"], id="YAML of another version"),
     pytest.param("# x\n" * 2_500_000, ["10,000,000 bytes are more than 262,144"], id="10 MB of comments"),
     pytest.param("model:\n  num_layers: 2\n".encode("utf-16"), ["'utf-8' codec can't decode"], id="UTF-16"),
-    pytest.param(bytes(range(256)) * 4, ["not readable as YAML"], id="every byte"),
     pytest.param(aliases(9, "model: *{name}\n"), [], id="10^9 aliases as a section"),
     pytest.param(aliases(9, "  data_path: *{name}\n"), [], id="10^9 aliases as a value"),
     pytest.param(aliases(9, "  ? *{name}\n  : 1\n"), ["not readable"], id="10^9 aliases as a key"),
@@ -115,27 +92,17 @@ def test_a_record_that_is_no_yaml_is_a_checkpoint_error(tmp_path):
 
 
 FLAGS = [
-    (["--lr"], ["--lr: expected one argument"]),
     (["--bf16=false"], ["ignored explicit argument 'false'"]),
     (["--save="], ["--save '' is not a text"]),
-    (["--data-path", ""], ["--data-path ['']"]),
-    (["--lr", "1,5"], ["--lr '1,5' is not a number"]),
-    (["--lr", "1e400"], ["--lr inf is infinite"]),
-    (["--lr", "-0.1"], ["--lr -0.1 is below 0.0"]),
     (["--train-iters", "²"], ["'²' is not a whole number"]),
     (["--train-iters", "1e19"], ["is beyond 9223372036854775807"]),
-    (["--train-iters", "0"], ["--train-iters 0 is below 1"]),
     (["--seed", str(2**63)], ["is beyond 9223372036854775807"]),
-    (["--mask-prob", "nan"], ["--mask-prob nan is not between 0 and 1"]),
-    (["--adam-beta1", "1"], ["--adam-beta1 1.0 is not below 1"]),
-    (["--optimizer", "ADAMW"], ["--optimizer ADAMW is not one of adamw, adam"]),
     (["--hidden-size", "1000000000001"], ["--hidden-size 1000000000001 is not a multiple"]),
     (["--num-layers", "1000000000001", "--pipeline-model-parallel-size", "7"], ["--num-layers 1000000000001"]),
     (["--save", os.fsdecode(b"caf\xe9")], ["--save 'caf\\udce9' is not a text in UTF-8"]),
     (["--save", "a\nb"], ["--save 'a\\nb' is not a text in UTF-8"]),
     (["--unknown-" + "x" * 9999], ["unknown flag --unknown-xxx"]),
     (["--"], ["unknown flag --"]),
-    (["stray"], ["'stray' is not the value of any flag"]),
 ]
 
 
@@ -152,16 +119,10 @@ BLENDS = [
     (["a:min=" + "9" * 5000], ["is not a limit"]),
     (["a:max=" + "9" * 19], ["is not a limit"]),
     (["a:min=٣"], ["':min=٣' is not a limit"]),
-    (["a:min="], ["':min=' is not a limit"]),
     (["1", "a", "1", "a"], ["names a 2 times; name it once"]),
-    (["1", "a:min=5", "2", "a:min=5"], ["names a:min=5 2 times"]),
-    (["1", "a:min=1", "2", "a"], ["names a 2 times"]),
     ([*["1", "a"] * 1025], ["names 1,025 corpora, more than 1,024"]),
-    (["inf", "a", "1", "b"], ["the weight inf of a is not above 0 and finite"]),
-    (["-0", "a", "1", "b"], ["the weight -0 of a is not above 0"]),
     (["1/3", "a", "1", "b"], ["'1/3', where the weight of a should stand, is no number"]),
     (["0." + "1" * 5000, "a", "1", "b"], ["'0.111", "is no number"]),
-    (["x" * 5000, "a", "1", "b"], ["is no number"]),
     (["a", *["b"] * 5000], ["5,001 entries"]),
 ]
 

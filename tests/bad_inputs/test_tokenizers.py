@@ -9,7 +9,7 @@ import struct
 
 import pytest
 from bad_inputs.refusals import assert_refused
-from bad_inputs.small_sentencepiece import message, number, piece, write_model
+from bad_inputs.small_sentencepiece import message, write_model
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
@@ -153,13 +153,9 @@ def test_tokenizer_json_that_the_library_would_fail_at_is_refused(corpus, change
 MODELS = [
     ({"unk_token": "[NOWHERE]"}, ["writes '[NOWHERE]' for unknown text"]),
     ({"vocab": {}}, ["cannot encode a text"]),
-    ({"vocab": []}, ["not a tokenizer.json"]),
-    ({"vocab": {"[PAD]": -1}}, ["not a tokenizer.json"]),
     ({"vocab": {"[PAD]": 2**40}}, ["not a tokenizer.json"]),
     ({"vocab": {"[PAD]": 0, "[UNK]": 2**32 - 1}}, ["claims id"]),
     ({"max_input_chars_per_word": -1}, ["not a tokenizer.json"]),
-    ({"max_input_chars_per_word": 2**70}, ["not a tokenizer.json"]),
-    ({"continuing_subword_prefix": 5}, ["not a tokenizer.json"]),
 ]
 
 
@@ -173,18 +169,13 @@ def test_wordpiece_model_that_the_library_would_fail_at_is_refused(corpus, chang
 
 
 TEXTS = [
-    (b"", ["missing among 0 ids"]),
-    (b"\0" * 1000, ["missing among 1 ids"]),
     (b"\x1f\x8b\x08" + bytes(100), ["line 1: not UTF-8"]),
     ("".join(f"{name}\n" for name in NAMES).encode("utf-16"), ["line 1: not UTF-8"]),
     ("\r".join(NAMES).encode(), ["missing among 1 ids"]),
     ("\r\n".join([*NAMES, "a", "a"]).encode(), ["line 7: 'a' stands on line 6 too"]),
-    ("\n".join([*NAMES, "a", "a\r"]).encode(), ["line 7: 'a' stands on line 6 too"]),
     ("\n".join([*NAMES, "", ""]).encode() + b"\n", ["line 6: empty"]),
     ("\n".join([*NAMES, "[MASK]"]).encode(), ["line 6: '[MASK]' stands on line 5 too"]),
     ("\n".join(NAMES[:4]).encode(), ["[MASK] missing among 4 ids"]),
-    ("\n".join(NAMES[1:]).encode(), ["[PAD] missing among 4 ids"]),
-    (b"<!DOCTYPE html>\n<html>\n", ["missing among 2 ids"]),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", ["missing among 3 ids"]),
 ]
 
@@ -198,21 +189,15 @@ def test_vocabulary_that_is_something_else_is_refused(tmp_path, content, words):
 
 SENTENCEPIECE = [
     pytest.param({"score": float("nan")}, ["score of a piece is not a finite number"], id="nan score"),
-    pytest.param({"score": float("inf")}, ["score of a piece is not a finite number"], id="infinite score"),
     pytest.param({"rules": b"\xff" * 8}, ["normalisation rules are cut off"], id="rules of 4 GiB"),
-    pytest.param({"rules": b"ab"}, ["normalisation rules are cut off"], id="short rules"),
     pytest.param({"rules": struct.pack("<I", 4) + bytes(4) + b"\xff"}, ["the tokenizers library refuses"], id="UTF-8"),
     pytest.param({"model_type": 3}, ["model type 3 (whole words or characters)"], id="whole words"),
     pytest.param({"unknowns": 0}, ["0 of 7 pieces stand for unknown text"], id="no unknown"),
-    pytest.param({"unknowns": 2}, ["2 of 9 pieces stand for unknown text"], id="two unknowns"),
     pytest.param({"letter": "x" * 1_000_000, "model_type": 2}, ["a piece has 1,000,000 characters"], id="long piece"),
     pytest.param({"twice": True}, ["the piece 'a' occurs twice"], id="piece twice"),
     pytest.param({"tail": b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f"}, ["cut off"], id="piece of 2^63 bytes"),
     pytest.param({"tail": b"\x0a" + b"\xff" * 300_000}, ["not a SentencePiece model"], id="endless number"),
-    pytest.param({"tail": b"\x0f"}, ["not a SentencePiece model"], id="unheard kind of field"),
-    pytest.param({"tail": message(1, number(1, 5))}, ["not a SentencePiece model"], id="number for a text"),
     pytest.param({"tail": message(1, message(1, b"\xff"))}, ["not a SentencePiece model"], id="text that is not UTF-8"),
-    pytest.param({"tail": message(1, piece("b") + b"\x15\x00")}, ["not a SentencePiece model"], id="half a score"),
 ]
 
 

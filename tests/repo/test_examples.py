@@ -138,13 +138,6 @@ def test_changed_dependency_is_installed_again(clone, tmp_path, file):
     assert len(pip_calls(clone / ".venv")) > before
 
 
-def test_request_for_dev_after_a_smaller_one_installs_more(clone, tmp_path):
-    write_stand_in(tmp_path / "base" / "python3")
-    prepare(clone, path=tmp_path / "base")
-    prepare(clone, "--dev", path=tmp_path / "base")
-    assert pip_calls(clone / ".venv")[-1].endswith("--editable .[dev]")
-
-
 def test_moved_repository_gets_a_new_environment(clone, tmp_path):
     write_stand_in(tmp_path / "base" / "python3")
     prepare(clone, path=tmp_path / "base")
@@ -192,15 +185,6 @@ def test_machine_without_a_usable_python_gets_one_sentence(clone, tmp_path, pyth
     assert sentence in result.stderr
     assert result.stdout == ""
     assert not (clone / ".venv").exists()
-
-
-def test_active_environment_with_an_unsuitable_python_is_refused_with_its_version(clone, tmp_path):
-    active = tmp_path / "active"
-    write_stand_in(active / "bin" / "python", version="3.13.0")
-    result = prepare(clone, active=active)
-    assert result.returncode == 69
-    assert f"{active} has Python 3.13.0" in result.stderr
-    assert pip_calls(active) == []
 
 
 def test_failed_installation_names_its_log_and_leaves_no_stamp(clone, tmp_path):

@@ -190,15 +190,6 @@ def test_inputs_that_do_not_fit_are_refused_with_their_values(inputs: dict[str, 
     assert [part for part in parts if part not in message] == [], message
 
 
-def test_positions_restart_in_every_document():
-    """Attention sees differences of positions alone; those that grew with the row would lose precision for nothing."""
-    row = lay_end_to_end(DOCUMENTS)
-    packing = modeling_neobert.pack(torch.zeros(1, 16, 32), row["cu_seqlens"].long(), None, None)
-    assert packing.position_s.tolist() == [*range(9), 0, *range(6)]
-    assert packing.document_s.tolist() == [0] * 9 + [1] + [2] * 6
-    assert packing.longest == 9
-
-
 @pytest.mark.parametrize("takes_blocks", [True, False])
 def test_flex_attention_gets_masks_that_keep_documents_and_padding_apart(
     takes_blocks: bool, monkeypatch: pytest.MonkeyPatch
