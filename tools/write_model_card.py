@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,27 +75,17 @@ def read_evaluations(path: Path) -> "list[EvalResult]":
 def to_result(entry: Any, *, place: str) -> "EvalResult":
     from huggingface_hub import EvalResult
 
-    known = fields(EvalResult)
-    required = [field.name for field in known if field.default is MISSING]
-    if not isinstance(entry, dict) or (missing := [name for name in required if entry.get(name) in (None, "")]):
-        absent = "an object" if not isinstance(entry, dict) else ", ".join(missing)
-        raise DataError(f"{place} lacks {absent}; each result needs {', '.join(required)}.")
-    if unknown := sorted(entry.keys() - {field.name for field in known}):
-        raise DataError(f"{place} has {', '.join(unknown)}; the fields are {', '.join(field.name for field in known)}.")
-    value = entry["metric_value"]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float, str))
-        or (isinstance(value, float) and not math.isfinite(value))
-    ):
-        raise DataError(f"{place} has the metric_value {value!r:.80}; expected a finite number or a text.")
-    for name, text in entry.items():
-        if name not in ("metric_value", "dataset_args", "metric_args", "verified") and not isinstance(text, str | None):
-            raise DataError(f"{place} has the {name} {text!r:.80}; expected a text.")
     try:
-        return EvalResult(**entry)
-    except ValueError as error:
-        raise DataError(f"{place}: {error}") from error
+        result = EvalResult(**entry)
+    except (TypeError, ValueError) as error:  # a field is missing, unknown, or needs another
+        raise DataError(f"{place}: {error}; the fields are those of huggingface_hub's EvalResult.") from error
+    value = result.metric_value
+    if not isinstance(value, str) and not (type(value) in (int, float) and math.isfinite(value)):
+        raise DataError(f"{place} has the metric_value {value!r:.80}; expected a finite number or a text.")
+    for name in ("task_type", "dataset_type", "dataset_name", "metric_type"):
+        if not isinstance(text := getattr(result, name), str) or not text:
+            raise DataError(f"{place} has the {name} {text!r:.80}; expected a text.")
+    return result
 
 
 if __name__ == "__main__":

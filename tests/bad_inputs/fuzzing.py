@@ -18,26 +18,11 @@ set_hypothesis_home_dir(tempfile.gettempdir() + "/megatron_neobert_fuzz")  # and
 
 _TIMES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
+# fmt: off
 _NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    4,
-    8,
-    127,
-    255,
-    256,
-    2**15,
-    2**16 - 1,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**40,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
+    0, 1, -1, 2, 4, 8, 127, 255, 256, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1,
 ]
+# fmt: on
 NUMBERS = st.sampled_from([*_NUMBERS, *(-number for number in _NUMBERS[5:]), 10**30, 10**400])
 # fmt: off
 TEXTS = st.sampled_from([
