@@ -31,7 +31,14 @@ VOCABULARY = 8192
 
 def main() -> int:
     """Trains a few iterations in each mode, in turns, and prints the medians."""
-    options = _parse()
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add("--num-layers", type=int, default=6, help="layers of the model")
+    add("--hidden-size", type=int, default=384, help="width of the model; heads are 64 wide")
+    add("--iterations", type=int, default=8, help="iterations per round; the checkpoint is after the 1st")
+    add("--rounds", type=int, default=5, help="rounds per mode")
+    add("--folder", help="where checkpoints are written; default: the system's temporary folder")
+    options = parser.parse_args()
     from benchmarks.shared import describe_machine, in_turns, print_table
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name, _run(Path(name), options) as run:
@@ -52,18 +59,6 @@ def main() -> int:
     )
     print(f"verifying: {verify_seconds:.2f} s, {size / 2**20 / verify_seconds:,.0f} MiB/s")
     return 0
-
-
-def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    parser.add_argument("--num-layers", type=int, default=6, help="layers of the model")
-    parser.add_argument("--hidden-size", type=int, default=384, help="width of the model; heads are 64 wide")
-    parser.add_argument(
-        "--iterations", type=int, default=8, help="iterations per round; the checkpoint is after the 1st"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds per mode")
-    parser.add_argument("--folder", help="where checkpoints are written; default: the system's temporary folder")
-    return parser.parse_args()
 
 
 @contextmanager

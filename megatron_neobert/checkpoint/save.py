@@ -99,7 +99,7 @@ class Saver:
             self._refuse_values_not_finite(parts)
         file = None
         if parts:
-            copies = {name: _copy_to_host(tensor) for name, tensor in parts.items()}
+            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in parts.items()}
             path = self._temporary / f"rank_{torch.distributed.get_rank():05d}.safetensors"
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             file = thread.submit(_write, path, copies, {tensor.key: tensor.global_offset for tensor in own})
@@ -254,10 +254,6 @@ def describe_drift(run: Run) -> str | None:
         f"{name} on rank {', '.join(others)} is not what its replica on rank {ranks[values.index(usual)]} holds "
         f"({len(drifted):,} of {len(hashes):,} tensors differ)"
     )
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, Fingerprint]:

@@ -61,7 +61,12 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
     components = [
         _read_component(path, weight, problems, flag) for (_, path), weight in zip(pairs, weights, strict=True)
     ]
-    problems += _find_repeated(components, flag)
+    counts = Counter(str(component) for component in components)
+    problems += [  # the same documents under two weights are a slip of the hand: one weight does the same
+        f"{flag} names {_shorten(text)} {count} times; name it once, with the sum of the weights."
+        for text, count in counts.items()
+        if count > 1
+    ]
     if problems:
         raise ConfigError(problems)
     return tuple(components)
@@ -73,16 +78,6 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
     numbers = [int(component.weight * common) for component in components]
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
-
-
-def _find_repeated(components: Sequence[Component], flag: str) -> list[str]:
-    """The same documents under two weights are a slip of the hand: one weight does the same."""
-    counts = Counter(str(component) for component in components)
-    return [
-        f"{flag} names {_shorten(text)} {count} times; name it once, with the sum of the weights."
-        for text, count in counts.items()
-        if count > 1
-    ]
 
 
 def _shorten(text: str) -> str:
