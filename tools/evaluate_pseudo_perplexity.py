@@ -106,7 +106,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     import torch
 
-    from megatron_neobert.data.shards.records import ReadSettings
+    from megatron_neobert.data.shards.reading import ReadSettings
     from megatron_neobert.evaluation.encoders import LoadOptions, choose_device
     from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice
     from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, evaluate, write_curves

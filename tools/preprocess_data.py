@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, CommandParser, ConfigError, DataError, run_command
-from megatron_neobert.text import visible
+from megatron_neobert.text import counted, duration, visible, with_prefix
 
 if TYPE_CHECKING:  # Ctrl-C during imports, and a missing package, are answered for by run_command
     from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings
@@ -97,7 +97,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def read_settings(arguments: argparse.Namespace) -> "PreprocessSettings":
     from megatron_neobert.data.preprocessing.plan import STANDARD_INPUT, PreprocessSettings
-    from megatron_neobert.data.shards.records import ReadSettings
+    from megatron_neobert.data.shards.reading import ReadSettings
 
     given: dict[str, Any] = {**vars(arguments), "inputs": tuple(arguments.inputs)}
     if given.pop("dry_run") and STANDARD_INPUT in given["inputs"]:
@@ -108,7 +108,7 @@ def read_settings(arguments: argparse.Namespace) -> "PreprocessSettings":
 
 def parse_arguments() -> argparse.Namespace:
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings
-    from megatron_neobert.data.shards.records import Format, ReadSettings
+    from megatron_neobert.data.shards.reading import Format, ReadSettings
 
     parser = CommandParser(__doc__)
     # A flag has the default of the setting that is called like it.
@@ -220,13 +220,14 @@ def print_plan(plan: "Plan") -> None:
     for path, parts in shards[:_SHARDS_SHOWN]:
         compression = f", {parts[0].compression}" if parts[0].compression else ""
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
-        print(f"{visible(path)} | {parts[0].format}{compression} | {_size(plan.versions[path].bytes)}{in_parts}")
+        size = with_prefix(plan.versions[path].bytes, "B")
+        print(f"{visible(path)} | {parts[0].format}{compression} | {size}{in_parts}")
     if len(shards) > _SHARDS_SHOWN:
         print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
     for reason in plan.damaged.values():
         print(f"left out by --quarantine: {visible(reason)}")
     total = sum(version.bytes for version in plan.versions.values())
-    print(f"{len(shards):,} shards, {_size(total)}; text in '{plan.settings.read.text_key}'")
+    print(f"{len(shards):,} shards, {with_prefix(total, 'B')}; text in '{plan.settings.read.text_key}'")
     tokenizer = plan.tokenizer
     print(
         f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} ids, {token_dtype(tokenizer.vocab_size)}, "
@@ -239,11 +240,11 @@ def print_plan(plan: "Plan") -> None:
     workers = plan.settings.workers or 1
     print(
         f"estimated from a sample: {estimate.documents:,.0f} documents, {estimate.tokens:,.0f} tokens, "
-        f"{_size(estimate.bin_bytes)} of .bin (twice while it is joined), {_duration(estimate.core_seconds / workers)} "
-        f"with {workers} worker{'s' if workers > 1 else ''}"
+        f"{with_prefix(estimate.bin_bytes, 'B')} of .bin (twice while it is joined), "
+        f"{duration(estimate.core_seconds / workers)} with {counted(workers, 'worker')}"
     )
     place = next(folder for folder in plan.files.bin.absolute().parents if folder.exists())
-    print(f"free at {place}: {_size(shutil.disk_usage(place).free)}")
+    print(f"free at {place}: {with_prefix(shutil.disk_usage(place).free, 'B')}")
     print(f"would write {plan.files.bin}, {plan.files.idx.name}, {plan.files.manifest.name}")
 
 
@@ -302,13 +303,13 @@ class ProgressLine:
     def _describe(self, progress: "Progress", seconds: float) -> str:
         counts, done = progress.counts, progress.read_bytes
         if progress.joined_bytes:
-            return f"joining the parts: {_size(progress.joined_bytes)} of token ids"
+            return f"joining the parts: {with_prefix(progress.joined_bytes, 'B')} of token ids"
         new = done - progress.taken_over_bytes
         megabytes = new / 1e6 / seconds
         left = (progress.input_bytes - done) * seconds / new if new else 0.0
         return (
             f"{done / progress.input_bytes:6.1%} | {counts.documents:,} documents | "
-            f"{counts.tokens / 1e6:,.1f} M tokens | {megabytes:.2f} MB/s read | {_duration(left)} left | "
+            f"{counts.tokens / 1e6:,.1f} M tokens | {megabytes:.2f} MB/s read | {duration(left)} left | "
             f"{counts.errors:,} rejected"
         )
 
@@ -321,19 +322,6 @@ class ProgressLine:
 def _shortened(text: str, width: int = 100) -> str:
     line = " ".join(text[: 4 * width].split())
     return line if len(line) <= width else f"{line[: width - 3]}..."
-
-
-def _size(count: float) -> str:
-    for unit, size in {"TB": 1e12, "GB": 1e9}.items():
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 1e6:,.1f} MB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
 
 
 def _bytes(text: str) -> int:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 from megatron_neobert.errors import CommandParser, ConfigError, DataError, OutputError, run_command
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
-    from megatron_neobert.data.shards.records import ReadSettings
+    from megatron_neobert.data.shards.reading import ReadSettings
 
 MODEL_MAX_LENGTH = 1024  # tokens; the first training stage's. Converting a model writes its own length
 
@@ -36,7 +36,7 @@ def main() -> None:
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
     from megatron_neobert.data.corpus.format import describe_reasons
     from megatron_neobert.data.shards.find import find_shards
-    from megatron_neobert.data.shards.records import ReadSettings
+    from megatron_neobert.data.shards.reading import ReadSettings
     from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
     read = ReadSettings(text_key=arguments.text_key)

@@ -49,7 +49,7 @@ class PartFiles:
     shard: str
     ids: Path  # documents end to end, in the corpus's dtype
     lengths: Path  # tokens of each document, int32
-    hashes: Path | None  # 16 bytes of blake2b of each document's text; needed for deduplication and for a split
+    hashes: Path  # 16 bytes of blake2b of each document's text; there only for deduplication and for a split
     rejects: Path  # JSON lines about records that are errors
     documents: int
     tokens: int
@@ -144,7 +144,7 @@ class _Joined:
     def join(self, parts: Sequence[PartFiles]) -> None:
         """Sends every document of the parts into a volume, or leaves it out."""
         output, parts = self._output, [part for part in parts if part.documents]
-        duplicate = find_duplicates([_hashes(part) for part in parts]) if output.deduplicate else None
+        duplicate = find_duplicates([part.hashes for part in parts]) if output.deduplicate else None
         limit = math.inf if output.shard_bytes is None else output.shard_bytes // self._dtype.itemsize
         first = 0
         for _, group in groupby(parts, key=lambda part: part.shard if output.keep_shards else None):
@@ -229,17 +229,12 @@ def _choose(
     fates = np.zeros(part.documents, dtype=np.uint8)
     if validation_fraction:
         below, first = np.uint64(min(math.ceil(validation_fraction * 2**64), 2**64 - 1)), 0
-        for hashes in read_chunks(_hashes(part), HASH_DTYPE):
+        for hashes in read_chunks(part.hashes, HASH_DTYPE):
             fates[first : first + hashes.size][hashes["high"] < below] = _HELD_OUT
             first += hashes.size
     if duplicate is not None:
         fates[duplicate] = _DUPLICATE
     return fates if fates.any() else None
-
-
-def _hashes(part: PartFiles) -> Path:
-    assert part.hashes is not None, f"{part.ids}: written without hashes"
-    return part.hashes
 
 
 def _windows(

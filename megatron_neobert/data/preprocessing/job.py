@@ -25,7 +25,7 @@ from typing import IO, Any, Literal, get_args
 from megatron_neobert import __version__
 from megatron_neobert.data.corpus.format import describe_reasons
 from megatron_neobert.data.shards.find import ShardVersion
-from megatron_neobert.data.shards.records import ReadSettings, ShardPart
+from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of
 

@@ -27,7 +27,7 @@ from megatron_neobert.data.preprocessing.job import (
 )
 from megatron_neobert.data.shards.find import shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part
-from megatron_neobert.data.shards.records import RecordBatch, Rejected
+from megatron_neobert.data.shards.reading import RecordBatch, Rejected
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError

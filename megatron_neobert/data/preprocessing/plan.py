@@ -23,7 +23,7 @@ from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.preprocessing.job import JobFolder, PartTask, TaskSettings
 from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.records import ReadSettings, ShardPart
+from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, OutputError
@@ -219,22 +219,23 @@ def is_complete(plan: Plan) -> bool:
         manifest = read_manifest(files.manifest)
     except DataError:
         return False
-    written = files.manifest.stat().st_mtime_ns
-    local = (Path(path) for path in plan.versions if "://" not in path)
+    shards = [Path(path) for path in plan.versions if "://" not in path]
+    volumes = [
+        (file, record.bytes)
+        for volume in manifest.volumes
+        for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
+    ]
+    largest = max(volume.bin.bytes for volume in manifest.volumes)
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
         and manifest.filters == plan.filters
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
-        and all(shard.stat().st_mtime_ns < written for shard in local)
+        and all(shard.stat().st_mtime_ns < files.manifest.stat().st_mtime_ns for shard in shards)
         and (len(manifest.volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
-        and all(volume.bin.bytes <= (settings.shard_size or volume.bin.bytes) for volume in manifest.volumes)
-        and all(
-            file.exists() and file.stat().st_size == record.bytes
-            for volume in manifest.volumes
-            for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
-        )
+        and largest <= (settings.shard_size or largest)
+        and all(file.exists() and file.stat().st_size == size for file, size in volumes)
     )
 
 

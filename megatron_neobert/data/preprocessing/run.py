@@ -42,7 +42,7 @@ from megatron_neobert.data.preprocessing.workers import Workers, run_on_ray
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch
 from megatron_neobert.errors import DataError, MissingInputError
 
-_TELL_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
+_SHOW_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000
 # Times as many errors as all of the input may have if the rest is faultless: it is an estimate, and must not be wrong.
 _HOPELESS = 2.0
@@ -61,7 +61,7 @@ class Progress:
     joined_bytes: int = 0  # of token ids, after all parts are finished
     in_work: dict[int, PartProgress] = field(default_factory=dict)
     first_error: str | None = None
-    _told: float = 0.0
+    _shown: float = 0.0
 
     @property
     def counts(self) -> Counts:
@@ -84,11 +84,11 @@ class Progress:
         """
         self.in_work[news.number] = news
         self.first_error = self.first_error or news.first_error
-        self._tell()
+        self._show()
 
     def finish(self, result: PartResult) -> None:
         self._count(result)
-        self._tell()
+        self._show()
 
     def begin_again(self, results: Iterable[PartResult]) -> None:
         """Counts these parts and no others; a count that is half done is not reported."""
@@ -105,12 +105,12 @@ class Progress:
 
     def join(self, new_bytes: int) -> None:
         self.joined_bytes += new_bytes
-        self._tell()
+        self._show()
 
-    def _tell(self) -> None:
-        if time.monotonic() - self._told < _TELL_SECONDS:
+    def _show(self) -> None:
+        if time.monotonic() - self._shown < _SHOW_SECONDS:
             return
-        self._told = time.monotonic()
+        self._shown = time.monotonic()
         self.on_progress(self)
         if self.plan.settings.shard_index is not None:
             return  # the other tasks' parts may be better; the merge sees them all
@@ -349,7 +349,7 @@ def _part_files(tasks: Sequence[PartTask], results: Sequence[PartResult]) -> lis
                 shard=task.part.path,
                 ids=task.file("ids"),
                 lengths=task.file("lengths"),
-                hashes=task.file("hashes") if task.settings.with_hashes else None,
+                hashes=task.file("hashes"),
                 rejects=task.file("rejects"),
                 records_before=(task.part.unit, before) if task.part.numbers_are_relative else None,
                 documents=result.counts.documents,

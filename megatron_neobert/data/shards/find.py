@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron_neobert.data.shards.records import BYTE_ORDER_MARK
-from megatron_neobert.data.shards.streams import is_url, named_errors, open_shard
+from megatron_neobert.data.shards.reading import BYTE_ORDER_MARK, is_url, named_errors, open_shard
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 

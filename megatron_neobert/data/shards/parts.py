@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from megatron_neobert.data.shards.records import (
+from megatron_neobert.data.shards.reading import (
     BYTE_ORDER_MARK,
     PART_BYTES,
+    DamagedStream,
     Format,
+    PartStream,
     ReadSettings,
     RecordBatch,
     ShardPart,
-    says_json,
+    compression_of,
+    named_errors,
+    open_shard,
 )
-from megatron_neobert.data.shards.streams import DamagedStream, PartStream, compression_of, named_errors, open_shard
 from megatron_neobert.data.shards.tables import RowGroup, read_column, row_groups
 from megatron_neobert.data.shards.text_files import find_cuts, read_json, read_text
 from megatron_neobert.data.shards.web_archives import read_archive
@@ -42,20 +45,10 @@ _FORMAT_MAGIC: dict[bytes, Format] = {
     b"\xff\xff\xff\xff": "arrow",  # a stream, as the `datasets` library saves it
     b"WARC/": "warc",
 }
-_UTF_16 = ("UTF-16 text", "convert it (iconv -f UTF-16 -t UTF-8)")
-_UNREADABLE_MAGIC = {  # with a remedy of its own; other binary files have NUL bytes or other junk, see _refuse_junk
-    b"\xff\xfe": _UTF_16,
-    b"\xfe\xff": _UTF_16,
+# What would be taken for text, or has a remedy of its own; other binary files have NUL bytes or junk: _refuse_junk.
+_UNREADABLE_MAGIC = {
     b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"7z\xbc\xaf\x27\x1c": ("a 7-zip archive", "unpack it"),
-    b"Rar!": ("a rar archive", "unpack it"),
-    b"\x04\x22\x4d\x18": ("lz4-compressed", "decompress it (unlz4)"),
-    b"\xff\x06\x00\x00sNaPpY": ("snappy-compressed", "decompress it (snzip -d)"),
-    b"FEA1": ("a Feather file of version 1", "write it again as parquet"),
-    b"ORC": ("an ORC table", "write it again as parquet"),
-    b"Obj\x01": ("an Avro file", "write it again as parquet"),
     b"filedesc://": ("an ARC archive", "convert it to WARC"),
-    b"\x80\x04\x95": ("a pickle", "write its texts as parquet"),
     b"%PDF-": ("a PDF document", "extract its text"),
     b"{\\rtf": ("an RTF document", "extract its text"),
 }
@@ -243,3 +236,8 @@ def _refuse_junk(path: str, head: bytes) -> None:
             f"{path} is neither a format that is read here nor UTF-8 text ({junk:,} of its first {len(text):,} "
             f"characters are none); {_READ_HERE}: convert it (other encodings: iconv -t UTF-8), or leave it out"
         )
+
+
+def says_json(path: str) -> bool:
+    name = PurePosixPath(path).name.lower()
+    return any(ending in name for ending in (".jsonl", ".ndjson", ".json"))

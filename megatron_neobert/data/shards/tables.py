@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_neobert.data.shards.records import (
+from megatron_neobert.data.shards.reading import (
     BATCH_BYTES,
     TOO_LONG,
     ReadSettings,
@@ -21,9 +21,11 @@ from megatron_neobert.data.shards.records import (
     ShardPart,
     add_value,
     decode,
+    is_url,
+    named_errors,
+    open_shard,
     reject,
 )
-from megatron_neobert.data.shards.streams import is_url, named_errors, open_shard
 from megatron_neobert.errors import DataError
 
 if TYPE_CHECKING:

@@ -18,22 +18,26 @@ from typing import BinaryIO, NamedTuple
 
 import orjson
 
-from megatron_neobert.data.shards.records import (
+from megatron_neobert.data.shards.reading import (
     BATCH_BYTES,
     MALFORMED_JSON,
     MISSING_KEY,
     RAW_BYTES,
     TOO_LONG,
+    DamagedStream,
+    PartStream,
     ReadSettings,
     RecordBatch,
     ShardPart,
     add_text,
     add_value,
     decode,
+    file_size,
+    named_errors,
+    open_shard,
     reject,
     utf8_size,
 )
-from megatron_neobert.data.shards.streams import DamagedStream, PartStream, file_size, named_errors, open_shard
 
 _READ_BYTES = 64 << 10
 # A whole string, so that brackets in it are not seen; or a quotation mark whose string does not end in these bytes.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron_neobert.data.shards.records import (
+from megatron_neobert.data.shards.reading import (
     BATCH_BYTES,
     HTTP_STATUS,
     MALFORMED_RECORD,
@@ -18,6 +18,8 @@ from megatron_neobert.data.shards.records import (
     NOT_HTML,
     RAW_BYTES,
     TOO_LONG,
+    DamagedStream,
+    PartStream,
     ReadSettings,
     RecordBatch,
     ShardPart,
@@ -25,7 +27,6 @@ from megatron_neobert.data.shards.records import (
     decode,
     reject,
 )
-from megatron_neobert.data.shards.streams import DamagedStream, PartStream
 
 _HEADER_BYTES = 64 << 10  # more before a blank line is no header
 _LENGTH_DIGITS = 18  # what int64 holds for certain

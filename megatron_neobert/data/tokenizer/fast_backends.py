@@ -7,11 +7,11 @@ BERT's WordPiece, gigatoken byte-level and SentencePiece BPE. Both run on the ca
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import models
 
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
@@ -252,9 +252,16 @@ def describe_difference(
     if len(found.lengths) != len(texts):
         return f"{len(texts):,} texts give {len(found.lengths):,} lists of ids"
     rows = (np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) for batch in (found, expected))
-    for text, ids, reference_ids in zip(texts, *rows, strict=False):
-        if not np.array_equal(ids, reference_ids):
-            return _describe_row(tokenizer, text, ids, reference_ids)
+    for text, ids, wanted in zip(texts, *rows, strict=False):
+        if np.array_equal(ids, wanted):
+            continue
+        pairs = zip_longest(ids.tolist(), wanted.tolist())
+        first = next(place for place, (one, other) in enumerate(pairs) if one != other)
+        offsets = tokenizer.backend.encode(text, add_special_tokens=False).offsets
+        place = offsets[first][0] if first < len(offsets) else len(text)
+        shown, right = (some[first : first + _SHOWN_IDS].tolist() for some in (ids, wanted))
+        excerpt = text[max(0, place - 30) : place + 30]
+        return f"at token {first:,}, near {excerpt!r}, it gives {shown} and the reference {right}"
     return f"{int(found.lengths.sum()):,} ids were announced and {len(found.ids):,} given"
 
 
@@ -292,14 +299,3 @@ def probe_strings(tokenizer: Tokenizer) -> list[str]:
     counts = generator.integers(1, 40, _MIXTURES)
     mixtures = ["".join(parts[number] for number in generator.integers(0, len(parts), count)) for count in counts]
     return [*fixed, *blocks, *vocabulary, *mixtures]
-
-
-def _describe_row(tokenizer: Tokenizer, text: str, ids: NDArray[np.integer], expected: NDArray[np.integer]) -> str:
-    shorter = min(len(ids), len(expected))
-    different = np.flatnonzero(ids[:shorter] != expected[:shorter])
-    first = int(different[0]) if len(different) else shorter
-    offsets = tokenizer.backend.encode(text, add_special_tokens=False).offsets
-    place = offsets[first][0] if first < len(offsets) else len(text)
-    excerpt = text[max(0, place - 30) : place + 30]
-    shown, wanted = (array[first : first + _SHOWN_IDS].tolist() for array in (ids, expected))
-    return f"at token {first:,}, near {excerpt!r}, it gives {shown} and the reference {wanted}"

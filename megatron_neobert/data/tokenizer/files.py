@@ -120,20 +120,6 @@ def build_bert_backend(
 
 
 def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> tokenizers.Tokenizer:
-    pieces = _read_pieces(path)
-    vocabulary = dict(zip(pieces, range(len(pieces)), strict=True))
-    if len(vocabulary) < len(pieces) or "" in vocabulary:
-        raise DataError(_describe_bad_piece(path, pieces))
-    unknown = next((name for name in STANDARD_NAMES["unk"] if name in vocabulary), STANDARD_NAMES["unk"][0])
-    return build_bert_backend(
-        models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100),
-        lowercase=_choose_lower_case(path, pieces, config.get("do_lower_case"), tokenizer_type),
-        strip_accents=config.get("strip_accents"),
-        chinese_characters=config.get("tokenize_chinese_chars") is not False,
-    )
-
-
-def _read_pieces(path: Path) -> list[str]:
     content = read_whole(path).removeprefix(b"\xef\xbb\xbf")
     try:
         pieces = content.decode().split("\n")  # not splitlines: pieces like U+2028 exist
@@ -142,21 +128,24 @@ def _read_pieces(path: Path) -> list[str]:
         raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); is it a vocab.txt at all?") from error
     if not pieces[-1]:
         pieces.pop()
-    return [piece.removesuffix("\r") for piece in pieces] if b"\r" in content else pieces
-
-
-def _describe_bad_piece(path: Path, pieces: list[str]) -> str:
-    lines: dict[str, int] = {}
-    for line, piece in enumerate(pieces, start=1):
+    vocabulary: dict[str, int] = {}
+    for id_, piece in enumerate(piece.removesuffix("\r") for piece in pieces):
         if not piece:
-            return f"{path}, line {line}: empty; every line is one piece and its number is the id. Restore the file"
-        if piece in lines:
-            return (
-                f"{path}, line {line}: '{piece}' stands on line {lines[piece]} too; every piece needs one id. "
-                "Restore the file"
+            raise DataError(
+                f"{path}, line {id_ + 1}: empty; every line is one piece and its number is the id. Restore the file"
             )
-        lines[piece] = line
-    raise AssertionError(f"{path}: nothing wrong with the {len(pieces)} pieces")
+        if vocabulary.setdefault(piece, id_) != id_:
+            raise DataError(
+                f"{path}, line {id_ + 1}: '{piece}' stands on line {vocabulary[piece] + 1} too; every piece needs one "
+                "id. Restore the file"
+            )
+    unknown = next((name for name in STANDARD_NAMES["unk"] if name in vocabulary), STANDARD_NAMES["unk"][0])
+    return build_bert_backend(
+        models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100),
+        lowercase=_choose_lower_case(path, list(vocabulary), config.get("do_lower_case"), tokenizer_type),
+        strip_accents=config.get("strip_accents"),
+        chinese_characters=config.get("tokenize_chinese_chars") is not False,
+    )
 
 
 def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tokenizer_type: str) -> bool:

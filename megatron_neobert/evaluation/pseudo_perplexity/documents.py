@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.shards.find import find_shards
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.records import ReadSettings
+from megatron_neobert.data.shards.reading import ReadSettings
 from megatron_neobert.errors import DataError
 
 _ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8

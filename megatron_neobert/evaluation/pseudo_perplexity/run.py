@@ -17,7 +17,7 @@ from statistics import variance
 from typing import Any
 
 from megatron_neobert.data.shards.find import shard_label
-from megatron_neobert.data.shards.records import ReadSettings
+from megatron_neobert.data.shards.reading import ReadSettings
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint
 from megatron_neobert.evaluation.pages import to_csv
 from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, Document, select_documents

@@ -13,7 +13,7 @@ from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
 from megatron_neobert.data.shards.parts import split_into_parts
-from megatron_neobert.data.shards.records import ReadSettings
+from megatron_neobert.data.shards.reading import ReadSettings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 WORDS = ["hello", "world", "mask", "sep", "[", "]", "xy", "##z", "zy"]

@@ -60,7 +60,7 @@ def write_part(
         shard=shard,
         ids=ids,
         lengths=lengths,
-        hashes=None if texts is None else hashes,
+        hashes=hashes,
         rejects=rejects_file,
         documents=len(documents),
         tokens=flat.size,

@@ -90,11 +90,7 @@ def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
             f"byte {AT_POINTERS + 8}: .* 1 to be 12 bytes, the int32 tokens .* found 6;",
             id="dtype lies",
         ),
-        pytest.param("idx", cut(0), "at least 34 bytes of header, found a file of 0 bytes", id="empty index"),
         pytest.param("idx", cut(20), "byte 20: expected at least 34 bytes of header, found a file of 20", id="header"),
-        pytest.param("idx", cut(-1), f"expected {IDX_BYTES} bytes for 4 .* found a file of {IDX_BYTES - 1}", id="cut"),
-        pytest.param("idx", bytearray.append, f"expected {IDX_BYTES} bytes .* of {IDX_BYTES + 1}", id="garbage"),
-        pytest.param("idx", put("<Q", 18, 3), "byte 18: .* found 3 sequences and 5 boundaries", id="count too small"),
         pytest.param("idx", put("<Q", 18, 0), "byte 18: expected at least one document, found 0", id="count 0"),
         pytest.param(
             "idx", put("<QQ", 18, 1 << 40, (1 << 40) + 1), f"found a file of {IDX_BYTES} bytes", id="count 2^40"
@@ -103,15 +99,8 @@ def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
         pytest.param(
             "idx", put("<i", AT_LENGTHS + 4, -1), f"byte {AT_LENGTHS + 4}: .* document 1, found -1", id="negative"
         ),
-        pytest.param("idx", put("<i", AT_LENGTHS + 8, 0), f"byte {AT_LENGTHS + 8}: .* document 2, found 0", id="zero"),
         pytest.param(
             "idx", put("<i", AT_LENGTHS, 4), f"byte {AT_POINTERS + 8}: .* 1 to be 8 bytes, .* found 6", id="length"
-        ),
-        pytest.param(
-            "idx", put("<q", AT_POINTERS + 16, 9), f"byte {AT_POINTERS + 16}: .* be 8 .*, found 9", id="unaligned"
-        ),
-        pytest.param(
-            "idx", put("<q", AT_POINTERS + 8, -6), f"byte {AT_POINTERS + 8}: .* be 6 .*, found -6", id="below 0"
         ),
         pytest.param(
             "idx", put("<q", AT_POINTERS + 24, 99), f"byte {AT_POINTERS + 24}: .* be 16 .*, found 99", id="past end"
@@ -121,8 +110,6 @@ def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
         ),
         pytest.param("bin", cut(0), f"expected {BIN_BYTES} bytes for 10 tokens of uint16.* of 0 bytes", id="empty bin"),
         pytest.param("bin", cut(-2), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 2} bytes", id="bin cut"),
-        pytest.param("bin", cut(-1), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 1} bytes", id="bin odd"),
-        pytest.param("bin", bytearray.append, f"expected {BIN_BYTES} bytes .* of {BIN_BYTES + 1} bytes", id="bin long"),
         pytest.param("json", replaced(b'"documents": 4', b'"documents": 5'), "records 5, .* found 4", id="sum"),
         pytest.param(
             "json",
@@ -138,10 +125,7 @@ def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
 def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change, message):
     path = prefix.with_suffix(f".{end}")
     content = bytearray(path.read_bytes())
-    if change is bytearray.append:
-        content.append(0)
-    else:
-        content = change(content) or content
+    content = change(content) or content
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         Corpus(prefix)

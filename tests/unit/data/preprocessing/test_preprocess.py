@@ -221,7 +221,7 @@ def test_part_that_two_processes_do_at_once_is_whole(place):
 
 
 def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(place, monkeypatch):
-    monkeypatch.setattr(run_module, "_TELL_SECONDS", 0.0)  # every step is told, as on a machine that is slow enough
+    monkeypatch.setattr(run_module, "_SHOW_SECONDS", 0.0)  # every step is shown, as on a machine that is slow enough
     add_mixed_shards(place)
     seen = []
     plan = plan_preprocessing(place.settings(workers=2))

@@ -1,4 +1,4 @@
-"""A run that goes on where another one stopped: the same bytes, and nothing done twice without need."""
+"""A run that resumes where another one stopped: the same bytes, and nothing done twice without need."""
 
 import pytest
 from unit.data.preprocess_place import add_mixed_shards, decoded
@@ -53,7 +53,7 @@ def test_resumed_run_does_the_rest_and_ends_with_the_same_bytes(place, done, fin
     assert place.contents() == place.contents("whole")
 
 
-def test_mended_shard_alone_is_done_again(place, done):
+def test_fixed_shard_alone_is_done_again(place, done):
     for name in ("a", "b", "c"):
         place.add_texts(f"{name}.jsonl", f"hello {name}")
     place.add_lines("c.jsonl", "broken")

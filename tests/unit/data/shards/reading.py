@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.records import BATCH_BYTES, PART_BYTES, ReadSettings, RecordBatch, Rejected, ShardPart
+from megatron_neobert.data.shards.reading import BATCH_BYTES, PART_BYTES, ReadSettings, RecordBatch, Rejected, ShardPart
 
 TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
 

@@ -16,7 +16,7 @@ import pytest
 from unit.data.shards.reading import TEXTS, texts_of
 
 from megatron_neobert.data.shards.find import find_shards, shard_label, shard_sha256, shard_version
-from megatron_neobert.data.shards.streams import open_shard
+from megatron_neobert.data.shards.reading import open_shard
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 
 
@@ -231,7 +231,7 @@ def test_url_without_content_is_missing_input(memory):
         open_shard("memory://bucket/gone")
 
 
-def test_kind_of_address_that_nothing_here_can_open_is_a_setting_to_mend(monkeypatch):
+def test_kind_of_address_that_nothing_here_can_open_is_a_setting_to_fix(monkeypatch):
     with pytest.raises(ConfigError, match=r"nowhere://bucket/shard cannot be opened .Protocol not known"):
         find_shards(["nowhere://bucket/shard"])
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as where it is not installed

@@ -13,8 +13,7 @@ from backports import zstd
 from unit.data.shards.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, recognise
-from megatron_neobert.data.shards.records import ReadSettings, ShardPart
-from megatron_neobert.data.shards.streams import PartStream
+from megatron_neobert.data.shards.reading import PartStream, ReadSettings, ShardPart
 from megatron_neobert.errors import DataError
 
 

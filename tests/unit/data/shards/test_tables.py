@@ -12,7 +12,7 @@ import pytest
 from unit.data.shards.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, row_cuts, split_into_parts
-from megatron_neobert.data.shards.records import BATCH_BYTES, EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings, ShardPart
+from megatron_neobert.data.shards.reading import BATCH_BYTES, EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings, ShardPart
 from megatron_neobert.data.shards.tables import RowGroup
 from megatron_neobert.errors import DataError
 

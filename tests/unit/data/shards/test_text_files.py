@@ -10,7 +10,7 @@ import pytest
 from unit.data.shards.reading import TEXTS, Drip, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.records import (
+from megatron_neobert.data.shards.reading import (
     BATCH_BYTES,
     EMPTY_TEXT,
     MALFORMED_JSON,

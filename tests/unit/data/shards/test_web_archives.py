@@ -9,7 +9,7 @@ import pytest
 from unit.data.shards.reading import read
 
 from megatron_neobert.data.shards.parts import read_part
-from megatron_neobert.data.shards.records import (
+from megatron_neobert.data.shards.reading import (
     EMPTY_TEXT,
     HTTP_STATUS,
     MALFORMED_RECORD,
