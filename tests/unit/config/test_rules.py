@@ -1,0 +1,197 @@
+"""Every combination of settings that is refused names its values, and the one beside it passes."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.errors import ConfigError
+
+REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
+SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+
+
+def problems_of(flags: str, *, ranks: int | None = None) -> list[str]:
+    """By default on as few ranks as can hold it; the inputs, which every run needs, are not there."""
+    words = flags.split()
+    ranks = ranks or math.prod(int(size) for flag, size in pairwise(words) if flag in SIZES)
+    try:
+        parse_command_line([*REQUIRED, *words], world_size=ranks)
+    except ConfigError as error:
+        return [problem for problem in error.problems if not problem.startswith(("--data-path", "--tokenizer-model"))]
+    return []
+
+
+# What is refused, the words (with the values), and the change that fixes it.
+REFUSED = [
+    (
+        "--bf16 --attention-backend fused --transformer-impl local",
+        "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local",
+        "--bf16 --attention-backend fused --transformer-impl auto",
+    ),
+    (
+        "--bf16 --attention-backend fused --hidden-size 1008",
+        "--hidden-size 1008 / --num-attention-heads 12 = 84",
+        "--bf16 --attention-backend fused --hidden-size 1056",
+    ),
+    (
+        "--cross-entropy-loss-fusion",
+        "rounds the gradient of the logits to bfloat16",
+        "--bf16 --cross-entropy-loss-fusion",
+    ),
+    (
+        "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
+        "--fp8-param-gather does not go with --fp8-recipe mxfp8",
+        "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    ),
+    (
+        "--bf16 --fp8-format e4m3 --transformer-impl local",
+        "--fp8-format e4m3 is Transformer Engine's, not with --transformer-impl local",
+        "--bf16 --fp8-format e4m3 --transformer-impl transformer_engine",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --fp8-recipe delayed --first-last-layers-bf16",
+        "--first-last-layers-bf16 does not go with --fp8-recipe delayed",
+        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 8 "
+        "--pipeline-model-parallel-size 4",
+        "--num-layers-at-start-in-bf16 8 exceeds the 7 layers of a pipeline stage",
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 7 "
+        "--pipeline-model-parallel-size 4",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 27",
+        "27 and --num-layers-at-end-in-bf16 1 leave none of --num-layers 28 in FP8",
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 26",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 1000",
+        "--micro-batch-size 1 x --seq-length 1000 = 1000 tokens cannot be shared by 1 rank (--context-parallel-size "
+        "1) in multiples of 16 (--fp8-recipe tensorwise); every rank needs the same number. Use --seq-length 1008.",
+        "--bf16 --fp8-format hybrid --micro-batch-size 2 --seq-length 1000",
+    ),
+    (
+        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --micro-batch-size 1 --seq-length 1152 "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "1152 tokens cannot be shared by 2 ranks (--context-parallel-size 1 x --tensor-model-parallel-size 2, for "
+        "--sequence-parallel) in multiples of 128 (--fp8-recipe blockwise); every rank needs the same number. Use "
+        "--seq-length 1280.",
+        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --micro-batch-size 1 --seq-length 1152 "
+        "--tensor-model-parallel-size 2",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 1040 --context-parallel-size 2",
+        "1040 tokens cannot be shared by 2 ranks (--context-parallel-size 2) in multiples of 16 (",
+        "--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 1056 --context-parallel-size 2",
+    ),
+    (
+        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --hidden-size 1008",
+        "multiples of 128: --hidden-size 1008 is not. Use --hidden-size 1024 or --fp8-recipe tensorwise.",
+        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --hidden-size 1008",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --hidden-size 1008 --tensor-model-parallel-size 2",
+        "multiples of 16: --hidden-size 1008 over --tensor-model-parallel-size 2 = 504 is not. Use --hidden-size "
+        "1024 or --tensor-model-parallel-size 1.",
+        "--bf16 --fp8-format hybrid --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 2752 "
+        "--tensor-model-parallel-size 2",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --ffn-hidden-size 2056",
+        "the feed-forward width (--ffn-hidden-size) 2056 is not. Use --ffn-hidden-size 2064.",
+        "--bf16 --fp8-format hybrid --ffn-hidden-size 2064",
+    ),
+    (
+        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 4 "
+        "--pipeline-model-parallel-size 2",
+        "--recompute-num-layers 4 does not divide the 14 layers of a pipeline stage into equal groups "
+        "(--recompute-method uniform); use one of 1, 2, 7, 14.",
+        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+    ),
+    (
+        "--bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 8 "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 7",
+        "--recompute-num-layers 8 exceeds the 7 layers of a pipeline stage",
+        "--bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 8 "
+        "--pipeline-model-parallel-size 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "words", "fixed"), REFUSED)
+def test_a_combination_is_refused_with_its_values_and_the_fixed_one_is_not(flags, words, fixed):
+    found = problems_of(flags)
+    assert sum(words in problem for problem in found) == 1, found
+    assert problems_of(fixed) == []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_the_base_model_suits_every_recipe_on_one_rank_and_on_two(recipe):
+    for more in ("", " --tensor-model-parallel-size 2 --sequence-parallel"):
+        assert problems_of(f"--bf16 --fp8-format hybrid --fp8-recipe {recipe}{more}") == []
+
+
+# Ranks, flags, and what the one problem holds.
+IMPOSSIBLE = [
+    (1, "--num-attention-heads 14", ["--hidden-size 768", "--num-attention-heads 14", "12 or 16 heads"]),
+    (1, "--num-attention-heads 256", ["heads of width 3", "even width"]),
+    (1, "--seq-length 8192", ["--seq-length 8192", "--max-position-embeddings 4096", "to 8192"]),
+    (6, "--tensor-model-parallel-size 4", ["6 ranks", "--tensor-model-parallel-size 4"]),
+    (8, "--tensor-model-parallel-size 8", ["size 8", "--num-attention-heads 12"]),
+    (3, "", ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 packed sequences", "Use 2112"]),
+    (1, "--lr-warmup-iters 50 --train-iters 50", ["--lr-warmup-iters 50", "below 45"]),
+    (2, "--pipeline-model-parallel-size 2 --num-layers 7", ["7", "size 2", "1 or 7"]),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
+        ["--num-layers 28", "2 x", "stage 4 = 8"],
+    ),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 14",
+        ["stage 14", "2 stages", "plain pipeline"],
+    ),
+    (
+        4,
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 192",
+        ["3 micro-batches", "192 / 64 packed sequences", "size 4", "--global-batch-size 256"],
+    ),
+    (8, "--context-parallel-size 8", ["size 8 x", "--num-attention-heads 12"]),
+    (3, "--context-parallel-size 3 --micro-batch-size 1", ["1 x --seq-length 1024 = 1024 tokens", "3 ranks"]),
+    (2, "--context-parallel-size 2 --loss-normalization micro_batch", ["micro_batch", "size 2"]),
+    (
+        6,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        ["6 ranks", "2 x --pipeline-model-parallel-size 2 = 4", "multiple of 4"],
+    ),
+    (
+        2,
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 8 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ["--num-layers 4", "stage 8 = 16"],
+    ),
+    (1, "--lr inf", ["--lr inf", "finite"]),
+    (1, "--continue-from one --save two", ["--continue-from one", "--save two", "--load two"]),
+    (1, "--document-block-size 8192", ["--document-block-size 8192", "4096", "Use 256"]),
+    (1, "--min-lr 0.001", ["--min-lr 0.001", "--lr 0.0006"]),
+    (1, "--adam-beta2 1.0", ["--adam-beta2 1.0", "below 1"]),
+    (1, "--mask-prob 1.5", ["--mask-prob 1.5", "between 0 and 1"]),
+    (1, "--mask-prob nan", ["--mask-prob nan"]),
+    (1, "--micro-batch-size 0", ["--micro-batch-size 0", "below 1"]),
+    (1, "--lr nan", ["--lr nan"]),
+    (1, "--lr-decay-style poly", ["--lr-decay-style poly", "cosine, linear, constant"]),
+    (1, "--save one --keep-last 1", ["--keep-last 1", "below 2"]),
+    (1, "--continue-from a --save b --load ./c", ["--save b needs --load b"]),
+    (1, "--allow-changed seed,num_layers", ["--allow-changed num_layers", "seed, "]),
+    (1, "--wandb-project project/x?", ["--wandb-project project/x?", "contains / ?,"]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags", "words"), IMPOSSIBLE)
+def test_an_impossible_setting_is_named_with_its_numbers(ranks, flags, words):
+    problems = problems_of(flags, ranks=ranks)
+    assert len(problems) == 1, problems
+    assert [word for word in words if word not in problems[0]] == []
