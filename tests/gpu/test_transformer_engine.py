@@ -178,7 +178,7 @@ def test_waiting_for_the_device_would_be_noticed():
 @pytest.mark.parametrize("bf16_layers", [False, True])
 def test_a_step_in_fp8_is_close_to_one_in_bfloat16(recipe, bf16_layers):
     if recipe == "delayed" and bf16_layers:
-        pytest.skip("delayed scaling does not go with layers in bfloat16; tests/unit/config/test_compute_rules.py")
+        pytest.skip("delayed scaling does not go with layers in bfloat16; tests/unit/config/test_rules.py")
     fp8 = {"fp8_format": "hybrid", "fp8_recipe": recipe, "first_last_layers_bf16": bf16_layers}
     exact, model = build(usable({**ENGINE})), build(usable({**ENGINE, **fp8}))
     exact_losses_m, losses_m = losses_of(exact), losses_of(model)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,52 +179,51 @@ def test_command_converts_and_prints_the_comparison(
     assert (tmp_path / "model" / "conversion_report.json").is_file()
 
 
+def lose_a_file(saved: SavedModel) -> None:
+    (saved.iteration_folder / "rank_00000.safetensors").unlink()
+
+
+def lose_the_manifest(saved: SavedModel) -> None:
+    (saved.iteration_folder / "MANIFEST.json").unlink()
+
+
+def add_a_file(saved: SavedModel) -> None:
+    (saved.save.parent / "model").write_text("mine")
+
+
+def add_a_tokenizer(saved: SavedModel) -> None:
+    (saved.save.parent / "other.txt").write_text("\n".join([*WORDS, "dog"]))
+
+
 @pytest.mark.parametrize(
-    "problem",
+    ("flags", "change", "code", "sentence"),
     [
-        "no such folder",
-        "a checkpoint itself",
-        "iteration",
-        "manifest missing",
-        "shard missing",
-        "output exists",
-        "output inside",
-        "other tokenizer",
+        (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
+        (["--load", "checkpoints/iter_0000030"], None, 66, "iter_0000030 is a checkpoint itself; name the folder"),
+        (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
+        ([], lose_the_manifest, 66, "checkpoints holds no checkpoint"),
+        ([], lose_a_file, 78, "rank_00000.safetensors: missing"),
+        ([], add_a_file, 73, "model exists already"),
+        (["--output", "checkpoints/model"], None, 73, "which is only read; name a folder elsewhere"),
+        (["--tokenizer-model", "other.txt"], add_a_tokenizer, 78, "other.txt (14 tokens) encodes differently from the"),
     ],
 )
 def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
-    saved: SavedModel, tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: SavedModel,
+    tmp_path: Path,
+    flags: list[str],
+    change: Callable[[SavedModel], None] | None,
+    code: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    arguments = ["convert.py", "megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model")]
-    if problem == "no such folder":
-        arguments[3] = str(tmp_path / "nowhere")
-        expected = (66, "nowhere holds no checkpoint; name the folder given to --save")
-    elif problem == "a checkpoint itself":
-        arguments[3] = str(saved.iteration_folder)
-        expected = (66, "iter_0000030 is a checkpoint itself; name the folder that holds it")
-    elif problem == "iteration":
-        arguments += ["--iteration", "77"]
-        expected = (66, "holds no checkpoint of iteration 77; it holds those of 30.")
-    elif problem == "manifest missing":
-        (saved.iteration_folder / "MANIFEST.json").unlink()
-        expected = (66, "checkpoints holds no checkpoint")
-    elif problem == "shard missing":
-        shard = next(saved.iteration_folder.glob("*.safetensors"))
-        shard.unlink()
-        expected = (78, f"{shard.name}: missing")
-    elif problem == "output exists":
-        (tmp_path / "model").write_text("mine")
-        expected = (73, "model exists already")
-    elif problem == "output inside":
-        arguments[5] = str(saved.save / "model")
-        expected = (73, "which is only read; name a folder elsewhere")
-    else:
-        (tmp_path / "other.txt").write_text("\n".join([*WORDS, "dog"]))
-        arguments += ["--tokenizer-model", str(tmp_path / "other.txt")]
-        expected = (78, "other.txt (14 tokens) encodes differently from the tokenizer of")
-    monkeypatch.setattr(sys, "argv", arguments)
+    if change is not None:
+        change(saved)
+    monkeypatch.chdir(tmp_path)
+    command = ["convert.py", "megatron-to-hf", "--load", "checkpoints", "--output", "model", *flags]
+    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         run_command(main)
-    code, sentence = expected
     assert ended.value.code == code
     assert sentence in capsys.readouterr().err
