@@ -75,9 +75,7 @@ class ShardTexts:
                     counts.rejected.update(record.reason for record in batch.rejected)
                     counts.dropped.update(batch.dropped)
                     if first_error is None and batch.rejected:
-                        error = batch.rejected[0]
-                        after = f" after byte {part.start}" if part.numbers_are_relative else ""
-                        first_error = f"{shard}, {part.unit} {error.number}{after}: {error.reason} ({error.detail})"
+                        first_error = batch.rejected[0].describe(part, shard)
                     yield from batch.texts
         check_error_rate(counts, self._max_error_rate, first_error)
         if not counts.documents:

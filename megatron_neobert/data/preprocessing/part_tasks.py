@@ -143,10 +143,7 @@ class _PartFiles:
         except UnicodeDecodeError:
             entry["raw_base64"] = base64.b64encode(record.raw).decode()
         self._write("rejects", reject_line(entry))
-        where = f"{task.shard_name}, {task.part.unit} {record.number}"
-        if task.part.numbers_are_relative:
-            where += f" after byte {task.part.start}"
-        self.first_error = self.first_error or f"{where}: {record.reason} ({record.detail})"
+        self.first_error = self.first_error or record.describe(task.part, task.shard_name)
         if task.settings.on_error == "fail":
             raise error_record(self.first_error)
 

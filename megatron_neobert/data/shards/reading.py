@@ -100,6 +100,11 @@ class Rejected(NamedTuple):
     detail: str  # what was found
     raw: bytes  # the record's first RAW_BYTES, as far as the format has such a thing
 
+    def describe(self, part: ShardPart, shard_name: str) -> str:
+        """Where it stands and what is wrong with it."""
+        after = f" after byte {part.start}" if part.numbers_are_relative else ""
+        return f"{shard_name}, {part.unit} {self.number}{after}: {self.reason} ({self.detail})"
+
 
 @dataclass
 class RecordBatch:

@@ -43,11 +43,6 @@ def test_one_corpus_is_cut_into_training_and_validation(place):
     assert validation.corpus is training.corpus
 
 
-def test_the_identity_of_one_corpus_is_the_checksum_of_its_ids(place):
-    assert open_inputs(settings(place)).identity == place.corpus().manifest.sha256
-    assert open_inputs(settings(place, "3", prefix(place))).identity == place.corpus().manifest.sha256
-
-
 def test_corpus_for_validation_leaves_all_of_the_other_for_training(place):
     held_out = place.corpus(end="_validation")
     inputs = open_inputs(settings(place, valid_data_path=str(held_out.prefix), split="3,1"))

@@ -11,7 +11,6 @@ from unit.data.shards.reading import TEXTS, Drip, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.reading import (
-    BATCH_BYTES,
     EMPTY_TEXT,
     MALFORMED_JSON,
     MISSING_KEY,
@@ -278,15 +277,6 @@ def test_too_long_line_is_never_held(tmp_path):
     assert peaks[0] < 12 << 20 < 64 << 20 < peaks[1]  # control: the same line where it is allowed
 
 
-def test_batches_have_about_a_mebibyte_and_a_long_document_comes_alone(tmp_path):
-    sizes = [1000] * 3000 + [3 * BATCH_BYTES] + [1000] * 3000 + [100, 2 * BATCH_BYTES, 100]
-    (tmp_path / "shard").write_text("".join(f'{{"content": "{"x" * size}"}}\n' for size in sizes))
-    reading = read(tmp_path / "shard")
-    assert [len(text) for text in reading.texts] == sizes
-    assert [batch.utf8_bytes for batch in reading.batches if batch.utf8_bytes > BATCH_BYTES] == [sizes[3000], sizes[-2]]
-    assert len(reading.batches) <= 12  # of 6 MiB in short documents, which the long ones interrupt
-
-
 # --- plain text
 
 
@@ -298,12 +288,6 @@ def test_file_is_one_document_exactly_as_it_is(tmp_path):
     assert texts_of(tmp_path / "shard.txt") == [text]
     (tmp_path / "shard.txt").write_bytes(gzip.compress(text.encode()))
     assert texts_of(tmp_path / "shard.txt") == [text]
-
-
-def test_file_that_is_asked_to_be_text_and_is_blank_is_dropped(tmp_path):
-    for content in (b"", b" \n\n"):
-        (tmp_path / "shard").write_bytes(content)
-        assert read(tmp_path / "shard", input_format="text").dropped == {EMPTY_TEXT: 1}
 
 
 def test_file_above_the_limit_is_rejected(tmp_path):

@@ -125,8 +125,3 @@ def test_sentencepiece_model_is_recognised_by_its_content_and_taken_from_a_folde
     assert load_tokenizer(model).special_tokens["cls"] == 1
     model.rename(tmp_path / "spiece.model")
     assert load_tokenizer(tmp_path, "SentencePieceTokenizer").fingerprint == load_tokenizer(tmp_path).fingerprint
-
-
-def test_unknown_type_is_refused_with_the_known_ones(uncased):
-    with pytest.raises(ConfigError, match=r"--tokenizer-type GPT2BPETokenizer does not exist; use one of auto, "):
-        load_tokenizer(uncased, "GPT2BPETokenizer")
