@@ -14,7 +14,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
@@ -24,7 +24,6 @@ from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.contrastive.config import ContrastiveConfig
-    from megatron_neobert.evaluation.contrastive.run import RunOptions
 
 _OVERRIDES = ("steps", "batch_size", "learning_rate", "instructions", "max_length", "save_interval")
 
@@ -99,13 +98,20 @@ def _choose(wanted: list[str] | None, config: "ContrastiveConfig") -> list[str]:
 
 
 def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[str]) -> None:
-    options = _options(arguments)
     from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
-    from megatron_neobert.evaluation.contrastive.run import Places, finetune, prepare_folder, settings_of
-    from megatron_neobert.evaluation.encoders import fingerprint
+    from megatron_neobert.evaluation.contrastive.run import Places, RunOptions, finetune, prepare_folder, settings_of
+    from megatron_neobert.evaluation.encoders import choose_device, fingerprint
     from megatron_neobert.evaluation.records import hold, write_record
 
-    model: Path = arguments.model
+    model, device = arguments.model, choose_device(arguments.device).type
+    options = RunOptions(
+        seed=arguments.seed,
+        gradient_cache=arguments.gradient_cache,
+        autocast_bfloat16=(arguments.dtype or ("bfloat16" if device == "cuda" else "float32")) == "bfloat16",
+        device=device,
+        attention=arguments.attention,
+        resume=arguments.resume,
+    )
     fingerprint(model)  # refuses what is no model, before minutes of reading
     places = Places(arguments.output, model.resolve().name)
     if places.final.exists() and not arguments.resume:
@@ -124,44 +130,15 @@ def _run(arguments: argparse.Namespace, config: "ContrastiveConfig", keys: list[
         if first:
             prepare_folder(places.checkpoints, settings, resume=arguments.resume)
         results = finetune(model, pairs, config.datasets, config.training, places, options)
-        if results is not None:
-            _report(results)
-            write_record(
-                places.file(".json"),
-                "contrastive",
-                folder=model,
-                settings=settings,
-                results=results,
-                device=options.device,
-            )
-
-
-def _options(arguments: argparse.Namespace) -> "RunOptions":
-    from megatron_neobert.evaluation.contrastive.run import RunOptions
-    from megatron_neobert.evaluation.encoders import choose_device
-
-    device = choose_device(arguments.device).type
-    dtype = arguments.dtype or ("bfloat16" if device == "cuda" else "float32")
-    return RunOptions(
-        seed=arguments.seed,
-        gradient_cache=arguments.gradient_cache,
-        autocast_bfloat16=dtype == "bfloat16",
-        device=device,
-        attention=arguments.attention,
-        resume=arguments.resume,
-    )
-
-
-def _report(results: dict[str, Any]) -> None:
-    for key, share in results["datasets"].items():
-        print(
-            f"{key}: {share['batches']} batches of {share['pairs_per_batch']} pairs from {share['rows']:,}, "
-            f"p = {share['probability']:.3f}"
-        )
-    print(
-        f"loss {results['first_loss_nats']:.3f} -> {results['last_loss_nats']:.3f} nats in "
-        f"{results['seconds_of_this_start']:.0f} s; wrote {results['folder']}"
-    )
+        if results is None:
+            return
+        for key, share in results["datasets"].items():
+            batches = f"{share['batches']} batches of {share['pairs_per_batch']} pairs from {share['rows']:,}"
+            print(f"{key}: {batches}, p = {share['probability']:.3f}")
+        losses = f"{results['first_loss_nats']:.3f} -> {results['last_loss_nats']:.3f} nats"
+        print(f"loss {losses} in {results['seconds_of_this_start']:.0f} s; wrote {results['folder']}")
+        record = places.file(".json")
+        write_record(record, "contrastive", folder=model, settings=settings, results=results, device=device)
 
 
 if __name__ == "__main__":

@@ -117,22 +117,6 @@ def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
     return min((at_most, *(limit for limit in limits if limit is not None)))
 
 
-def load_masked_lm(folder: Path, options: LoadOptions | None = None) -> Any:
-    """A model with its masked-language-model head.
-
-    Raises:
-        MissingInputError, ConversionError: As `load_model`, or there is no such head.
-    """
-    _check(folder)
-    architectures = _config(folder).get("architectures") or []
-    if not any(name.endswith(("ForMaskedLM", "LMHead", "ForPreTraining")) for name in architectures):
-        raise ConversionError(
-            f"{folder}: config.json names {', '.join(architectures) or 'no architecture'}, which has no "
-            "masked-language-model head; name the pre-trained model, not one that was fine-tuned."
-        )
-    return load_model(folder, "AutoModelForMaskedLM", options)
-
-
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder.
 

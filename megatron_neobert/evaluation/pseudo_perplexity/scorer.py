@@ -25,7 +25,7 @@ from megatron_neobert.evaluation.encoders import (
     ABSURD_LENGTH,
     LoadOptions,
     count_learned_positions,
-    load_masked_lm,
+    load_model,
     load_tokenizer,
     longest_input,
 )
@@ -72,7 +72,7 @@ class Scorer:
         else:
             described = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         self.tokenizer_fingerprint = hashlib.sha256(described.encode()).hexdigest()[:12]
-        self.model = load_masked_lm(folder, options)
+        self.model = load_model(folder, "AutoModelForMaskedLM", options)
         self._learned_positions = count_learned_positions(self.model)
         self.max_length = longest_input(self.model, self.tokenizer, at_most=ABSURD_LENGTH)
         self.is_sparse = self._head_takes_single_positions()

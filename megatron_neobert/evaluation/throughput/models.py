@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.encoders import LoadOptions, count_learned_positions, load_masked_lm, load_model
+from megatron_neobert.evaluation.encoders import LoadOptions, count_learned_positions, load_model
 
 WEB_MEDIAN_TOKENS = 368
 # RefinedWeb has mean / median = 640 / 368, which is exp(sigma^2 / 2) of a log-normal.
@@ -242,7 +242,7 @@ def load_models(
     found = ModelsUnderTest({}, [])
     for name, dtype, attention in itertools.product(folders, dict.fromkeys(dtypes), dict.fromkeys(attentions)):
         options = LoadOptions(dtype=getattr(torch, dtype), device=device, attention=attention)
-        model = load_masked_lm(folders[name], options) if backward else load_model(folders[name], "AutoModel", options)
+        model = load_model(folders[name], "AutoModelForMaskedLM" if backward else "AutoModel", options)
         subject = Subject(name=name, dtype=dtype, model=model)
         longest = subject.longest
         too_long = [length for length in lengths if longest is not None and length > longest]

@@ -67,7 +67,7 @@ def make_texts(count: int, *, longest: int, seed: int = 0) -> list[str]:
 @torch.no_grad()
 def plain_losses(folder: Path, text: str, *, with_specials: bool = False, with_mask: bool = True) -> list[float]:
     """-log p of each token, from one forward of the whole model for each of them, alone and unpadded."""
-    model, tokenizer = encoders.load_masked_lm(folder), encoders.load_tokenizer(folder)
+    model, tokenizer = encoders.load_model(folder, "AutoModelForMaskedLM"), encoders.load_tokenizer(folder)
     ids_s = tokenizer(text, return_tensors="pt")["input_ids"][0]
     losses = []
     for position in range(len(ids_s)) if with_specials else range(1, len(ids_s) - 1):

@@ -28,11 +28,13 @@ def change_config(folder: Path, **changes: object) -> None:
 def test_neobert_folder_is_loaded_with_this_projects_class_whatever_code_lies_in_it(tmp_path: Path):
     folder = write_model(tmp_path / "model", "neobert")
     (folder / "modeling_neobert.py").write_text("raise RuntimeError('this file was run')\n")
-    assert type(encoders.load_masked_lm(folder)) is modeling_neobert.NeoBERTLMHead
+    assert type(encoders.load_model(folder, "AutoModelForMaskedLM")) is modeling_neobert.NeoBERTLMHead
 
 
 def test_options_decide_precision_and_attention(folder: Path):
-    model = encoders.load_masked_lm(folder, encoders.LoadOptions(dtype=torch.bfloat16, attention="eager"))
+    model = encoders.load_model(
+        folder, "AutoModelForMaskedLM", encoders.LoadOptions(dtype=torch.bfloat16, attention="eager")
+    )
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
     assert not model.training
@@ -44,13 +46,7 @@ def test_options_decide_precision_and_attention(folder: Path):
 def test_attention_that_would_be_fetched_is_refused(folder: Path, key: str, value: str):
     change_config(folder, **{key: value})
     with pytest.raises(ConversionError, match=f"{key} is '{value}', which transformers may fetch code for"):
-        encoders.load_masked_lm(folder)
-
-
-def test_fine_tuned_model_has_no_head_to_ask_for_words(folder: Path):
-    change_config(folder, architectures=["BertForSequenceClassification"])
-    with pytest.raises(ConversionError, match="names BertForSequenceClassification, which has no"):
-        encoders.load_masked_lm(folder)
+        encoders.load_model(folder, "AutoModelForMaskedLM")
 
 
 def test_folder_without_a_tokenizer_is_refused_though_transformers_makes_an_empty_one(folder: Path):
@@ -65,12 +61,14 @@ def test_folder_that_is_none_is_a_missing_input(tmp_path: Path):
         encoders.load_model(tmp_path / "nowhere", "AutoModel")
 
 
-def test_fingerprint_changes_with_the_weights_and_not_with_the_card(folder: Path, tmp_path: Path):
+def test_fingerprint_changes_with_weights_or_tokenizer_and_not_with_the_card(folder: Path, tmp_path: Path):
     first = encoders.fingerprint(folder)
     (folder / "README.md").write_text("a card")
     assert encoders.fingerprint(folder) == first
     other = write_model(tmp_path / "other", "Bert", seed=1)
     assert encoders.fingerprint(other) != first
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert encoders.fingerprint(folder) != first
 
 
 def test_record_says_what_was_measured_of_which_model_with_which_versions(folder: Path, tmp_path: Path):
@@ -89,7 +87,7 @@ def test_head_that_the_folder_does_not_hold_is_refused_and_not_drawn(tmp_path: P
     weights = load_file(folder / "model.safetensors")
     save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, folder / "model.safetensors")
     with pytest.raises(ConversionError, match=r"does not hold lm_head\.weight.*drawn weights would be measured"):
-        encoders.load_masked_lm(folder)
+        encoders.load_model(folder, "AutoModelForMaskedLM")
     assert encoders.load_model(folder, "AutoModel") is not None
 
 
@@ -102,12 +100,6 @@ def test_a_classification_head_may_be_new_and_the_encoder_may_not(folder: Path):
         encoders.load_model(folder, "AutoModelForSequenceClassification", num_labels=3)
 
 
-def test_fingerprint_changes_with_the_tokenizer(folder: Path):
-    first = encoders.fingerprint(folder)
-    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
-    assert encoders.fingerprint(folder) != first
-
-
 @pytest.mark.parametrize("name", ["cuda:99", "abacus"])
 def test_device_that_is_not_there_is_refused(name: str):
     with pytest.raises(ConfigError, match=f"--device {name}"):
@@ -117,7 +109,7 @@ def test_device_that_is_not_there_is_refused(name: str):
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "neobert"])
 def test_longest_input_is_what_the_model_has_positions_for(tmp_path: Path, kind: str):
     folder = write_model(tmp_path / kind, kind)
-    model, tokenizer = encoders.load_masked_lm(folder), encoders.load_tokenizer(folder)
+    model, tokenizer = encoders.load_model(folder, "AutoModelForMaskedLM"), encoders.load_tokenizer(folder)
     tokenizer.model_max_length = 1000
     length = encoders.longest_input(model, tokenizer, at_most=1024)
     assert length == LONGEST and encoders.longest_input(model, tokenizer, at_most=7) == 7

@@ -165,15 +165,6 @@ def test_settings_that_differ_between_models_are_named(results, tmp_path):
     assert text.count("Not the same in all of these runs, so compare with care: seed.") == 1
 
 
-def test_quick_look_at_glue_is_marked_in_its_row_and_among_the_differences(results, tmp_path):
-    text, _, _ = report_of(results, tmp_path)
-    assert "rows a split" not in text
-    put(results, "glue", RESULTS["glue"], name="quick", limit=50)
-    text, _, _ = report_of(results, tmp_path)
-    assert line_of(text, "| quick, at most 50 rows a split | 61.2")
-    assert "Not the same in all of these runs, so compare with care: limit." in text
-
-
 def test_glue_runs_are_compared_task_by_task_in_what_defines_their_numbers(results, tmp_path):
     put(results, "glue", glue_of(["cola"]), name="fewer tasks, other device")
     assert "compare with care" not in report_of(results, tmp_path)[0]

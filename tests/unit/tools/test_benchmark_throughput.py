@@ -82,7 +82,7 @@ def test_a_model_without_a_head_is_measured_forward_and_refused_backward(call, t
     save_folders(tmp_path)
     NeoBERT.from_pretrained(tmp_path / "neobert").save_pretrained(folder)
     asked = ("--model", folder, "--output", tmp_path / "results", *SIZES, "--batch-sizes", 1)
-    with pytest.raises(ConversionError, match="no masked-language-model head"):
+    with pytest.raises(ConversionError, match=r"does not hold .* which AutoModelForMaskedLM has"):
         call("benchmark_throughput", *asked, "--backward")
     assert not (tmp_path / "results").exists()
     call("benchmark_throughput", *asked)

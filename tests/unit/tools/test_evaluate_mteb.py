@@ -111,14 +111,6 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place,
     assert [(name.endswith("_paper"), style[name]) for name in sorted(style)] == [(False, "prefix"), (True, "paper")]
 
 
-def test_long_list_of_tasks_has_a_folder_in_any_order(evaluate, place):
-    tasks = [f"Amazon{name}Classification" for name in ("Counterfactual", "Polarity", "Reviews")] + ["local:sts"]
-    tasks += ["TwentyNewsgroupsClustering", "SprintDuplicateQuestions"]
-    for order in (tasks, tasks[::-1]):
-        evaluate("--skip-missing", "--tasks", *order)
-    assert len([path for path in (place / "out/model").iterdir() if path.name.startswith("mteb_6-tasks-")]) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
