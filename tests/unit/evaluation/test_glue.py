@@ -13,7 +13,7 @@ from megatron_neobert.errors import ConfigError, ConversionError, MissingInputEr
 from megatron_neobert.evaluation.glue.predictions import to_answers, write_submission
 from megatron_neobert.evaluation.glue.results import RUN, TaskStudy
 from megatron_neobert.evaluation.glue.run import Grid, best_model, evaluate
-from megatron_neobert.evaluation.glue.tasks import TASKS, choose_tasks
+from megatron_neobert.evaluation.glue.tasks import TASKS
 from megatron_neobert.evaluation.glue.training import MODEL, Outcome, share_out
 from megatron_neobert.evaluation.records import read_record
 
@@ -131,12 +131,6 @@ def test_missing_data_and_unsuitable_models_are_refused_before_anything_is_run(p
     with pytest.raises(MissingInputError, match=r"no test\.parquet and no test\.tsv"):
         evaluate(build_evaluation(place, "sst2", "rte", data_dir=data, predict=True), recorder)
     assert recorder.runs == []
-
-
-def test_unknown_tasks_are_named_with_those_that_there_are():
-    assert choose_tasks(["SST-2", "cola", "sst2"], ()) == ["sst2", "cola"]
-    with pytest.raises(ConfigError, match=r"--tasks snli: GLUE's tasks are mnli, .*wnli"):
-        choose_tasks(["snli"], ())
 
 
 def test_failed_run_is_named_while_another_is_still_going_on(place, tmp_path):

@@ -12,9 +12,8 @@ from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, plain_
 
 from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation.encoders import fingerprint
-from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, document_id, select_documents
-from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, batches, cost, evaluate, write_curves
-from megatron_neobert.evaluation.pseudo_perplexity.scorer import Scorer
+from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, document_id
+from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, evaluate, write_curves
 from megatron_neobert.evaluation.records import hold, read_record
 
 TEXTS = make_texts(12, longest=LONGEST - 2)
@@ -157,19 +156,3 @@ def test_curves_of_several_models_share_a_table_and_a_figure(models, evaluation,
     ]
     assert (tmp_path / "pseudo_perplexity.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert all(f"| {name} | " in (tmp_path / "pseudo_perplexity.md").read_text() for name in models)
-
-
-def test_batches_hold_every_position_once_the_longest_first_and_no_more_tokens_than_allowed(models, evaluation):
-    setting = evaluation(max_length=LONGEST, positions_per_document=5)
-    documents = select_documents(
-        setting.inputs, Scorer(models["Bert"]).tokenizer, setting.read, setting.choice
-    ).documents
-    made = list(batches(documents, batch_tokens=60))
-    widths = [max(len(document.ids_s) for document, _ in batch) for batch in made]
-    assert sorted((document.id, position) for batch in made for document, position in batch) == sorted(
-        (document.id, position) for document in documents for position in document.positions
-    )
-    assert widths == sorted(widths, reverse=True)
-    assert all(len(batch) * width <= 60 for batch, width in zip(made, widths, strict=True))
-    assert cost(documents) == sum(len(document.ids_s) for batch in made for document, _ in batch)
-    assert [len(batch) for batch in batches(documents, batch_tokens=1)] == [1] * sum(map(len, made))

@@ -109,11 +109,6 @@ def test_drawn_positions_depend_on_document_and_seed_alone():
     assert set(drawn) <= set(range(1, 101))
 
 
-def test_as_many_positions_as_there_are_means_all():
-    assert draw_positions("a document", [1, 2, 3], 3, seed=0) == (1, 2, 3)
-    assert draw_positions("a document", [1, 2, 3], 9, seed=0) == (1, 2, 3)
-
-
 def test_every_position_is_drawn_equally_often():
     documents, scorable, drawn = 4000, 5, 2
     counts = Counter(

@@ -1,6 +1,6 @@
 """Tables and curves of speeds: the fastest batch size stands for a length."""
 
-from megatron_neobert.evaluation.throughput.tables import best_rows, csv_rows, to_cells, to_curves, to_memory
+from megatron_neobert.evaluation.throughput.tables import best_rows, to_cells, to_curves
 
 
 def row(model="a", length=512, batch_size=1, speed=100.0, **changes):
@@ -41,12 +41,6 @@ def test_the_fastest_batch_size_stands_for_a_length():
     assert found == {("a", 512): 150.0, ("a", 1024): None, ("b", 1024): 90.0}
 
 
-def test_a_csv_holds_every_row_and_marks_the_best():
-    lines = csv_rows(ROWS)
-    assert [line["best"] for line in lines] == ["no", "yes", "no", "no", "no", "yes"]
-    assert lines[3]["outcome"] == "out of memory" and lines[3]["tokens_per_second"] is None
-
-
 def test_a_table_says_where_memory_ended_and_where_nothing_was_measured():
     header, first, second = to_cells(ROWS)
     assert header == ["model", "dtype", "attention", "layout", "512", "1,024"]
@@ -69,7 +63,3 @@ def test_curves_are_named_by_what_tells_them_apart():
         "a, float32, packed",
         "a, bfloat16, padded",
     ]
-
-
-def test_memory_is_told_in_a_unit_that_shows_it():
-    assert (to_memory(3 << 29), to_memory(5 << 20)) == ("1.50 GiB", "5.0 MiB")

@@ -12,7 +12,6 @@ from matplotlib.colors import to_hex
 
 from megatron_neobert.evaluation.plots import COLOURS
 from megatron_neobert.inspection.run_figure import (
-    LOOKS,
     draw,
     to_csv,
     trailing_mean,
@@ -61,12 +60,6 @@ def test_a_restart_is_marked_in_every_panel_at_its_tokens_in_the_colour_of_its_r
         assert ticks == [(10, COLOURS[1]), (20, COLOURS[1])]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words == ["a", "b", "resumed after a stop"]
-
-
-def test_runs_differ_in_colour_or_dash_however_many_they_are():
-    figure = draw([run_of(str(number)) for number in range(20)], ["loss"], x="tokens", smooth=1)
-    styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines if len(line.get_xdata())}
-    assert len(styles) == 20
 
 
 def test_a_smoothed_point_is_the_mean_of_the_last_ones_and_the_raw_curve_stays():
@@ -120,11 +113,3 @@ def test_the_same_logs_give_the_same_files_and_names_are_not_markup(tmp_path):
     width, height = struct.unpack(">II", png[16:24])
     assert png[:4] == b"\x89PNG" and width == 1536 and height > 400
     assert not [tag for tag in ElementTree.fromstring(svg).iter() if tag.tag.endswith(("script", "}b"))]
-
-
-def test_an_odd_panel_is_as_wide_as_two_and_an_unknown_metric_has_its_name(tmp_path):
-    figure = draw([run_of(lr=1.0, heat=3.0)], ["loss", "lr", "heat"], x="tokens", smooth=1)
-    figure.draw_without_rendering()
-    widths = [axes.get_position().width for axes in figure.axes]
-    assert widths[0] == pytest.approx(sum(widths[1:]), rel=0.2) and "heat" not in LOOKS
-    assert figure.axes[2].get_title(loc="left") == "heat"

@@ -18,7 +18,6 @@ from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
-from megatron_neobert.planning import plan
 from megatron_neobert.planning.costs import kept_checkpoints
 from megatron_neobert.planning.plan import draw_curve, learning_rate, print_plan, sample_iteration
 from megatron_neobert.text import duration
@@ -83,18 +82,6 @@ def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, 
     assert sample.tokens == pytest.approx(tokens / iterations, rel=0.02)
     assert sample.packing_efficiency == pytest.approx(tokens / (iterations * 64), rel=0.02)
     assert sample.tokens_of_a_tokens_document == pytest.approx(squares / tokens, rel=0.02)
-
-
-def test_epochs_of_a_corpus_too_long_to_pack_are_those_of_its_first_windows(tiny_corpus, monkeypatch):
-    """Of eight windows out of nineteen; they are no special ones."""
-    settings = tiny_settings(tiny_corpus)
-    inputs = open_inputs(settings.data)
-    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 32)
-    some = sample_iteration(settings, inputs)
-    monkeypatch.setattr(plan, "_MOST_WINDOWS", 19)
-    every = sample_iteration(settings, inputs)
-    assert some.epochs != every.epochs
-    assert some.epochs[0] == pytest.approx(every.epochs[0], rel=0.1)
 
 
 def test_plan_of_a_blend_states_the_shares_and_the_epochs_that_its_batches_have(tiny_corpus, monkeypatch, capsys):

@@ -79,17 +79,6 @@ def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(ev
     assert "without a score: SICK-R (no data)." in output
 
 
-def test_paper_rows_stand_below_the_papers_benchmark_alone(place, evaluate):
-    output = evaluate("--skip-missing")
-    assert "| model | – (0 of 12) |" in output
-    assert "| NeoBERT-4096 | 61.6 | 40.8 | 76.2 | 51.2 | 31.6 | 74.8 | 30.7 | 51.3 | reported |" in output
-    assert (place / "out" / "model" / "mteb.json").exists()
-    assert "| reported |" not in evaluate("--skip-missing", "--benchmark", "MTEB(eng, v2)")
-    assert (place / "out" / "model" / "mteb_v2" / "mteb.json").exists()
-    assert "| reported |" not in evaluate("--skip-missing", "--limit", 3)
-    assert "| reported |" in evaluate("--skip-missing", "--pooling", "cls")
-
-
 def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place, tmp_path, evaluate):
     for name in "ab":
         write_pairs(tmp_path / "data" / name)

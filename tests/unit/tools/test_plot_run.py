@@ -58,19 +58,6 @@ def test_unreadable_lines_are_warned_of(tmp_path, plot):
     assert plot(folder, "--output", tmp_path).err == "warning: a: unreadable lines that were left out: 1\n"
 
 
-def test_chosen_metrics_are_drawn_in_their_order_and_no_other(tmp_path, plot, monkeypatch):
-    from megatron_neobert.inspection import run_figure
-
-    drawn, original = [], run_figure.draw
-    monkeypatch.setattr(
-        run_figure, "draw", lambda runs, metrics, **how: drawn.append(metrics) or original(runs, metrics, **how)
-    )
-    folder = write_run(tmp_path / "a")
-    plot(folder, "--output", tmp_path, "--metrics", "lr", "loss", "lr", "--x", "iteration", "--smooth", 3)
-    plot(folder, "--output", tmp_path)
-    assert drawn == [["lr", "loss"], ["loss", "lr"]]
-
-
 def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_the_files(tmp_path, plot):
     folder = write_run(tmp_path / "\x1b[31mred\udc80\u5b9f")
     hostile = {"iteration": 50, "loss": 1.0, "consumed_tokens": 5000, "\x1b]0;owned\x07": 1.0, "a\ud800b": 1.0}
