@@ -170,20 +170,15 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{folder / 'config.json'}: not JSON ({error}); fetch it again.") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{folder / 'config.json'}: expected an object; fetch it again.")
-    return content
-
-
 def _check(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise MissingInputError(f"{folder}: no such folder, or one without config.json; name a Hugging Face folder.")
-    config = _config(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{folder / 'config.json'}: not JSON ({error}); fetch it again.") from error
+    if not isinstance(config, dict):
+        raise ConversionError(f"{folder / 'config.json'}: expected an object; fetch it again.")
     for key in _ATTENTION_KEYS:
         if config.get(key) not in (None, *_KNOWN_ATTENTION):
             raise ConversionError(

@@ -13,8 +13,8 @@ from jinja2 import Environment
 from rich.console import Console
 from rich.text import Text
 
-from megatron_neobert.inspection.batch_rows import EXAMPLES, MEANINGS, BatchRow, Fate, TokenView, TokenViews
-from megatron_neobert.inspection.batch_summary import LengthBin, Summary, describe, histogram
+from megatron_neobert.inspection.batch_rows import EXAMPLES, MEANINGS, BatchRow, TokenView, TokenViews
+from megatron_neobert.inspection.batch_summary import Summary, describe, histogram
 from megatron_neobert.inspection.found_batch import FoundBatch
 from megatron_neobert.text import visible
 
@@ -34,8 +34,10 @@ def print_summary(console: Console, found: FoundBatch, summary: Summary) -> None
     for name, line in describe(found, summary).items():
         _print_indented(console, name, line)
     bins = histogram(summary, seq_length=found.settings.data.seq_length)
+    most = max(1, *(one.pieces for one in bins))
     for number, one in enumerate(bins):
-        _print_indented(console, "" if number else "slots", _bar(one, most=max(bin.pieces for bin in bins)))
+        bar = "#" * -(-_BAR_WIDTH * one.pieces // most)
+        _print_indented(console, "" if number else "slots", f"{one.first:>6,} to {one.last:>6,}  {bar} {one.pieces:,}")
 
 
 def print_rows(console: Console, found: FoundBatch, rows: Iterator[BatchRow]) -> None:
@@ -43,7 +45,8 @@ def print_rows(console: Console, found: FoundBatch, rows: Iterator[BatchRow]) ->
     views, marks = TokenViews(found.tokenizer), Marks(console)
     console.print()
     for fate, meaning in MEANINGS.items():
-        console.print(Text("  ").append_text(marks.example(fate)).append(f"  {meaning}"))
+        shown = marks.show(EXAMPLES[fate])
+        console.print(Text("  ").append_text(shown).append(f"{' ' * (13 - len(shown))}  {meaning}"))
     slots = found.settings.data.seq_length
     for row in rows:
         console.print()
@@ -82,19 +85,9 @@ class Marks:
             text = token.text if self.colours else f"={token.text}"
         return Text(text, style=_STYLES[token.fate]) if self.colours else Text(f"[{text}]")
 
-    def example(self, fate: Fate) -> Text:
-        """For a legend."""
-        shown = self.show(EXAMPLES[fate])
-        return shown.append(" " * (13 - len(shown)))
-
 
 def _print_indented(console: Console, name: str, line: str) -> None:
     console.print(Text(f"  {name:<{_NAME_WIDTH}}{line}"), soft_wrap=True)
-
-
-def _bar(one: LengthBin, *, most: int) -> str:
-    width = -(-_BAR_WIDTH * one.pieces // max(most, 1))
-    return f"{one.first:>6,} to {one.last:>6,}  {'#' * width} {one.pieces:,}"
 
 
 def to_html(found: FoundBatch, summary: Summary, rows: Sequence[BatchRow]) -> str:

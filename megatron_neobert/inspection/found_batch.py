@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.packing import PackedRows
 from megatron_neobert.data.batches.rows import Cursor, Source
 from megatron_neobert.data.batches.stream import BatchStream, PackedBatch
@@ -77,13 +77,29 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     """
     continued = settings.checkpoint.continue_from  # such a run counts on from the other one
     first = 1 if place is not None or continued is None else iteration_of(latest_checkpoint(Path(continued))) + 1
-    _refuse_none_of_the_run(settings, iteration, first=first)
+    if iteration > (last := settings.training.train_iters):
+        raise ConfigError(
+            f"--iteration {iteration} is none of this run, which has {last} (--train-iters); name one of them, or give "
+            "a larger --train-iters."
+        )
+    if iteration < first:
+        raise ConfigError(
+            f"--iteration {iteration} is before this run, whose first is {first}: it counts on from the newest "
+            f"checkpoint of --continue-from {continued}. Name {first} or a later one."
+        )
     inputs = open_inputs(settings.data)
     stream = BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer))
     between = iteration - first
     if place is not None:
-        done, cursor = _place_of(place, inputs)
-        stream, between = replace(stream, cursor=cursor), between - done
+        progress = read_train_state(place).progress
+        if progress.corpus_sha256 != inputs.identity:
+            raise CheckpointError(
+                f"{place} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path names one "
+                f"with {inputs.identity[:12]}; its place in the data means nothing there. Name the corpus it was "
+                "trained on."
+            )
+        stream = replace(stream, cursor=progress.cursor)
+        between -= progress.iteration
     if between:
         _, cursor = next(islice(stream.global_batches(), between - 1, None))
         stream = replace(stream, cursor=cursor)
@@ -129,29 +145,3 @@ def share_of_rank(settings: Settings, *, rank: int, world_size: int) -> Share:
         context_parallel_rank=rank // tp % cp,
         context_parallel_size=cp,
     )
-
-
-def _refuse_none_of_the_run(settings: Settings, iteration: int, *, first: int) -> None:
-    last = settings.training.train_iters
-    if iteration > last:
-        raise ConfigError(
-            f"--iteration {iteration} is none of this run, which has {last} (--train-iters); name one of them, or give "
-            "a larger --train-iters."
-        )
-    if iteration < first:
-        raise ConfigError(
-            f"--iteration {iteration} is before this run, whose first is {first}: it counts on from the newest "
-            f"checkpoint of --continue-from {settings.checkpoint.continue_from}. Name {first} or a later one."
-        )
-
-
-def _place_of(checkpoint: Path, inputs: Inputs) -> tuple[int, Cursor]:
-    """Iterations that a checkpoint has behind it, and where its data continues."""
-    progress = read_train_state(checkpoint).progress
-    if progress.corpus_sha256 != inputs.identity:
-        raise CheckpointError(
-            f"{checkpoint} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path names "
-            f"one with {inputs.identity[:12]}; its place in the data means nothing there. Name the corpus it was "
-            "trained on."
-        )
-    return progress.iteration, progress.cursor

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+from transformers import BertConfig, BertForMaskedLM
 from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.evaluation.throughput.models import FORWARD, Subject, Variant
@@ -18,12 +18,6 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "
 def build_bert() -> Any:
     torch.manual_seed(0)
     return BertForMaskedLM(BertConfig(vocab_size=101, max_position_embeddings=POSITIONS, **_SIZES)).eval()
-
-
-def build_roberta() -> Any:
-    """Two positions more, of the padding and of those before it, can be no token's."""
-    config = RobertaConfig(vocab_size=101, max_position_embeddings=POSITIONS + 2, pad_token_id=1, **_SIZES)
-    return RobertaForMaskedLM(config).eval()
 
 
 def save_folders(place: Path) -> list[Path]:
