@@ -12,7 +12,7 @@ under torchrun the ranks share it as in the settings. All other flags are those 
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,6 @@ from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig, Settings
 from megatron_neobert.errors import CommandParser, run_command
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Checkpoints that the weights and the place in the data are from; None: the start of the run."""
-
-    weights: Path | None
-    place: Path | None
 
 
 def main() -> None:
@@ -45,16 +37,16 @@ def main() -> None:
         "--checkpoint-iteration", type=int, metavar="N", help="with the weights of iter_N; default: the newest before K"
     )
     arguments, flags = parser.parse_known_args()
-    origin = choose_origin(arguments.load, arguments.iteration, weights=arguments.checkpoint_iteration)
-    settings = settings_of(arguments.load, origin, flags)
+    weights, place = choose_origin(arguments.load, arguments.iteration, wanted=arguments.checkpoint_iteration)
+    settings = settings_of(arguments.load, weights, flags)
     if is_rank_zero():
-        for folder in {folder for folder in (origin.weights, origin.place) if folder is not None}:
+        for folder in {folder for folder in (weights, place) if folder is not None}:
             verify_files(folder)
-    replay(settings, origin, arguments.iteration)
+    replay(settings, arguments.iteration, weights=weights, place=place)
 
 
-def choose_origin(load: Path, iteration: int, *, weights: int | None) -> Origin:
-    """The newest checkpoint before the iteration; and for the weights another one, if it is wanted.
+def choose_origin(load: Path, iteration: int, *, wanted: int | None) -> tuple[Path | None, Path | None]:
+    """The checkpoints of the weights and of the place in the data; None: the start of the run.
 
     Raises:
         ConfigError: No iteration has that number.
@@ -63,10 +55,10 @@ def choose_origin(load: Path, iteration: int, *, weights: int | None) -> Origin:
     from megatron_neobert.inspection.saved_run import checkpoint_before
 
     place = checkpoint_before(load, iteration)
-    return Origin(weights=place if weights is None else latest_checkpoint(load, iteration=weights), place=place)
+    return place if wanted is None else latest_checkpoint(load, iteration=wanted), place
 
 
-def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
+def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
     """The settings of the run, with what the flags replace; on one process, the layout is that of one rank.
 
     Raises:
@@ -75,7 +67,7 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
     from megatron_neobert.config.cli import read_record
     from megatron_neobert.inspection.saved_run import replace_by_flags, without_outputs
 
-    saved = read_record((origin.weights or latest_checkpoint(load)) / "settings.yaml")
+    saved = read_record((weights or latest_checkpoint(load)) / "settings.yaml")
     saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)))
     if world_size() == 1:
         distributed_optimizer = saved.parallel.use_distributed_optimizer  # its checkpoints cannot be read without
@@ -83,7 +75,7 @@ def settings_of(load: Path, origin: Origin, flags: list[str]) -> Settings:
     return replace_by_flags(saved, flags, world_size=world_size())
 
 
-def replay(settings: Settings, origin: Origin, iteration: int) -> None:
+def replay(settings: Settings, iteration: int, *, weights: Path | None, place: Path | None) -> None:
     """Forward and backward on the batch of an iteration, and what they find. Collective: all ranks."""
     from megatron_neobert.model.kernels import check_hardware
 
@@ -94,25 +86,25 @@ def replay(settings: Settings, origin: Origin, iteration: int) -> None:
     from megatron_neobert.training.step import compute_gradients
 
     run = build_run(settings, *join(settings))
-    stream = stream_at(run, origin, iteration)
+    stream = stream_at(run, iteration, weights=weights, place=place)
     reports, grad_norm = compute_gradients(run, next(stream.steps()))
-    found = gather_findings(run, reports)
+    sums, not_finite = gather_findings(run, reports)
     if is_rank_zero():
-        weights = "fresh weights" if origin.weights is None else f"the weights of {origin.weights}"
-        print(f"batch {iteration} with {weights} on {world_size()} x {run.device.type}")
-        print_findings(stream, found, grad_norm)
+        used = "fresh weights" if weights is None else f"the weights of {weights}"
+        print(f"batch {iteration} with {used} on {world_size()} x {run.device.type}")
+        print_findings(stream, sums, not_finite, grad_norm)
     distributed.shut_down()
 
 
-def stream_at(run: Any, origin: Origin, iteration: int) -> Any:
+def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | None) -> Any:
     """This rank's batches from that of the iteration on; loads the weights. Collective: all ranks."""
     from megatron_neobert.checkpoint.load import load_from
 
-    if origin.place is not None:
-        load_from(run, origin.place)
+    if place is not None:
+        load_from(run, place)
     progress = run.progress
-    if origin.weights not in (None, origin.place):
-        load_from(run, origin.weights)
+    if weights is not None and weights != place:
+        load_from(run, weights)
     stream = replace(run.training_stream, cursor=progress.cursor)
     between = iteration - 1 - progress.iteration
     if between == 0:
@@ -121,34 +113,30 @@ def stream_at(run: Any, origin: Origin, iteration: int) -> Any:
     return replace(stream, cursor=cursor)
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What one rank, or all of them, found."""
+def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]], list[str]]:
+    """What all ranks found.
 
-    sums: dict[int, list[float]]  # per micro-batch of the global batch: loss in nats, masked tokens
-    not_finite: list[str]  # names of parameters whose gradient is not finite
+    Returns:
+        Per micro-batch of the global batch, its loss in nats and masked tokens; and the names of parameters whose
+        gradient is not finite.
 
-
-def gather_findings(run: Any, reports: list[Any]) -> Findings:
-    """Those of all ranks. Collective: all ranks."""
+    Collective: all ranks.
+    """
     import torch
     from megatron.core import parallel_state
 
     first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     # Tensor-parallel ranks report the same, context-parallel ones each their share.
     counts = parallel_state.get_tensor_model_parallel_rank() == 0
-    own = Findings(
-        sums={first + number * step: report[:2].tolist() for number, report in enumerate(reports) if counts},
-        not_finite=[name for name, param in named_parameters(run) if not bool(param.main_grad.isfinite().all())],
-    )
+    own_sums = {first + number * step: report[:2].tolist() for number, report in enumerate(reports) if counts}
+    own_names = [name for name, param in named_parameters(run) if not bool(param.main_grad.isfinite().all())]
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)  # collective: all ranks
+    torch.distributed.all_gather_object(gathered, (own_sums, own_names))  # collective: all ranks
     sums: dict[int, list[float]] = {}
-    for findings in gathered:
-        for number, values in findings.sums.items():
+    for of_rank, _ in gathered:
+        for number, values in of_rank.items():
             sums[number] = [a + b for a, b in zip(sums.get(number, [0.0, 0.0]), values, strict=True)]
-    names = dict.fromkeys(name for findings in gathered for name in findings.not_finite)
-    return Findings(sums=dict(sorted(sums.items())), not_finite=list(names))
+    return dict(sorted(sums.items())), list(dict.fromkeys(name for _, names in gathered for name in names))
 
 
 def named_parameters(run: Any) -> list[tuple[str, Any]]:
@@ -160,11 +148,11 @@ def named_parameters(run: Any) -> list[tuple[str, Any]]:
     return [(f"{stage}{name}", param) for model in run.unwrapped_models for name, param in model.named_parameters()]
 
 
-def print_findings(stream: Any, found: Findings, grad_norm: float) -> None:
+def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[str], grad_norm: float) -> None:
     """One line per micro-batch with its documents below, then the gradient."""
     rows, _ = next(stream.global_batches())
     size = stream.settings.micro_batch_size
-    for number, (nats, masked) in found.sums.items():
+    for number, (nats, masked) in sums.items():
         part = rows.take(number * size, (number + 1) * size)
         finite = "finite" if math.isfinite(nats) else "NOT FINITE"
         documents = documents_of(stream, part)
@@ -174,9 +162,9 @@ def print_findings(stream: Any, found: Findings, grad_norm: float) -> None:
         )
         for corpus, numbers in documents.items():
             print(f"  {corpus}: {' '.join(map(str, numbers))}")
-    nats, masked = (sum(column) for column in zip(*found.sums.values(), strict=True))
+    nats, masked = (sum(column) for column in zip(*sums.values(), strict=True))
     print(f"loss {nats / max(masked, 1):.4f} nats | gradient norm {grad_norm:.3f}")
-    for name in found.not_finite:
+    for name in not_finite:
         print(f"gradient NOT FINITE: {name}")
 
 

@@ -88,14 +88,14 @@ def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_tha
 @pytest.mark.slow
 def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradient(trained, tmp_path, capfd):
     iteration = 3  # right behind a checkpoint: with the weights that it had
-    origin = tool.choose_origin(trained.save, iteration, weights=None)
-    assert origin.weights == origin.place == trained.save / "iter_0000002"
+    weights, place = tool.choose_origin(trained.save, iteration, wanted=None)
+    assert weights == place == trained.save / "iter_0000002"
 
     def prepare() -> None:
         note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.replay(settings, origin, iteration)
+        ranks.run_training = lambda settings: tool.replay(settings, iteration, weights=weights, place=place)
 
-    settings = tool.settings_of(trained.save, origin, [])
+    settings = tool.settings_of(trained.save, weights, [])
     train_on_ranks(settings, world_size=2, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
@@ -103,14 +103,14 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
 
 
 def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(trained, tiny_corpus, tmp_path, capfd):
-    origin = tool.choose_origin(trained.save, 2, weights=None)
-    assert origin == tool.Origin(weights=None, place=None)
+    weights, place = tool.choose_origin(trained.save, 2, wanted=None)
+    assert (weights, place) == (None, None)
 
     def prepare() -> None:
         note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.replay(settings, origin, 2)
+        ranks.run_training = lambda settings: tool.replay(settings, 2, weights=weights, place=place)
 
-    train_on_ranks(tool.settings_of(trained.save, origin, []), prepare=prepare)
+    train_on_ranks(tool.settings_of(trained.save, weights, []), prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[1]]
     said = capfd.readouterr().out
     assert "batch 2 with fresh weights on 1 x cpu" in said
@@ -128,8 +128,8 @@ def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_ba
     folder.mkdir()
     write_record(saved, folder / "settings.yaml")
     (folder / "MANIFEST.json").touch()
-    origin = tool.choose_origin(tmp_path, 5, weights=None)
-    settings = tool.settings_of(tmp_path, origin, ["--lr", "0.5"])
+    weights, _ = tool.choose_origin(tmp_path, 5, wanted=None)
+    settings = tool.settings_of(tmp_path, weights, ["--lr", "0.5"])
     assert settings.parallel == ParallelConfig(use_distributed_optimizer=False)
     assert settings.checkpoint == CheckpointConfig(load=str(tmp_path))
     assert settings.optimizer == replace(saved.optimizer, lr=0.5)
@@ -139,8 +139,8 @@ def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_ba
 
 def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, tmp_path):
     with pytest.raises(ConfigError, match="--iteration 0 is none"):
-        tool.choose_origin(trained.save, 0, weights=None)
+        tool.choose_origin(trained.save, 0, wanted=None)
     with pytest.raises(MissingInputError, match="no checkpoint of iteration 3"):
-        tool.choose_origin(trained.save, 4, weights=3)
+        tool.choose_origin(trained.save, 4, wanted=3)
     with pytest.raises(MissingInputError, match="holds no checkpoint"):
-        tool.choose_origin(tmp_path, 4, weights=None)
+        tool.choose_origin(tmp_path, 4, wanted=None)
