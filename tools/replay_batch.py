@@ -92,7 +92,7 @@ def replay(settings: Settings, iteration: int, *, weights: Path | None, place: P
     if is_rank_zero():
         used = "fresh weights" if weights is None else f"the weights of {weights}"
         print(f"batch {iteration} with {used} on {world_size()} x {run.device.type}")
-        print_findings(stream, sums, not_finite, grad_norm)
+        print_findings(stream, sums, not_finite, float(grad_norm))
     distributed.shut_down()
 
 

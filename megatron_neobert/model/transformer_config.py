@@ -65,6 +65,8 @@ def _layout_arguments(parallel: ParallelConfig, settings: Settings) -> dict:
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "pipeline_dtype": torch.bfloat16 if settings.training.bf16 else torch.float32,
+        # By default the host waits for the device after every send and receive, for the sake of old releases of torch.
+        "batch_p2p_sync": False,
     }
     if settings.virtual_stages_per_rank > 1:
         # With two stages both neighbours are one rank, and batched sends and receives of megatron.core 0.16.1 then

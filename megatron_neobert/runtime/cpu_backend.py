@@ -22,8 +22,6 @@ _MODULES_THAT_NAME_CUDA = (
     "megatron.core.utils",
 )
 
-_NORM_ELEMENTS = 1 << 15  # in one fp32 sum: 1.5e-8 from fp64, and as fast as one sum over all
-
 
 def install() -> None:
     """Redirects CUDA calls of megatron.core to the CPU; a second call, or CUDA, makes it do nothing."""
@@ -47,8 +45,6 @@ def install() -> None:
         module: Any = importlib.import_module(name)
         assert module.torch is torch, f"{name} no longer imports torch by that name; look what its megatron.core does"
         module.torch = namespace
-    clip_grads: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
-    clip_grads.l2_norm_impl = _norm_of_all
 
 
 def _current_device() -> torch.device:
@@ -61,16 +57,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
 
     return build
-
-
-def _norm_of_all(chunk_size: int, noop: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
-    """The gradient norm in place of megatron.core's, which adds a whole tensor up in fp32.
-
-    torch does that with a few running sums on CPU: the norm of a 30,592 x 768 gradient of normal numbers is off by
-    1.1e-3, and by 4e-4 in two halves, so layouts differed. Here: 5e-8. Proof: tests/unit/runtime/test_cpu_backend.py.
-    """
-    parts = [part.norm() for tensor in tensor_lists[0] for part in tensor.reshape(-1).split(_NORM_ELEMENTS)]
-    return torch.stack(parts).double().norm().float().view(1), None
 
 
 def _name_tensor_types_as_cuda() -> None:

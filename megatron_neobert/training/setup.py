@@ -5,11 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -21,6 +17,7 @@ from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_in
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
+from megatron_neobert.runtime.megatron_patches import scale_by_tokens
 from megatron_neobert.runtime.signals import remember_signals
 from megatron_neobert.state import Progress, Run
 
@@ -87,7 +84,7 @@ def build_models(settings: Settings, device: torch.device, *, vocab_size: int) -
         )
         models.append(wrap_model(settings, model.to(device), is_first_chunk=number == 0))
     config = models[0].config
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = scale_by_tokens
     if settings.parallel.overlap_grad_reduce:
         config.no_sync_func = [model.no_sync for model in models] if chunks > 1 else models[0].no_sync
     return models

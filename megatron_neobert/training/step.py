@@ -3,8 +3,8 @@
 The loss is summed and not averaged locally: ranks and micro-batches predict different numbers of tokens, so the
 division happens once per iteration, inside Megatron, after all of them have been added (but for --loss-normalization
 micro_batch, which is there to repeat the paper's code). Whether the update is made is decided between the backward
-pass and the clipping of gradients, by numbers that all ranks hold alike (skip_update.py). Those numbers and what each
-rank has to report travel together, so that beside Megatron's gradient norm a step waits for the device once.
+pass and the clipping of gradients, by numbers that all ranks hold alike (skip_update.py). Those numbers, the gradient
+norm among them, and what each rank has to report travel together: a step waits for the device once (tests/gpu_path).
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -40,12 +39,12 @@ def train_step(run: Run, batches: StepBatches) -> StepReport:
     return StepReport(sums, status, loss=loss, grad_norm=grad_norm, skip_reason=reason)
 
 
-def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], float]:
+def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
     """Forward and backward over this rank's micro-batches. Collective: all ranks.
 
     Returns:
         What `_report_loss` reports of each micro-batch, nothing on a stage without the head; and the gradient norm over
-        all ranks, before clipping.
+        all ranks, before clipping, a scalar on the device.
     """
     for model in run.models:
         model.zero_grad_buffer()
@@ -59,32 +58,36 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], flo
 def validation_step(run: Run, batches: StepBatches) -> StepReport:
     """Loss sums of one validation batch. Collective: all ranks."""
     reports = _forward_backward(run, batches, forward_only=True)
-    sums, _, status = _over_all_ranks(run, _sum_up(reports, batches, run.device), 0.0)  # collective: all ranks
+    sums, _, status = _over_all_ranks(run, _sum_up(reports, batches, run.device))  # collective: all ranks
     return StepReport(sums, status)
 
 
 def share_status(run: Run) -> RankStatus:
     """What all ranks report, without a step. Collective: all ranks."""
-    return _over_all_ranks(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device), 0.0)[2]
+    return _over_all_ranks(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device))[2]
 
 
-def _over_all_ranks(run: Run, sums: Tensor, grad_norm: float) -> tuple[tuple[float, ...], float, RankStatus]:
+def _over_all_ranks(
+    run: Run, sums: Tensor, grad_norm: Tensor | None = None
+) -> tuple[tuple[float, ...], float, RankStatus]:
     """The sums over the ranks, the gradient norm, and the largest status, the same bits on all. Collective: all ranks.
 
     What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm
     is reduced by each replica for itself unless the optimizer is distributed, and equal only up to rounding.
     """
-    own = torch.tensor([grad_norm, *astuple(run.own_status())], dtype=torch.float64, device=run.device)
-    own = torch.cat([sums, own])
+    # From pinned memory, or the copy would wait for the device.
+    status = torch.tensor(astuple(run.own_status()), dtype=torch.float64, pin_memory=run.device.type == "cuda")
+    norm = torch.zeros_like(sums[:1]) if grad_norm is None else grad_norm.reshape(1)
+    own = torch.cat([sums, norm, status.to(run.device, non_blocking=True)])
     ranks = torch.distributed.get_world_size()
     # Gathered and not reduced: of some the sum is wanted, of others the largest. 80 bytes per rank.
     gathered = torch.empty(ranks * len(own), dtype=own.dtype, device=own.device)
     torch.distributed.all_gather_into_tensor(gathered, own)
-    columns = gathered.view(ranks, -1).T.tolist()  # the device is waited for here
+    columns = gathered.cpu().view(ranks, -1).T.tolist()  # the device is waited for here, and nowhere else in a step
     copies = parallel_state.get_tensor_model_parallel_world_size()  # of the same sums
     totals = tuple(sum(column) / copies for column in columns[:_SUMS])
-    status = RankStatus(*(int(max(column)) for column in columns[_SUMS + 1 :]))
-    return totals, sum(columns[_SUMS]) / ranks, status
+    largest = RankStatus(*(int(max(column)) for column in columns[_SUMS + 1 :]))
+    return totals, sum(columns[_SUMS]) / ranks, largest
 
 
 def _update(run: Run, grad_norm: float) -> None:
@@ -92,11 +95,12 @@ def _update(run: Run, grad_norm: float) -> None:
 
     What megatron.core's ChainedOptimizer.step does once it knows the norm; nothing may come between there.
     """
-    clip_grad = run.settings.optimizer.clip_grad
+    limit = run.settings.optimizer.clip_grad
+    scale = limit / (grad_norm + 1e-6)  # Megatron's and torch's epsilon
     for optimizer in run.optimizer.chained_optimizers:
-        parameters = optimizer.get_parameters()
-        if parameters and clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
+        gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
+        if gradients and 0 < scale < 1:  # a limit of 0 switches clipping off
+            torch._foreach_mul_(gradients, scale)
     run.optimizer.step_with_ready_grads()
 
 

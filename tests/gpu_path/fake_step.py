@@ -1,0 +1,383 @@
+"""Training steps on fake CUDA tensors: real shapes, dtypes and devices, no numbers and no GPU.
+
+A process of its own, since it lets torch believe in a device: `python fake_step.py LIBRARY CASES RESULTS`, with the
+library that test_fake_cuda.py builds of fake_cuda.cpp, and two JSON files. What runs is the project's own model, step
+and optimizer under megatron.core's data parallelism; tensors on different devices raise, as they would on a GPU. Of the
+second step of each case it is written down where the host waits for the device and what it copies, and per operation
+how many kernels were started and how many bytes they read and wrote.
+
+A function that is compiled, by megatron.core or by us, counts as one kernel that reads its arguments and writes its
+results, and backward reads arguments and incoming gradients and writes their gradients: what Inductor makes of
+elementwise functions and reductions at best. The same holds for torch's fused RMSNorm, whose CUDA kernel a build for
+CPU does not have.
+"""
+
+import collections
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # its hooks come before torch's
+
+import torch  # noqa: E402
+
+LIBRARY.replace_guard()  # and its guard after
+import torch.distributed._tools.fake_collectives  # noqa: E402  collectives for fake tensors
+from torch import Tensor  # noqa: E402
+from torch._C._distributed_c10d import FakeWork  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+VOCAB, SEQ_LENGTH, ROWS, MICRO_BATCHES, DOCUMENTS = 30_522, 1024, 64, 2, 256
+# Of the collectives those that torch does not know for fake tensors; nothing is left of them but their inputs.
+COALESCED = {
+    f"c10d.{name}_coalesced_.default" for name in ("allreduce", "allgather_into_tensor", "reduce_scatter_tensor")
+}
+GATHERING = {f"aten.{name}" for name in ("gather.default", "index.Tensor", "index_select.default", "embedding.default")}
+FREE = ("aten.empty", "aten.detach", "aten._unsafe_view", "prim.", "aten.new_empty")  # they move nothing
+
+
+class Census(TorchDispatchMode):
+    """Counts what a step does to the device, and answers in its place where a number is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: collections.Counter[str] = collections.Counter()
+        self.copies: collections.Counter[str] = collections.Counter()
+        self.bytes: collections.Counter[str] = collections.Counter()
+        self.kernels: collections.Counter[str] = collections.Counter()
+        self.is_inside_kernel = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_device = any(tensor.is_cuda for tensor in inputs)
+        if name == "aten._local_scalar_dense.default":
+            self.waits[f"item: {place()}"] += on_device
+            return 1.0 if inputs[0].dtype.is_floating_point else 1
+        if name in ("aten._to_copy.default", "aten.copy_.default"):
+            self.note_copy(name, args, kwargs)
+        try:
+            result = FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
+        except Exception as error:
+            if "DynamicOutputShape" in type(error).__name__ or "DataDependent" in type(error).__name__:
+                self.waits[f"{name}: {place()}"] += 1
+            raise
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if (on_device or any(tensor.is_cuda for tensor in outputs)) and not self.is_inside_kernel:
+            storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+            is_view = not func._schema.is_mutable and any(
+                tensor.untyped_storage()._cdata in storages for tensor in outputs
+            )
+            if not is_view and not name.startswith(FREE):
+                self.note_kernel(name, inputs, outputs)
+        return result
+
+    def note_copy(self, name: str, args: Any, kwargs: Any) -> None:
+        if name == "aten.copy_.default":
+            source, target = args[1].device, args[0].device
+            is_asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        else:
+            source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+            is_asynchronous = kwargs.get("non_blocking", False)
+        if source.type != target.type:
+            what = f"{source.type} to {target.type}: {place()}"
+            (self.copies if is_asynchronous else self.waits)[what] += 1
+
+    def note_kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if name in GATHERING:  # reads as much as it writes
+            inputs = outputs
+        elif name == "aten.index_put_.default":  # writes the values alone
+            inputs, outputs = inputs[-1:], inputs[-1:]
+        self.bytes[name] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        self.kernels[name] += 1
+
+    @contextlib.contextmanager
+    def inside_kernel(self) -> Iterator[None]:
+        outer, self.is_inside_kernel = self.is_inside_kernel, True
+        try:
+            yield
+        finally:
+            self.is_inside_kernel = outer
+
+    def clear(self) -> None:
+        for counter in (self.waits, self.copies, self.bytes, self.kernels):
+            counter.clear()
+
+
+CENSUS = Census()
+
+
+def place() -> str:
+    """The innermost function of the project or of megatron.core that is running."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if {"megatron_neobert", "megatron"} & set(path.parts):
+            return f"{path.parent.name}/{path.name} {frame.name}"
+    return "somewhere else"
+
+
+class OneKernel(torch.autograd.Function):
+    """A function of tensors, counted as one kernel forward and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], name: str, options: Any, *args: Any) -> Any:
+        ctx.function, ctx.name, ctx.options = function, name, options
+        ctx.args = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
+        with CENSUS.inside_kernel():
+            result = function(*args, **options)
+        if not CENSUS.is_inside_kernel:
+            CENSUS.note_kernel(name, tensors_of((args, options)), tensors_of(result))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        wanted = [arg for arg in ctx.args if isinstance(arg, Tensor) and arg.requires_grad]
+        with CENSUS.inside_kernel(), torch.enable_grad():
+            results = tensors_of(ctx.function(*ctx.args, **ctx.options))
+            pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
+            found = torch.autograd.grad([one for one, _ in pairs], wanted, [gradient for _, gradient in pairs])
+        CENSUS.note_kernel(f"{ctx.name}, backward", [*tensors_of(ctx.args), *tensors_of(gradients)], list(found))
+        own = iter(found)
+        return (
+            None,
+            None,
+            None,
+            *(next(own) if isinstance(arg, Tensor) and arg.requires_grad else None for arg in ctx.args),
+        )
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **compiler_options: Any) -> Any:
+    """In place of torch.compile."""
+    if function is None:
+        return functools.partial(as_one_kernel, name=name)
+    name = name or f"compiled {function.__name__}"
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return OneKernel.apply(function, name, options, *args)
+
+    return call
+
+
+class Idle:
+    """A stream or an event."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+    def __enter__(self) -> "Idle":
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def synchronize(device: Any = None) -> None:
+    CENSUS.waits[f"synchronize: {place()}"] += 1
+
+
+class Properties:
+    major, minor, name, total_memory, multi_processor_count = 9, 0, "NVIDIA H200", 139 << 30, 132
+
+
+def believe_in_cuda() -> None:
+    """Lets torch's Python half answer as on one H200; before megatron.core is imported, which asks."""
+    answers = {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "set_device": None,
+        "get_device_name": Properties.name,
+        "get_device_capability": (9, 0),
+        "get_device_properties": Properties(),
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+        "set_rng_state": None,
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "_lazy_call": None,
+        "_lazy_init": None,
+        "_is_in_bad_fork": False,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
+    torch.cuda.synchronize = synchronize
+    torch.cuda.Stream = torch.cuda.Event = Idle
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: Idle()
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
+    torch.version.cuda = "13.0"
+    torch.compile = as_one_kernel
+    torch.nn.functional.rms_norm = as_one_kernel(torch.nn.functional.rms_norm, name="fused rms_norm")
+    torch.nn.Module.to = move
+    torch.nn.Module.bfloat16 = lambda module: move(module, torch.bfloat16)
+    torch.Tensor.type = functools.partialmethod(type_name, torch.Tensor.type)
+    torch.tensor = functools.partial(build_tensor, torch.tensor)
+    start, group = torch.distributed.init_process_group, torch.distributed.new_group
+    torch.distributed.init_process_group = lambda backend, **options: start("fake", store=FakeStore(), **RANKS)
+    torch.distributed.new_group = lambda *args, **options: group(
+        *args, **{**options, "backend": "fake", "pg_options": None}
+    )
+    # Pickled objects travel as tensors, whose content is asked for.
+    torch.distributed.all_gather_object = lambda found, own, group=None: found.__setitem__(
+        slice(None), [own] * len(found)
+    )
+
+
+RANKS = {"rank": 0, "world_size": 1}
+
+
+def move(module: torch.nn.Module, target: Any) -> torch.nn.Module:
+    """`to` and `bfloat16`: torch's own swap a parameter's content, which fake tensors refuse."""
+    for child in module.modules():
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is None:
+                continue
+            moved = tensor.detach().to(target)
+            if (moved.device, moved.dtype) == (tensor.device, tensor.dtype):
+                continue
+            if name in child._parameters:
+                attributes = {key: value for key, value in vars(tensor).items() if "fake" not in key}
+                moved = torch.nn.Parameter(moved)
+                for key in ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel"):
+                    if key in attributes:
+                        setattr(moved, key, attributes[key])
+                child._parameters[name] = moved
+            else:
+                child._buffers[name] = moved
+    return module
+
+
+def type_name(tensor: Tensor, original: Any, *args: Any, **options: Any) -> Any:
+    """megatron.core sorts parameters by `tensor.type()`, which for fake tensors names the device wrongly."""
+    if args or options:
+        return original(tensor, *args, **options)
+    names = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.int64: "Long", torch.uint8: "Byte"}
+    return f"torch.{'cuda.' if tensor.is_cuda else ''}{names[tensor.dtype]}Tensor"
+
+
+def build_tensor(original: Any, data: Any, *, device: Any = None, pin_memory: bool = False, **options: Any) -> Tensor:
+    """`torch.tensor`: of numbers on the device it waits for each, on the device it waits for the copy."""
+    scalars = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    CENSUS.waits[f"item: {place()}"] += len(scalars)
+    if scalars:
+        data = [0.0] * len(scalars)
+    host = original(data, **options)
+    if device is None or torch.device(device).type == "cpu":
+        return host
+    CENSUS.waits[f"torch.tensor: {place()}"] += 1
+    return torch.zeros(host.shape, dtype=host.dtype, device=device)
+
+
+def settings_of(case: dict[str, Any]) -> Any:
+    from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
+
+    parallel = case.get("parallel", {})
+    of_one_copy = 1
+    for kind in ("tensor", "pipeline"):
+        of_one_copy *= parallel.get(f"{kind}_model_parallel_size", 1)
+    copies = case.get("world_size", 1) // (of_one_copy * parallel.get("context_parallel_size", 1))
+    settings = Settings(
+        model=ModelConfig(num_layers=case["num_layers"]),
+        training=TrainingConfig(bf16=True, micro_batch_size=ROWS, global_batch_size=ROWS * MICRO_BATCHES * copies),
+    )
+    for section in ("parallel", "compute"):
+        settings = settings.with_section(section, **case.get(section, {}))
+    return settings
+
+
+def remove_patches(device: torch.device) -> None:
+    """Megatron's own norm and division by tokens again, which wait."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    from megatron_neobert.training import setup
+
+    imported = sys.modules.pop(clip_grads.__name__)
+    own_norm = importlib.import_module(clip_grads.__name__).get_grad_norm_fp32
+    sys.modules[clip_grads.__name__] = imported
+    optimizer.get_grad_norm_fp32 = lambda *args, **options: torch.full(
+        (), float(own_norm(*args, **options)), device=device
+    )
+    setup.scale_by_tokens = finalize_model_grads
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of a case: `num_layers`, `world_size`, `rank`, sections of settings; `without_patches` comes last."""
+    from megatron_neobert.data.batches.rows import usual_masked
+    from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+    from megatron_neobert.model.kernels import choose_kernels
+    from megatron_neobert.runtime import distributed
+    from megatron_neobert.state import Progress, Run
+    from megatron_neobert.training import setup, step
+
+    RANKS.update(rank=case.get("rank", 0), world_size=case.get("world_size", 1))
+    settings = settings_of(case)
+    device = distributed.initialize(settings)
+    if case.get("without_patches"):
+        remove_patches(device)
+    slots = ROWS * SEQ_LENGTH // distributed.context_parallel_size()
+    masked = usual_masked(slots, probability=settings.data.mask_prob)
+    reports = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch._C._set_only_lift_cpu_tensors(True)
+        models = setup.build_models(settings, device, vocab_size=VOCAB)
+        assert all(tensor.is_cuda for model in models for tensor in model.parameters())
+        optimizer = setup.build_optimizer(settings, models)
+        run: Any = Run(
+            settings=settings,
+            device=device,
+            tokenizer=None,  # type: ignore[arg-type]
+            models=models,
+            optimizer=optimizer,
+            scheduler=setup.build_scheduler(settings, optimizer),
+            training_stream=None,  # type: ignore[arg-type]
+            validation_stream=None,
+            progress=Progress(corpus_sha256=""),
+        )
+        batches = [
+            PackedBatch(
+                tokens_t=torch.zeros(slots, dtype=torch.int64),
+                labels_m=torch.zeros(masked, dtype=torch.int64),
+                masked_positions_m=torch.zeros(masked, dtype=torch.int64),
+                cu_seqlens_n=torch.zeros(DOCUMENTS + 1, dtype=torch.int32),
+                max_seqlen=SEQ_LENGTH,
+                real_tokens=slots,
+            )
+            for _ in range(MICRO_BATCHES)
+        ]
+        for _ in range(2):
+            CENSUS.clear()
+            with CENSUS:
+                reports.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+    distributed.shut_down()
+    assert [report.skip_reason for report in reports] == [None, None]
+    counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
+    return {
+        "summary": choose_kernels(settings).summary,
+        "waits": {name: count for name, count in CENSUS.waits.items() if count},
+        "copies": dict(CENSUS.copies),
+        "counts": counts,
+    }
+
+
+if __name__ == "__main__":
+    believe_in_cuda()
+    cases = json.loads(Path(sys.argv[2]).read_text())
+    Path(sys.argv[3]).write_text(json.dumps({label: run_case(case) for label, case in cases.items()}))

@@ -1,0 +1,146 @@
+"""Where the host waits for a GPU in a training step, and what the step moves, found without a GPU (fake_step.py).
+
+The exact list of waits and copies is asserted, for one rank and for ranks of every kind of parallelism; tensors on
+different devices would raise. The bytes per operation of the full model stand in docs/performance.md: `make
+test-gpu-path` writes them there.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from megatron.core import package_info
+
+FOLDER = Path(__file__).parent
+PERFORMANCE = REPOSITORY / "docs" / "performance.md"
+IS_OLDEST_LINE = package_info.__version__.startswith("0.16")
+LAYERS = 2
+WAIT = {"cuda to cpu: training/step.py _over_all_ranks": 1}
+COPIES = {
+    "cpu to cuda: batches/stream.py <lambda>": 2 * 4,  # micro-batches, tensors of a PackedBatch
+    "cpu to cuda: training/step.py _over_all_ranks": 1,
+}
+TWO_OF_EACH = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+}
+
+
+def of_two(**parallel: Any) -> dict[str, Any]:
+    return {"num_layers": LAYERS, "world_size": 2, "parallel": parallel}
+
+
+LAYOUTS = {
+    "tensor": of_two(tensor_model_parallel_size=2),
+    "tensor and sequence": of_two(tensor_model_parallel_size=2, sequence_parallel=True),
+    "context": of_two(context_parallel_size=2),
+    "data": of_two(),
+    "data, not distributed": of_two(use_distributed_optimizer=False),
+    "data, overlapped": of_two(overlap_grad_reduce=True, overlap_param_gather=True),
+    "pipeline, first stage": of_two(pipeline_model_parallel_size=2),
+    "pipeline, last stage": {**of_two(pipeline_model_parallel_size=2), "rank": 1},
+    "interleaved pipeline": {
+        "num_layers": 4,
+        "world_size": 2,
+        "parallel": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    },
+    "64 ranks, the first": {"num_layers": LAYERS, "world_size": 64, "parallel": TWO_OF_EACH},
+}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device that is not there, compiled for this torch; 4 s."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler, g++ or clang++")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, and tests/gpu asks it")
+    target, root = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so", Path(torch.__file__).parent
+    headers = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", *headers, str(FOLDER / "fake_cuda.cpp"), "-o", str(target)]
+    subprocess.run([*command, *libraries], check=True)
+    return target
+
+
+def run_cases(library: Path, cases: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What fake_step.py finds; a process imports megatron.core anew, so the cases share one."""
+    questions, answers = folder / "cases.json", folder / "results.json"
+    questions.write_text(json.dumps(cases))
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(FOLDER / "fake_step.py"), str(library), str(questions), str(answers)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(answers.read_text())
+
+
+def test_a_step_waits_for_the_device_once(library, tmp_path):
+    """One rank, and the last of 64 with every kind of parallelism; the control runs without our patches of Megatron."""
+    cases = {
+        "one rank": {"num_layers": LAYERS},
+        "64 ranks, the last": {"num_layers": LAYERS, "world_size": 64, "rank": 63, "parallel": TWO_OF_EACH},
+        "control": {"num_layers": LAYERS, "without_patches": True},
+    }
+    found = run_cases(library, cases, tmp_path)
+    matrices_and_norms = 6 * LAYERS + 4  # two embeddings with a bias, and the last norm
+    waits_of_megatron = {
+        "item: core/utils.py local_multi_tensor_l2_norm": matrices_and_norms,
+        "torch.tensor: core/utils.py local_multi_tensor_l2_norm": 1,
+        "item: optimizer/clip_grads.py get_grad_norm_fp32": 1,
+    }
+    if IS_OLDEST_LINE:  # once no supported line has them, the patches in megatron_patches.py can go
+        waits_of_megatron["item: distributed/finalize_model_grads.py finalize_model_grads"] = 1
+    assert found.pop("control")["waits"] == {**WAIT, **waits_of_megatron}
+    for label, case in found.items():
+        assert (case["waits"], case["copies"]) == (WAIT, COPIES), label
+
+
+@pytest.mark.slow
+def test_every_layout_waits_for_the_device_once(library, tmp_path):
+    for label, case in run_cases(library, LAYOUTS, tmp_path).items():
+        chunks = 2 if label.startswith("interleaved") else 1  # each reads all micro-batches
+        copies = {name: count * (chunks if "stream" in name else 1) for name, count in COPIES.items()}
+        assert (case["waits"], case["copies"]) == (WAIT, copies), label
+
+
+@pytest.mark.slow
+def test_bytes_of_the_full_model_stand_in_the_documentation(library, tmp_path):
+    """28 x 768, two micro-batches of 65,536 tokens, one rank. WRITE_DOCUMENTATION=1 writes what it finds."""
+    found = run_cases(library, {"full": {"num_layers": 28}}, tmp_path)["full"]
+    assert (found["waits"], found["copies"]) == (WAIT, COPIES)
+    table = table_of(found["counts"])
+    before, start, rest = PERFORMANCE.read_text().partition("<!-- counted by tests/gpu_path -->\n")
+    written, end, after = rest.partition("<!-- end of the count -->\n")
+    assert start and end, "docs/performance.md has no place for the count"
+    if os.environ.get("WRITE_DOCUMENTATION"):
+        PERFORMANCE.write_text(before + start + table + end + after)
+    elif IS_OLDEST_LINE:
+        assert written == table, "run make test-gpu-path"
+
+
+def table_of(counts: dict[str, list[int]]) -> str:
+    """One line per operation above 1 GB, then the others, as Markdown."""
+    lines = ["| operation | kernels | GB read and written |", "| --- | --- | --- |"]
+    rest: Counter[str] = Counter()
+    for name, (kernels, size) in sorted(counts.items(), key=lambda item: -item[1][1]):
+        if size >= 1e9:
+            plain = name.removeprefix("aten.").removesuffix(".default").lstrip("_")
+            lines.append(f"| {plain} | {kernels:,} | {size / 1e9:.1f} |")
+        else:
+            rest.update(kernels=kernels, size=size)
+    kernels, size = (sum(count[column] for count in counts.values()) for column in (0, 1))
+    lines.append(f"| others | {rest['kernels']:,} | {rest['size'] / 1e9:.1f} |")
+    lines.append(f"| all | {kernels:,} | {size / 1e9:.1f} |")
+    return "\n".join(["", *lines, "", ""])
