@@ -4,9 +4,11 @@ A context-parallel rank holds a contiguous slice of a packed row and all heads; 
 not all heads. So tokens are exchanged for heads before the kernel and heads for tokens after it (DeepSpeed's Ulysses
 scheme). A row is cut wherever its middle falls: documents need no padding, and what a row contains does not depend on
 the number of ranks. Queries and keys are rotated after the exchange, with one angle per token of the whole row, so no
-kernel has to know where documents begin for that.
+kernel has to know where documents begin for that. Cosines and sines are computed once per micro-batch, in fp32, and
+shared by all layers, with Transformer Engine's layers and without.
 
-Letters: `t` tokens of the row (`t/c` of this rank), `n` heads of this tensor-parallel rank, `d` head width.
+Letters: `t` tokens of the row (`t/c` of this rank), `n` heads of this tensor-parallel rank, `d` head width, `e` half of
+it.
 """
 
 import copy
@@ -15,7 +17,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all
@@ -24,23 +25,38 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_neobert.model.compiled import compiled_on_cuda
+
 
 @dataclass
 class PackedRow(PackedSeqParams):
     """Where the documents of a row lie, as Megatron's layers pass it on, and by which angle each token is turned."""
 
-    angles_t11d: Tensor | None = None  # fp32, of the whole row; None: the model has learned positions
+    # Cosines and sines of the whole row, [t, 1, e] fp32; None: the model has learned positions.
+    rotation: tuple[Tensor, Tensor] | None = None
 
 
-def pack_row(cu_seqlens_n: Tensor, max_seqlen: int, *, angles_t11d: Tensor | None) -> PackedRow:
+def pack_row(cu_seqlens_n: Tensor, max_seqlen: int, *, rotation: tuple[Tensor, Tensor] | None) -> PackedRow:
     return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens_n,
         cu_seqlens_kv=cu_seqlens_n,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
-        angles_t11d=angles_t11d,
+        rotation=rotation,
     )
+
+
+@compiled_on_cuda
+def rotate(query_tnd: Tensor, key_tnd: Tensor, cosines_t1e: Tensor, sines_t1e: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys with the halves of each head turned against each other, in fp32; same dtypes as given."""
+
+    def turn(layer_tnd: Tensor) -> Tensor:
+        first, second = layer_tnd.float().chunk(2, dim=-1)
+        turned = (first * cosines_t1e - second * sines_t1e, second * cosines_t1e + first * sines_t1e)
+        return torch.cat(turned, dim=-1).to(layer_tnd.dtype)
+
+    return turn(query_tnd), turn(key_tnd)
 
 
 def positions_in_documents(cu_seqlens_n: Tensor, *, slots: int) -> Tensor:
@@ -100,15 +116,8 @@ class CoreAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedRow), f"{type(packed_seq_params)=}: rows are always packed"
         heads = query_tnd.size(1)
         query, key, value = (self._gather_tokens(tensor) for tensor in (query_tnd, key_tnd, value_tnd))
-        if packed_seq_params.angles_t11d is not None:
-            # Without cu_seqlens, Megatron takes the table for one angle per token: no loop over documents, and
-            # Transformer Engine's fused kernel fits as well.
-            query, key = (
-                apply_rotary_pos_emb(
-                    tensor.unsqueeze(1), packed_seq_params.angles_t11d, self.config, cp_group=self.group
-                ).squeeze(1)
-                for tensor in (query, key)
-            )
+        if packed_seq_params.rotation is not None:
+            query, key = rotate(query, key, *packed_seq_params.rotation)
         context = self.kernel(
             query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params
         )

@@ -62,7 +62,6 @@ class Kernels:
     attention: str  # "transformer_engine", "torch" or "flash_attn"
     attention_backend: str  # the name in Megatron's AttnBackend, with which it steers Transformer Engine
     gradient_accumulation_fusion: bool
-    rope_fusion: bool
     optimizer: str
     summary: str  # a line for the start of a run, and a second one if there is a warning
 
@@ -159,7 +158,6 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
         gradient_accumulation_fusion=fusion,
-        rope_fusion=engine and hardware.gpu is not None,
         optimizer=optimizer,
         summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}{warning if is_slow else ''}",
     )

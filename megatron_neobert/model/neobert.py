@@ -88,9 +88,10 @@ class NeoBERTModel(GPTModel):
         ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         own = tokens_t.size(0)
         positions_t = positions_in_documents(cu_seqlens_n, slots=own * ranks)
-        angles_t11d = None
+        rotation = None
         if self.rotary is not None:
-            angles_t11d = self.rotary(max_seqlen, packed_seq=True)[positions_t]
+            angles_s1e = self.rotary(max_seqlen, packed_seq=True)[:, 0].chunk(2, dim=-1)[0]  # both halves are equal
+            rotation = (angles_s1e.cos()[positions_t], angles_s1e.sin()[positions_t])
         embedded_t1h = None  # a later stage has the hidden states of the one before
         if self.pre_process:
             # Row 0 of the learned positions is padding's, as in the released ablation.
@@ -99,7 +100,7 @@ class NeoBERTModel(GPTModel):
         hidden_t1h = self.decoder(
             hidden_states=embedded_t1h,
             attention_mask=None,
-            packed_seq_params=pack_row(cu_seqlens_n, max_seqlen, angles_t11d=angles_t11d),
+            packed_seq_params=pack_row(cu_seqlens_n, max_seqlen, rotation=rotation),
         )
         if not self.post_process:
             return hidden_t1h

@@ -11,9 +11,9 @@ from megatron_neobert.model.kernels import choose_kernels, fp8_arguments
 def to_transformer_config(settings: Settings) -> TransformerConfig:
     """NeoBERT as Megatron describes it: pre-norm, no biases, no dropout.
 
-    Rotary angles turn the halves of a head: every fused kernel likes that, and megatron.core 0.16.1 silently ignores
-    `rotary_interleaved` on fused packed input. The published weights rotate adjacent pairs; the difference is a
-    permutation of q and k rows, applied when weights are converted (checkpoint_conversion/mapping.py).
+    Rotation is CoreAttention's (attention.py): the halves of a head, which suits every fused kernel. The published
+    weights rotate adjacent pairs; the difference is a permutation of q and k rows, applied when weights are converted
+    (checkpoint_conversion/mapping.py).
     """
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)
@@ -31,8 +31,6 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        rotary_interleaved=False,
-        apply_rope_fusion=kernels.rope_fusion,
         # Weights are filled by initialization.py, equal for every layout; Megatron's own would depend on it.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),

@@ -208,7 +208,7 @@ def test_a_packed_kernel_gives_what_one_call_per_document_gives(kernel, width):
     packed, by_document = make_layers(width), make_layers(width)
     for layer in (*packed, *by_document):
         layer.requires_grad_()
-    row = pack_row(cu_seqlens_n, MAX_SEQLEN, angles_t11d=None)
+    row = pack_row(cu_seqlens_n, MAX_SEQLEN, rotation=None)
     context = module(*packed, None, packed_seq_params=row)
     expected = attend_by_document(*by_document, cu_seqlens_n)
     torch.testing.assert_close(context, expected, rtol=2e-2, atol=2e-2)

@@ -59,12 +59,6 @@ def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, i
     assert (kernels.transformer_impl, kernels.attention) == (implementation, attention)
 
 
-def test_rotary_angles_are_fused_only_by_transformer_engine_on_a_gpu():
-    assert choose_kernels(settings(), H100).rope_fusion
-    assert not choose_kernels(settings(), BARE_H100).rope_fusion
-    assert not choose_kernels(settings(transformer_impl="transformer_engine"), CPU).rope_fusion
-
-
 def test_weight_gradients_are_fused_where_apex_offers_it_unless_told_not_to():
     with_apex = replace(H100, apex_weight_gradients=Library(version="0.1"))
     assert not choose_kernels(settings(), H100).gradient_accumulation_fusion
