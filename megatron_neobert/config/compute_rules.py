@@ -27,13 +27,13 @@ def compute_problems(settings: Settings) -> Iterator[str]:
 
 
 def kernel_problems(settings: Settings) -> Iterator[str]:
-    compute, bf16 = settings.compute, settings.training.bf16
+    compute = settings.compute
     if compute.attention_backend == "fused":
         yield from cudnn_problems(settings)
-    if compute.cross_entropy_loss_fusion and compute.cross_entropy_fusion_impl == "native" and not bf16:
+    if compute.cross_entropy_fusion_impl != "native" and compute.cross_entropy_loss_fusion is False:
         yield (
-            "--cross-entropy-loss-fusion with --cross-entropy-fusion-impl native needs --bf16: Megatron's kernel "
-            "rounds the gradient of the logits to bfloat16; add that, or leave the fusion out."
+            f"--cross-entropy-fusion-impl {compute.cross_entropy_fusion_impl} does nothing with "
+            "--no-cross-entropy-loss-fusion; leave one of them out."
         )
 
 

@@ -46,7 +46,6 @@ NEEDS = (
     Need("overlap_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
     Need("transformer_impl", "bf16", "its packed attention kernels know no float32", value="transformer_engine"),
     Need("attention_backend", "bf16", "the kernel knows no float32"),
-    Need("cross_entropy_fusion_impl", "cross_entropy_loss_fusion"),
     Need("recompute_method", "recompute_granularity", wanted="full"),
     Need("recompute_num_layers", "recompute_granularity", wanted="full"),
     Need("recompute_granularity", "recompute_method", _SAVES_MOST, value="full"),

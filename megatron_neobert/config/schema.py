@@ -121,9 +121,9 @@ class ComputeConfig:
     gradient_accumulation_fusion: bool | None = setting(
         None, "fused gradient accumulation in the matrix product; default: where NVIDIA Apex is installed"
     )
-    cross_entropy_loss_fusion: bool = setting(False, "fused cross-entropy kernel")
+    cross_entropy_loss_fusion: bool | None = setting(None, "fused cross-entropy kernel; default: on CUDA")
     cross_entropy_fusion_impl: str = setting(
-        "native", "fused cross-entropy of Megatron or Transformer Engine", choices=("native", "te")
+        "native", "fused cross-entropy: compiled (native), or Transformer Engine's", choices=("native", "te")
     )
     recompute_granularity: str | None = setting(
         None, "activation recomputation: whole layers or attention only", choices=("full", "selective")

@@ -209,7 +209,7 @@ def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
         yield f"{what} needs Transformer Engine: {missing}; use --transformer-impl local."
     if compute.attention_backend == "fused":
         yield f"--attention-backend fused needs Transformer Engine: {missing}; use --attention-backend auto."
-    if compute.cross_entropy_loss_fusion and compute.cross_entropy_fusion_impl == "te":
+    if compute.cross_entropy_fusion_impl == "te":
         yield (
             f"--cross-entropy-fusion-impl te needs Transformer Engine: {missing}; use --cross-entropy-fusion-impl "
             "native."

@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.attention import pack_row, positions_in_documents
@@ -113,17 +114,19 @@ class NeoBERTModel(GPTModel):
             hidden_t1h = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_t1h, tensor_parallel_output_grad=False
             )
-        logits_m1v, _ = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
-        logits_mv = logits_m1v.squeeze(1)
+        logits_m1v, bias_v = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
         if self.padded_columns:
-            logits_mv[:, -self.padded_columns :] = torch.finfo(logits_mv.dtype).min
-        return logits_mv
+            # Not -inf: a rank may hold nothing else, and infinity less infinity is no number. Not by overwriting the
+            # logits, whose backward pass would copy the gradient of them all.
+            bias_v = pad(bias_v[: -self.padded_columns], (0, self.padded_columns), value=torch.finfo(bias_v.dtype).min)
+        return logits_m1v.squeeze(1) + bias_v
 
     def _prepare_head(self, vocab_size: int) -> None:
-        """Adds the bias that GPTModel's output layer does not have, but uses and checkpoints if it is there."""
+        """Adds the bias that GPTModel's output layer does not have, but returns and checkpoints if it is there."""
         layer = self.output_layer
         layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
         set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+        layer.skip_bias_add = True  # it is returned beside the logits
         layer.sequence_parallel = False  # it reads masked positions of the whole row
         layer.allreduce_dgrad = parallel_state.get_tensor_model_parallel_world_size() > 1
         columns = layer.weight.size(0)

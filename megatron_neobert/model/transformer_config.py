@@ -18,6 +18,7 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)
     dtype = torch.bfloat16 if training.bf16 else torch.float32
+    fuses_loss = settings.compute.cross_entropy_loss_fusion
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -43,7 +44,7 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
         attention_backend=AttnBackend[kernels.attention_backend],
-        cross_entropy_loss_fusion=settings.compute.cross_entropy_loss_fusion,
+        cross_entropy_loss_fusion=torch.cuda.is_available() if fuses_loss is None else fuses_loss,
         cross_entropy_fusion_impl=settings.compute.cross_entropy_fusion_impl,
         **_layout_arguments(settings.parallel, settings),
         recompute_granularity=settings.compute.recompute_granularity,

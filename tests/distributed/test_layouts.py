@@ -44,6 +44,7 @@ LAYOUTS = {
     "data 2, whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
     "tensor 2": Layout(2, TP2),
     "tensor 2, sequence parallel": Layout(2, TP2_SP),
+    "tensor 2, sequence parallel, fused loss": Layout(2, TP2_SP, {"cross_entropy_loss_fusion": True}),
     "pipeline 2": Layout(2, PP2),
     "pipeline 2, interleaved": Layout(2, PP2_INTERLEAVED),
     "context 2": Layout(2, CP2),
@@ -62,7 +63,7 @@ LAYOUTS = {
 # One of each kind of parallelism; two kinds at a time take four ranks, which take turns on two cores.
 QUICK = (
     "data 2, overlapped",
-    "tensor 2, sequence parallel",
+    "tensor 2, sequence parallel, fused loss",
     "pipeline 2, interleaved",
     "context 2",
     "recomputed layers",

@@ -145,7 +145,9 @@ def test_documents_without_a_token_change_nothing(implementation):
 
 
 @pytest.mark.parametrize(
-    "cross_entropy", [{}, {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}], ids=["plain", "te"]
+    "cross_entropy",
+    [{"cross_entropy_loss_fusion": False}, {}, {"cross_entropy_fusion_impl": "te"}],
+    ids=["plain", "native", "te"],
 )
 def test_a_step_never_waits_for_the_device(implementation, cross_entropy):
     """Forward and backward, with the arguments already on the GPU; the first step compiles and may wait."""
@@ -219,7 +221,8 @@ def test_a_packed_kernel_gives_what_one_call_per_document_gives(kernel, width):
         assert torch.cosine_similarity(layer.grad.flatten().float(), other.grad.flatten().float(), dim=0) > 0.999
 
 
-def test_the_vocabulary_s_padding_stays_out_of_the_loss_of_transformer_engine():
-    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
-    losses_m = losses_of(build(usable({**LOCAL, **fused})))
-    torch.testing.assert_close(losses_m, losses_of(build(LOCAL)), rtol=1e-2, atol=1e-2)
+@pytest.mark.parametrize("implementation", ["native", "te"])
+def test_the_vocabulary_s_padding_stays_out_of_the_fused_loss(implementation):
+    losses_m = losses_of(build(usable({**LOCAL, "cross_entropy_fusion_impl": implementation})))
+    plain = {**LOCAL, "cross_entropy_loss_fusion": False}
+    torch.testing.assert_close(losses_m, losses_of(build(plain)), rtol=1e-2, atol=1e-2)

@@ -119,7 +119,7 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_in_one_line(
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
         ({"attention_backend": "fused"}, "--attention-backend fused"),
-        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
+        ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
         ({"fp8_format": "e4m3"}, "--fp8-format e4m3"),
     ],
 )
