@@ -65,6 +65,14 @@ def fp8_problems(settings: Settings) -> Iterator[str]:
             "--fp8-param-gather does not go with --fp8-recipe mxfp8, whose weights Megatron gathers through the "
             "gradients' memory; leave it out."
         )
+    if compute.fp8_param_gather and compute.fp8_recipe == "delayed":
+        # Source: TransformerEngine 2.11 pytorch/quantization.py DelayedScalingRecipeState, pytorch/module/base.py
+        # reset_parameters: a scale of ones when weights are cast first; E4M3 then has steps of 2 ** -9 below 2 ** -6.
+        yield (
+            "--fp8-param-gather does not go with --fp8-recipe delayed, which casts the first weights with a scale of "
+            "1: those of this model are so small that 1/512 would be the distance between two values; use "
+            "--fp8-recipe tensorwise, or leave --fp8-param-gather out."
+        )
     if compute.first_last_layers_bf16:
         yield from bf16_layer_problems(settings)
     yield from alignment_problems(settings)

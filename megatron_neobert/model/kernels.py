@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +162,17 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         optimizer=optimizer,
         summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}{warning if is_slow else ''}",
     )
+
+
+def engine_attention() -> str | None:
+    """Which kernel Transformer Engine took for attention, in words; None before its first call and without it."""
+    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    chosen: dict[str, Any] = getattr(module, "_attention_backends", {})  # of 2.9 to 2.20
+    if chosen.get("use_fused_attention"):
+        return f"cuDNN ({chosen['fused_attention_backend']})"
+    if chosen.get("use_flash_attention"):
+        return f"flash-attn {chosen['flash_attention_backend']}"
+    return "unfused" if chosen.get("use_unfused_attention") else None
 
 
 def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:

@@ -4,6 +4,8 @@ What it changes: every row is packed and bidirectional, the decoder is untied an
 computed at the masked positions only (a fifth of the tokens). Everything else is megatron.core's.
 """
 
+import os
+
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -107,6 +109,17 @@ class NeoBERTModel(GPTModel):
             return hidden_t1h
         logits_mv = self._decode(hidden_t1h, masked_positions_m)
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
+
+    def _set_attention_backend(self) -> None:
+        """Tells Transformer Engine which kernels it may choose from: never the unfused one, which stores all scores.
+
+        Megatron's own allows it with `auto`, and fails an assertion if the environment says otherwise.
+        """
+        allowed = {"auto": ("FLASH", "FUSED"), "flash": ("FLASH",), "fused": ("FUSED",)}[
+            self.config.attention_backend.name
+        ]
+        for kernel in ("FLASH", "FUSED", "UNFUSED"):
+            os.environ[f"NVTE_{kernel}_ATTN"] = str(int(kernel in allowed))
 
     def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
         if self.config.sequence_parallel:

@@ -17,7 +17,7 @@ from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters
-from megatron_neobert.model.kernels import choose_kernels
+from megatron_neobert.model.kernels import choose_kernels, engine_attention
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, is_rank_zero
 from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank
@@ -91,12 +91,15 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     if following.ends:
         return _exit_code(run, monitor, following)
     detector.mark("waiting for data", run.progress.iteration + 1)
+    attention: str | None = None
     for batches in monitor.clocked(_training_batches(run)):
         detector.mark("training", run.progress.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
         report = train_step(run, batches)
         run.progress = count_update(_advance(run, batches), report, run.settings.training)
         monitor.add(report, run.progress)
+        if attention != (attention := engine_attention()):  # known after the first step, if at all
+            monitor.log(f"Transformer Engine computes attention by {attention}")
         following = _what_follows(run, report)
         _finish_save(saver, report)
         if _due(run.progress.iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):

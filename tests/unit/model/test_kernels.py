@@ -1,9 +1,11 @@
 """Which kernels are chosen, and what is refused, on machines that are described and not at hand."""
 
 import importlib.metadata
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from megatron_neobert.model.kernels import (
     detect_hardware,
     fp8_arguments,
 )
+from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.model.transformer_config import to_transformer_config
 
 CPU = Hardware()
@@ -227,6 +230,7 @@ def test_fp8_reaches_megatron_s_configuration_and_nothing_of_it_without_a_format
     config = to_transformer_config(Settings(compute=compute).with_section("training", bf16=True))
     assert (config.fp8, config.fp8_recipe, config.fp8_margin) == ("hybrid", "delayed", 2)
     assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_param) == (16, "max", False)
+    assert not (config.fp8_dot_product_attention or config.fp8_multi_head_attention)  # attention stays in bf16
     assert fp8_arguments(ComputeConfig()) == {}
 
 
@@ -235,3 +239,31 @@ def test_the_attention_backend_reaches_megatron_as_its_own_kind(backend):
     """A plain text would be ignored without a word: Megatron compares with the members of its enumeration."""
     asked = settings(transformer_impl="transformer_engine", attention_backend=backend)
     assert to_transformer_config(asked).attention_backend is AttnBackend[backend]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "name"),
+    [
+        (
+            {"use_fused_attention": True, "fused_attention_backend": "F16_arbitrary_seqlen"},
+            "cuDNN (F16_arbitrary_seqlen)",
+        ),
+        ({"use_flash_attention": True, "flash_attention_backend": "2.8.3"}, "flash-attn 2.8.3"),
+        ({"use_unfused_attention": True}, "unfused"),
+        ({"use_fused_attention": None}, None),
+    ],
+)
+def test_the_kernel_that_transformer_engine_took_has_a_name_for_the_log(monkeypatch, chosen, name):
+    engine = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    assert kernels.engine_attention() is None
+    monkeypatch.setitem(sys.modules, engine, SimpleNamespace(_attention_backends=chosen))
+    assert kernels.engine_attention() == name
+
+
+def test_the_environment_lets_transformer_engine_choose_fused_attention_alone(monkeypatch):
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", "1")  # of whoever started the run
+    for backend, allowed in (("auto", "110"), ("flash", "100"), ("fused", "010")):
+        model = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend[backend]))
+        NeoBERTModel._set_attention_backend(model)
+        assert "".join(os.environ[f"NVTE_{name}_ATTN"] for name in ("FLASH", "FUSED", "UNFUSED")) == allowed

@@ -8,7 +8,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from spec_cases import settings_of
 
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.model import loss
+from megatron_neobert.model.attention import CoreAttention, pack_row
 from megatron_neobert.model.packed_kernels import TorchAttention, attend_by_document
 from megatron_neobert.model.transformer_config import to_transformer_config
 from megatron_neobert.runtime import distributed
@@ -68,6 +70,17 @@ def test_what_the_kernel_would_not_do_is_not_accepted(mask, kind, scale):
         kernel(*make_layers(3), None)
     row = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds(3), cu_seqlens_kv=bounds(3))
     assert kernel(*make_layers(3), None, packed_seq_params=row).shape == (3, HEADS * WIDTH)
+
+
+def test_the_run_ends_with_one_sentence_where_transformer_engine_has_no_fused_kernel():
+    class NoKernel(TorchAttention):
+        def attend(self, *arguments):
+            raise ValueError("No dot product attention backend is available for the provided inputs. Please run with")
+
+    config = to_transformer_config(settings_of("neobert", impl="local"))
+    attention = CoreAttention(config, 1, AttnMaskType.padding, "self", kernel=NoKernel)
+    with pytest.raises(ConfigError, match="no fused attention kernel for this model on this GPU"):
+        attention(*make_layers(3), None, packed_seq_params=pack_row(bounds(3), 3, rotation=None))
 
 
 def losses_and_gradient(labels: list[int], *, fused: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
