@@ -76,7 +76,8 @@ class Linear(TransformerEngineBaseModule):
             in_features, out_features, sequence_parallel, tp_group, tp_size, bias, return_bias, parallel_mode,
             params_dtype=params_dtype, device=device, init_method=init_method,
         )  # fmt: skip
-        self._refuse(fuse_wgrad_accumulation, parameters_split, delay_wgrad_compute, symmetric_ar_type, ub_name)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._refuse(parameters_split, delay_wgrad_compute, symmetric_ar_type, ub_name)
 
     def _build_linear(
         self, in_features, out_features, sequence_parallel, tp_group, tp_size, bias, return_bias, parallel_mode, *,
@@ -102,7 +103,7 @@ class Linear(TransformerEngineBaseModule):
 
     @staticmethod
     def _refuse(*wanted: Any) -> None:
-        assert not any(wanted), f"{wanted=}: this stand-in has neither fused accumulation nor overlap"
+        assert not any(wanted), f"{wanted=}: this stand-in has no overlap"
 
     def forward(
         self,
@@ -120,12 +121,32 @@ class Linear(TransformerEngineBaseModule):
                 inp = mappings.gather_from_sequence_parallel_region(inp, tensor_parallel_output_grad=True)
             else:
                 inp = mappings.copy_to_tensor_model_parallel_region(inp)
-        output = torch.matmul(inp, self.weight.t())
+        if self.fuse_wgrad_accumulation:
+            output = _AccumulatingProduct.apply(inp, self.weight)
+        else:
+            output = torch.matmul(inp, self.weight.t())
         if self.parallel_mode == "row":
             if self.sequence_parallel:
                 return mappings.reduce_scatter_to_sequence_parallel_region(output)
             return mappings.reduce_from_tensor_model_parallel_region(output)
         return output
+
+
+class _AccumulatingProduct(torch.autograd.Function):
+    """The weight's gradient is added to `main_grad` in its dtype; what autograd gets in its place is not to be used."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inp, weight)
+        return torch.matmul(inp, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        inp, weight = ctx.saved_tensors
+        main_grad = weight.main_grad
+        main_grad.add_(gradient.flatten(0, -2).to(main_grad.dtype).t() @ inp.flatten(0, -2).to(main_grad.dtype))
+        weight.grad_added_to_main_grad = True
+        return torch.matmul(gradient, weight), torch.full_like(weight, torch.nan)
 
 
 class LayerNormLinear(Linear):
@@ -178,8 +199,9 @@ class LayerNormLinear(Linear):
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
                 parameter.sequence_parallel = self.sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._refuse(
-            fuse_wgrad_accumulation, parameters_split, delay_wgrad_compute, symmetric_ar_type, ub_name,
+            parameters_split, delay_wgrad_compute, symmetric_ar_type, ub_name,
             return_layernorm_output, return_layernorm_output_gathered, zero_centered_gamma,
         )  # fmt: skip
 

@@ -119,7 +119,7 @@ class ComputeConfig:
         choices=("auto", "flash", "fused"),
     )
     gradient_accumulation_fusion: bool | None = setting(
-        None, "fused gradient accumulation in the matrix product; default: where NVIDIA Apex is installed"
+        None, "fused gradient accumulation in the matrix product; default: with Transformer Engine or NVIDIA Apex"
     )
     cross_entropy_loss_fusion: bool | None = setting(None, "fused cross-entropy kernel; default: on CUDA")
     cross_entropy_fusion_impl: str = setting(

@@ -62,7 +62,8 @@ class Kernels:
     transformer_impl: str  # "transformer_engine" or "local"
     attention: str  # "transformer_engine", "torch" or "flash_attn"
     attention_backend: str  # the name in Megatron's AttnBackend, with which it steers Transformer Engine
-    gradient_accumulation_fusion: bool
+    gradient_accumulation_fusion: bool  # by Apex, in all of Megatron's own linear layers
+    engine_accumulates: bool  # Transformer Engine adds weight gradients up in fp32, in its own linear layers alone
     optimizer: str
     summary: str  # a line for the start of a run, and a second one if there is a warning
 
@@ -118,11 +119,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     hardware = detect_hardware() if hardware is None else hardware
     compute = settings.compute
     bf16 = settings.training.bf16
-    if compute.transformer_impl == "auto":
-        # In float32 Transformer Engine has no packed attention but one that writes out all scores.
-        engine = bf16 and hardware.transformer_engine.version is not None
-    else:
-        engine = compute.transformer_impl == "transformer_engine"
+    engine = uses_engine(settings, hardware)
     width = settings.model.hidden_size // settings.model.num_attention_heads
     if engine and width % HEAD_WIDTH_MULTIPLE == 0:
         attention = "transformer_engine"
@@ -136,9 +133,13 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
-    fusion = compute.gradient_accumulation_fusion
-    if fusion is None:
-        fusion = hardware.apex_weight_gradients.version is not None
+    wants_fusion = compute.gradient_accumulation_fusion is not False
+    fusion = wants_fusion and hardware.apex_weight_gradients.version is not None
+    accumulated = "after the product"
+    if fusion:
+        accumulated = "in the product (Apex)"
+    elif engine and wants_fusion:
+        accumulated = "in the product (Transformer Engine; the decoder's after it)"
     # In the order in which Megatron takes them; torch's through FusedAdam of megatron_patches.py.
     optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
     if hardware.transformer_engine.version is not None:
@@ -147,7 +148,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers",
         f"attention by {attention_name}",
         precision,
-        f"weight gradients accumulated {'in the product (Apex)' if fusion else 'after the product'}",
+        f"weight gradients accumulated {accumulated}",
         f"Adam by {optimizer}",
     ]
     is_slow = bf16 and hardware.gpu is None and not hardware.cpu_bf16
@@ -159,9 +160,18 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
         gradient_accumulation_fusion=fusion,
+        engine_accumulates=engine and wants_fusion,
         optimizer=optimizer,
         summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}{warning if is_slow else ''}",
     )
+
+
+def uses_engine(settings: Settings, hardware: Hardware) -> bool:
+    """Whether the layers are Transformer Engine's."""
+    if settings.compute.transformer_impl == "auto":
+        # In float32 Transformer Engine has no packed attention but one that writes out all scores.
+        return settings.training.bf16 and hardware.transformer_engine.version is not None
+    return settings.compute.transformer_impl == "transformer_engine"
 
 
 def engine_attention() -> str | None:
@@ -183,7 +193,7 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
     """
     hardware = detect_hardware() if hardware is None else hardware
     problems = [
-        *apex_problems(settings.compute, hardware),
+        *apex_problems(settings, hardware),
         *engine_problems(settings, hardware),
         *attention_problems(settings, hardware),
         *precision_problems(settings, hardware),
@@ -192,18 +202,19 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
         raise ConfigError(problems)
 
 
-def apex_problems(compute: ComputeConfig, hardware: Hardware) -> Iterator[str]:
+def apex_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+    fuses = settings.compute.gradient_accumulation_fusion and not uses_engine(settings, hardware)
     if hardware.foreign_apex is not None:
         yield (
             f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
             "nor amp_C. The registry's package of that name is another project, and Megatron would import it. "
             "Run `pip uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
         )
-    elif compute.gradient_accumulation_fusion and hardware.apex_weight_gradients.version is None:
+    elif fuses and hardware.apex_weight_gradients.version is None:
         yield (
-            "--gradient-accumulation-fusion needs fused_weight_gradient_mlp_cuda of NVIDIA Apex, for the decoder "
-            f"also with other layers ({hardware.apex_weight_gradients.why_not}). Leave the flag out, or build "
-            "Apex from github.com/NVIDIA/apex; the registry's package apex is another project."
+            "--gradient-accumulation-fusion needs Transformer Engine's layers, or fused_weight_gradient_mlp_cuda of "
+            f"NVIDIA Apex ({hardware.apex_weight_gradients.why_not}). Leave the flag out, or build Apex from "
+            "github.com/NVIDIA/apex; the registry's package apex is another project."
         )
 
 

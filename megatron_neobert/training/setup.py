@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
 from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.megatron_patches import scale_by_tokens
@@ -95,6 +96,12 @@ def wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> Distr
     parallel, config = settings.parallel, model.config
     if settings.training.bf16:
         model = Float16Module(config, model)
+    if choose_kernels(settings).engine_accumulates:
+        # Not by Megatron's option of that name: the decoder, a layer of Megatron's, would want Apex. And not before the
+        # model has the gradients' memory, into which these layers add: what never trains has none.
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
     return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(

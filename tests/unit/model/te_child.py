@@ -18,7 +18,9 @@ from torch import multiprocessing  # noqa: E402
 
 from megatron_neobert.model import layer_specs  # noqa: E402
 from megatron_neobert.model.loss import masked_token_losses  # noqa: E402
+from megatron_neobert.model.neobert import NeoBERTModel  # noqa: E402
 from megatron_neobert.runtime import distributed  # noqa: E402
+from megatron_neobert.training.setup import wrap_model  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -35,6 +37,7 @@ def main(folder: Path) -> None:
     torch.save(te_stand_in.DotProductAttention.calls, folder / "attention_calls.pt")
     torch.save(compute_with_causal_attention(), folder / "causal.pt")
     torch.save(fused_losses(), folder / "fused_losses.pt")
+    torch.save({str(fuses): accumulated_gradient(fuses=fuses) for fuses in (True, False)}, folder / "accumulated.pt")
 
 
 def compute_on_two_ranks(rank: int, folder: Path) -> None:
@@ -57,6 +60,17 @@ def compute_with_causal_attention() -> dict[str, torch.Tensor]:
         return compute(build("neobert", impl="transformer_engine"))
     finally:
         layer_specs.AttnMaskType = mask
+
+
+def accumulated_gradient(*, fuses: bool) -> torch.Tensor:
+    """Of one projection over eight micro-batches in bfloat16, as the optimizer gets it."""
+    settings = settings_of("neobert", impl="transformer_engine").with_section("training", bf16=True)
+    settings = settings.with_section("compute", gradient_accumulation_fusion=fuses)
+    model = wrap_model(settings, NeoBERTModel(settings, vocab_size=VOCAB), is_first_chunk=True)
+    for _ in range(8):
+        compute(model.module.module)
+    (weight,) = (one for name, one in model.named_parameters() if name.endswith("layers.0.mlp.linear_fc2.weight"))
+    return weight.main_grad.clone()
 
 
 def fused_losses() -> dict[str, torch.Tensor]:

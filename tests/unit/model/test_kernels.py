@@ -65,9 +65,13 @@ def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, i
 def test_weight_gradients_are_fused_where_apex_offers_it_unless_told_not_to():
     with_apex = replace(H100, apex_weight_gradients=Library(version="0.1"))
     assert not choose_kernels(settings(), H100).gradient_accumulation_fusion
+    assert choose_kernels(settings(), H100).engine_accumulates
+    assert not choose_kernels(settings(gradient_accumulation_fusion=False), H100).engine_accumulates
+    assert not choose_kernels(settings(), BARE_H100).engine_accumulates
     assert choose_kernels(settings(), with_apex).gradient_accumulation_fusion
     assert not choose_kernels(settings(gradient_accumulation_fusion=False), with_apex).gradient_accumulation_fusion
-    assert "fused_weight_gradient_mlp_cuda of NVIDIA Apex" in refusal(settings(gradient_accumulation_fusion=True), H100)
+    local = settings(gradient_accumulation_fusion=True, transformer_impl="local")
+    assert "or fused_weight_gradient_mlp_cuda of NVIDIA Apex" in refusal(local, H100)
     check_hardware(settings(gradient_accumulation_fusion=True), with_apex)
 
 
@@ -87,7 +91,8 @@ def test_the_optimizer_is_the_one_that_megatron_takes(hardware, optimizer):
 def test_one_line_says_what_computes():
     assert choose_kernels(settings(fp8_format="hybrid"), H100).summary == (
         "kernels on NVIDIA H100: Transformer Engine 2.11.0, attention by Transformer Engine's choice, FP8 hybrid "
-        "tensorwise, weight gradients accumulated after the product, Adam by Transformer Engine"
+        "tensorwise, weight gradients accumulated in the product (Transformer Engine; the decoder's after it), Adam by "
+        "Transformer Engine"
     )
     assert choose_kernels(settings(bf16=False), CPU).summary == (
         "kernels on CPU: local layers, attention by torch document by document, float32, weight gradients accumulated "

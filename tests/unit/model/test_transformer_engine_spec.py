@@ -129,3 +129,12 @@ def test_transformer_engine_s_cross_entropy_gives_torch_s_losses_and_none_for_a_
     torch.testing.assert_close(found["losses"][real], expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(found["gradient"], logits.grad, rtol=1e-6, atol=1e-7)
     assert found["losses"][2] == found["correct"][2] == 0
+
+
+def test_weight_gradients_of_transformer_engine_s_layers_are_added_up_in_float32(folder):
+    """Eight times the same micro-batch: rounded to bfloat16 each time, the sum is eight times a rounded number."""
+    found = read(folder, "accumulated")
+    fused, rounded = found["True"], found["False"]
+    assert torch.equal((rounded / 8).bfloat16().float(), rounded / 8)
+    assert not torch.equal((fused / 8).bfloat16().float(), fused / 8)
+    torch.testing.assert_close(fused, rounded, rtol=2**-7, atol=1e-3)
