@@ -118,6 +118,12 @@ class ComputeConfig:
         "attention kernel on CUDA: Transformer Engine's choice or torch's (auto), flash-attn, or cuDNN (fused)",
         choices=("auto", "flash", "fused"),
     )
+    attention_bounds: str = setting(
+        "fixed",
+        "document bounds for attention kernels on CUDA: number and longest the same in every micro-batch (fixed), or "
+        "those that it has, the longest rounded up to 128 tokens (exact)",
+        choices=("fixed", "exact"),
+    )
     gradient_accumulation_fusion: bool | None = setting(
         None, "fused gradient accumulation in the matrix product; default: with Transformer Engine or NVIDIA Apex"
     )

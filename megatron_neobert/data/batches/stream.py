@@ -34,6 +34,8 @@ from megatron_neobert.data.batches.rows import (
 )
 from megatron_neobert.errors import ConfigError
 
+_LONGEST_MULTIPLE = 128  # tokens: eight lengths at most in rows of 1,024, for each of which a kernel may be built anew
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -43,14 +45,15 @@ class PackedBatch:
     Position ids follow from cu_seqlens_n: they restart at every document. In the concatenated layout a whole row counts
     as one document there. A context-parallel rank holds the t slots of its share, but all of cu_seqlens_n.
 
-    With fixed shapes, documents without tokens follow, and masked positions 0 with the label IGNORED_LABEL.
+    With fixed shapes, documents without tokens follow unless bounds are exact, and masked positions 0 with the label
+    IGNORED_LABEL.
     """
 
     tokens_t: Tensor  # int64
     labels_m: Tensor  # int64, original ids at the masked positions
     masked_positions_m: Tensor  # int64 in tokens_t, increasing up to those that only fill up
     cu_seqlens_n: Tensor  # int32, from 0 to all slots; entries i and i + 1 bound document i
-    max_seqlen: int  # tokens; the row length for any documents, so that kernels need not be chosen anew
+    max_seqlen: int  # tokens; the row length unless bounds are exact, so that kernels need not be chosen anew
     real_tokens: int  # tokens of tokens_t that are not in a dummy document
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
@@ -178,14 +181,18 @@ class BatchStream:
         if not settings.fixed_shapes:
             return batch
         masked = usual_masked(self._slots // ranks, probability=settings.masking.probability)
-        bounds = batch.cu_seqlens_n.numpy()
+        bounds, longest = batch.cu_seqlens_n.numpy(), batch.max_seqlen
+        if settings.exact_bounds:
+            # A kernel may size its grid and its memory by both: which way is faster is for a GPU to say.
+            longest = -(-int(np.diff(bounds).max()) // _LONGEST_MULTIPLE) * _LONGEST_MULTIPLE
+        else:
+            bounds = np.concatenate([bounds[:1], fill_up(bounds[1:], self._usual_documents, self._slots)])
         return replace(
             batch,
             labels_m=torch.from_numpy(fill_up(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
             masked_positions_m=torch.from_numpy(fill_up(batch.masked_positions_m.numpy(), masked, 0)),
-            cu_seqlens_n=torch.from_numpy(
-                np.concatenate([bounds[:1], fill_up(bounds[1:], self._usual_documents, self._slots)])
-            ),
+            cu_seqlens_n=torch.from_numpy(bounds),
+            max_seqlen=longest,
         )
 
 
