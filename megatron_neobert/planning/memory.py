@@ -53,6 +53,11 @@ class MicroBatch:
         parallel = self.settings.parallel
         return self.tokens // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
 
+    @property
+    def fuses_loss(self) -> bool:
+        asked = self.settings.compute.cross_entropy_loss_fusion
+        return self.kernels != "cpu" if asked is None else asked
+
     def share(self, size: int) -> int:
         """Of something that tensor parallelism divides: heads x head width, feed-forward, vocabulary."""
         return size // self.settings.parallel.tensor_model_parallel_size
@@ -85,9 +90,10 @@ class MicroBatch:
 
     @property
     def head_bytes(self) -> int:
-        """Hidden states and probabilities (float32) of the masked tokens, and the labels' places."""
+        """Hidden states and probabilities (float32), fused the logits, of the masked tokens; and the labels' places."""
         hidden = self.element * self.settings.model.hidden_size * self.masked_tokens
-        return hidden + STATISTIC * self.logits + (2 * TOKEN_ID + 2) * self.masked_tokens
+        kept = (self.element if self.fuses_loss else STATISTIC) * self.logits
+        return hidden + kept + (2 * TOKEN_ID + 2) * self.masked_tokens
 
     @property
     def embedding_bytes(self) -> int:
@@ -123,12 +129,15 @@ class MicroBatch:
         # Kernels that take a document at a time have their results put together; others return the result itself.
         copied = exchanged or self.kernels == "cpu" or not self.settings.training.bf16
         logsumexp = STATISTIC * self.share(model.num_attention_heads) * self.tokens
-        # Cosine and sine of all tokens, e d t each, for queries and for keys; the fused kernel needs neither.
-        angles = 0
-        if rotated and self.kernels != "transformer_engine":
-            width = model.hidden_size // model.num_attention_heads
-            angles = 4 * self.element * width * self.settings.tokens_per_micro_batch
-        return (inputs + copied) * self._context_bytes + logsumexp + angles
+        return (inputs + copied) * self._context_bytes + logsumexp
+
+    @property
+    def rotation_bytes(self) -> int:
+        """Cosines and sines of half the channels of a head for all tokens of the row, in float32, for all layers."""
+        model = self.settings.model
+        if model.position_embedding_type != "rope":
+            return 0
+        return STATISTIC * model.hidden_size // model.num_attention_heads * self.settings.tokens_per_micro_batch
 
     @property
     def attention_input_bytes(self) -> int:
@@ -167,7 +176,8 @@ class MicroBatch:
         weights = self.element * self.logits // max(1, self.masked_tokens) * model.hidden_size
         if self.kernels != "cpu" and self.settings.compute.gradient_accumulation_fusion:
             weights = 0
-        freed = (STATISTIC - self.element) * self.logits  # by then; in float32 the copy takes the room
+        # By then; in float32 the copy takes the room, and fused there is nothing to free.
+        freed = 0 if self.fuses_loss else (STATISTIC - self.element) * self.logits
         return max(self.element * self.logits, weights - freed)
 
 
@@ -253,14 +263,15 @@ def _layers_of_pass(batch: MicroBatch) -> tuple[int, int]:
     settings = batch.settings
     layers, compute = settings.layers_per_stage, settings.compute
     if compute.recompute_granularity is None:
-        return 0, layers * batch.layer_bytes
+        return 0, layers * batch.layer_bytes + batch.rotation_bytes
     if compute.recompute_granularity == "selective":
         without = batch.layer_bytes - batch.attention_bytes + batch.attention_input_bytes
         return batch.attention_bytes, layers * without
     number = min(compute.recompute_num_layers or 1, layers)
     if compute.recompute_method == "uniform":
         return number * batch.layer_bytes, -(-layers // number) * batch.hidden_bytes
-    return batch.layer_bytes, number * batch.hidden_bytes + (layers - number) * batch.layer_bytes
+    kept = (layers - number) * batch.layer_bytes + (batch.rotation_bytes if layers > number else 0)
+    return batch.layer_bytes, number * batch.hidden_bytes + kept
 
 
 def _state_bytes(batch: MicroBatch, *, stage: int, world_size: int) -> tuple[int, int, int]:

@@ -87,13 +87,18 @@ def run_cases(library: Path, cases: dict[str, Any], folder: Path) -> dict[str, A
 
 
 def test_a_step_waits_for_the_device_once(library, tmp_path):
-    """One rank, and the last of 64 with every kind of parallelism; the control runs without our patches of Megatron."""
+    """One rank, and the last of 64 with every kind of parallelism.
+
+    Two controls: without our patches of Megatron, and with a batch of which a part stays on the CPU.
+    """
     cases = {
         "one rank": {"num_layers": LAYERS},
         "64 ranks, the last": {"num_layers": LAYERS, "world_size": 64, "rank": 63, "parallel": TWO_OF_EACH},
         "control": {"num_layers": LAYERS, "without_patches": True},
+        "mixed": {"num_layers": LAYERS, "mixes_devices": True},
     }
     found = run_cases(library, cases, tmp_path)
+    assert "at least two devices, cuda:0 and cpu" in found.pop("mixed")["error"]
     matrices_and_norms = 6 * LAYERS + 4  # two embeddings with a bias, and the last norm
     waits_of_megatron = {
         "item: core/utils.py local_multi_tensor_l2_norm": matrices_and_norms,

@@ -122,8 +122,8 @@ def test_the_first_of_four_stages_keeps_four_micro_batches():
     plan = plan_memory(settings, vocab_size=VOCAB, world_size=4, masked_tokens=13_107, kernels="transformer_engine")
     hidden = 2 * 768 * 64 * 1024
     assert plan.stage == 0
-    # Four times seven layers, what came in and what went out, and the token ids.
-    assert plan.activations == 4 * (7 * 24_632 * 64 * 1024 + 2 * hidden + 8 * 64 * 1024)
+    # Four times seven layers with a rotation, what came in and what went out, and the token ids.
+    assert plan.activations == 4 * ((7 * 24_632 + 4 * 64) * 64 * 1024 + 2 * hidden + 8 * 64 * 1024)
 
 
 # ---- weights, gradients, optimizer
