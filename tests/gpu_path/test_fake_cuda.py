@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY
 from megatron.core import package_info
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = FOLDER.parents[1]
 PERFORMANCE = REPOSITORY / "docs" / "performance.md"
 IS_OLDEST_LINE = package_info.__version__.startswith("0.16")
 LAYERS = 2
