@@ -36,9 +36,14 @@ REFUSED = [
         "--bf16 --attention-backend fused --hidden-size 1056",
     ),
     (
-        "--cross-entropy-loss-fusion",
-        "rounds the gradient of the logits to bfloat16",
-        "--bf16 --cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl te --no-cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl te does nothing with --no-cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl te",
+    ),
+    (
+        "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
+        "--fp8-param-gather does not go with --fp8-recipe delayed",
+        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
     ),
     (
         "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
