@@ -73,6 +73,7 @@ EXTRAS = {
         "mypy>=1.15",
         "types-PyYAML",
         "peft>=0.17",
+        "einops>=0.8",  # Transformer Engine's Python, which tests run over an emulated extension
     ],
 }
 # What the tests start for real.

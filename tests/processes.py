@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 from megatron_neobert.runtime.rendezvous import serve_store
 
+_SERVERS: dict[str, forkserver.ForkServer] = {}
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,11 +40,15 @@ class Ended(NamedTuple):
         return self.code == code and len(self.errors) == 1 and "Traceback" not in self.output
 
 
-def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int) -> None:
-    """Calls a function in `world_size` processes that torch's env:// can join; raises if one of them fails."""
+def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int, preload: str = "preloaded") -> None:
+    """Calls a function in `world_size` processes that torch's env:// can join; raises if one of them fails.
+
+    Args:
+        preload: Module that the processes have imported; each has a server of its own.
+    """
     store = serve_store("127.0.0.1", 0, nodes=world_size)
     call = _Call(function, arguments, {**os.environ, **group_of(store, world_size=world_size)}, (1, 2))
-    _ensure_server()
+    _use_server(preload)
     multiprocessing.start_processes(_run_rank, args=(call,), nprocs=world_size, start_method="forkserver")
 
 
@@ -60,7 +65,7 @@ def run_command(module: str, *arguments: Any, environment: dict[str, str] | None
         words = [str(argument) for argument in arguments]
         streams = (output.fileno(), output.fileno())
         call = _Call(_run_main, (module, words), {**clean, **(environment or {})}, streams)
-        _ensure_server()
+        _use_server("preloaded")
         process = get_context("forkserver").Process(target=_run, args=(call,))
         process.start()
         process.join()
@@ -69,11 +74,15 @@ def run_command(module: str, *arguments: Any, environment: dict[str, str] | None
         return Ended(process.exitcode, output.read().decode())
 
 
-def _ensure_server() -> None:
+def _use_server(preload: str) -> None:
+    """Starts it where that is needed; multiprocessing knows one, by these two names."""
+    server = _SERVERS.setdefault(preload, forkserver.ForkServer())
+    forkserver.ensure_running = server.ensure_running
+    forkserver.connect_to_new_process = server.connect_to_new_process
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    forkserver.set_forkserver_preload(["preloaded"])
-    forkserver.ensure_running()
+    server.set_forkserver_preload([preload])
+    server.ensure_running()
     if path is None:
         del os.environ["PYTHONPATH"]
     else:

@@ -2,7 +2,7 @@
 # Makes the Python environment of this project and prints the path of its interpreter on standard output.
 #
 #   bash tools/prepare_environment.sh          what training, conversion and evaluation need
-#   bash tools/prepare_environment.sh --dev    also what the tests, ruff and mypy need
+#   bash tools/prepare_environment.sh --dev    also what the tests, ruff and mypy need, with Transformer Engine's Python
 #
 # An active virtual environment (or conda environment other than base) is used as it is; otherwise .venv at the root of
 # the repository, made when absent. torch is installed first, at the version in constraints.txt, unless the environment
@@ -109,6 +109,12 @@ fi
 description="megatron-neobert$extras"
 say "installing $description and its dependencies"
 install --constraint "$constraints" --editable ".$extras"
+if [[ -n $extras ]]; then
+    # Only its Python, beside the other packages: a Transformer Engine that cannot compute must not be importable.
+    description="the sources of Transformer Engine"
+    sources=$prefix/transformer_engine_sources
+    install --constraint "$constraints" --no-deps --upgrade --target "$sources" transformer-engine
+fi
 
 printf '%s\n' "$wanted" >"$stamp"
 say "ready in ${SECONDS} s: $prefix"

@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from torch import Tensor
 
 from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
@@ -111,9 +111,11 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 
 def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
-    """What is written or read. Tensors are known by their names in the whole model, in any layout."""
+    """What is written or read. Tensors are known by their names in the whole model, in any layout; FP8 is bfloat16."""
     models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
     optimizer = run.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_STATE_FORMAT)
+    for model in models.values():
+        force_all_tensors_to_non_fp8(model)  # now: the optimizer has found its parameters by what they are
     return {**models, "optimizer": optimizer}
 
 

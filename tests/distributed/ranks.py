@@ -12,13 +12,14 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.training.loop import run_training
 
 
-def train_on_ranks(settings: Settings, *, world_size: int = 1, prepare: Any = None) -> None:
+def train_on_ranks(settings: Settings, *, world_size: int = 1, prepare: Any = None, preload: str = "preloaded") -> None:
     """Runs `run_training` on `world_size` ranks; raises if one of them fails.
 
     Args:
         prepare: Called in each process before training, for controls that break something on purpose.
+        preload: Module that the processes have imported before.
     """
-    run_on_ranks(_train, settings, prepare, world_size=world_size)
+    run_on_ranks(_train, settings, prepare, world_size=world_size, preload=preload)
 
 
 def _train(settings: Settings, prepare: Any) -> None:

@@ -55,3 +55,15 @@ BF16_LAYOUT_LOSS = Tolerance(5.1e-5, "loss curve of two ranks vs one, 20 iterati
 # 2 layers x 32; a packed token's loss equals that of its document alone exactly. Attention across documents: 5.1e-3.
 PACKED_LOSS = Tolerance(9.0e-8, "Megatron model, loss with the head at some positions vs at all", "2026-11", 8)
 FILLED_UP_GRADIENT = Tolerance(5.9e-7, "gradients of a filled-up row vs the row itself, of the largest", "2026-11", 8)
+
+# Transformer Engine's layers over tests/emulated_engine, 3 layers x 256, against the local ones in fp32.
+ENGINE_LOSS = Tolerance(1.4e-4, "mean loss in bf16 and three FP8 recipes", "2026-11", 3)
+# 1 - cosine of the gradient that is furthest from fp32's; causal attention: 6.5e-1.
+ENGINE_GRADIENT = {
+    "bf16": Tolerance(5.9e-5, "four architectures", "2026-11", 3),
+    "delayed": Tolerance(1.4e-2, "hybrid", "2026-11", 3),
+    "tensorwise": Tolerance(7.5e-3, "hybrid", "2026-11", 3),
+    "blockwise": Tolerance(8.5e-3, "hybrid", "2026-11", 3),
+}
+ENGINE_FP8_RUN = Tolerance(7.2e-4, "losses of 6 iterations in FP8 vs bf16, two ranks, 2 layers x 256", "2026-11", 4)
+ENGINE_DELAYED_RESUMED = Tolerance(1.4e-4, "the same of the delayed recipe after a resume", "2026-11", 4)

@@ -124,7 +124,9 @@ def test_second_call_finds_its_stamp_and_asks_pip_for_nothing(clone, tmp_path):
     for arguments in (["--dev"], []):  # the larger environment serves the smaller request too
         again = prepare(clone, *arguments, path=tmp_path / "base")
         assert (again.stdout, again.stderr) == (f"{clone}/.venv/bin/python\n", "")
-    assert before[-1].endswith("--editable .[dev]")
+    assert before[1].endswith("--editable .[dev]")
+    sources = f"{clone}/.venv/transformer_engine_sources"
+    assert before[2].endswith(f"--no-deps --upgrade --target {sources} transformer-engine")
     assert pip_calls(clone / ".venv") == before
 
 

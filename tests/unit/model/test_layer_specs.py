@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from spec_cases import settings_of
 
 from megatron_neobert.config.schema import ModelConfig, ParallelConfig, Settings
 from megatron_neobert.model.layer_specs import LocalLayerNorm, LocalRMSNorm, layer_spec
@@ -15,7 +14,7 @@ from megatron_neobert.runtime import distributed
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    distributed.initialize(settings_of("neobert", impl="local"))
+    distributed.initialize(Settings())
     yield
     distributed.shut_down()
 
@@ -34,7 +33,7 @@ def test_a_stage_gets_its_share_of_the_layers(stages, layers_of_a_piece, expecte
 
 @pytest.mark.parametrize("kind", [LocalRMSNorm, LocalLayerNorm])
 def test_a_local_norm_computes_what_megatron_s_wrapper_does(kind):
-    config = to_transformer_config(settings_of("neobert", impl="local"))
+    config = to_transformer_config(Settings())
     config.normalization = {"LocalRMSNorm": "RMSNorm", "LocalLayerNorm": "LayerNorm"}[kind.__name__]
     hidden = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0))
     wrapped = WrappedTorchNorm(config, 64, eps=1e-5)
@@ -44,7 +43,7 @@ def test_a_local_norm_computes_what_megatron_s_wrapper_does(kind):
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_parameter_of_a_norm_is_marked_where_ranks_share_the_tokens(shared):
     """Megatron's own wrapper refuses that; without the mark each rank would keep the gradient of its tokens."""
-    config = to_transformer_config(settings_of("neobert", impl="local"))
+    config = to_transformer_config(Settings())
     config.sequence_parallel = shared
     norm = LocalLayerNorm(config, 64, eps=1e-5)
     assert [parameter.sequence_parallel for parameter in norm.parameters()] == [shared, shared]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
-from spec_cases import settings_of
 
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.model import loss
 from megatron_neobert.model.attention import CoreAttention, pack_row
@@ -20,7 +20,7 @@ HEADS, WIDTH = 2, 12
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    distributed.initialize(settings_of("neobert", impl="local"))
+    distributed.initialize(Settings())
     yield
     distributed.shut_down()
 
@@ -62,7 +62,7 @@ def test_documents_without_a_token_change_nothing_wherever_they_stand():
     [(AttnMaskType.causal, "self", None), (AttnMaskType.padding, "cross", None), (AttnMaskType.padding, "self", 0.5)],
 )
 def test_what_the_kernel_would_not_do_is_not_accepted(mask, kind, scale):
-    config = to_transformer_config(settings_of("neobert", impl="local"))
+    config = to_transformer_config(Settings())
     with pytest.raises(AssertionError):
         TorchAttention(config, 1, mask, kind, scale)
     kernel = TorchAttention(config, 1, AttnMaskType.padding, "self", None)
@@ -77,14 +77,14 @@ def test_the_run_ends_with_one_sentence_where_transformer_engine_has_no_fused_ke
         def attend(self, *arguments):
             raise ValueError("No dot product attention backend is available for the provided inputs. Please run with")
 
-    config = to_transformer_config(settings_of("neobert", impl="local"))
+    config = to_transformer_config(Settings())
     attention = CoreAttention(config, 1, AttnMaskType.padding, "self", kernel=NoKernel)
     with pytest.raises(ConfigError, match="no fused attention kernel for this model on this GPU"):
         attention(*make_layers(3), None, packed_seq_params=pack_row(bounds(3), 3, rotation=None))
 
 
 def losses_and_gradient(labels: list[int], *, fused: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    config = to_transformer_config(settings_of("neobert", impl="local"))
+    config = to_transformer_config(Settings())
     config.cross_entropy_loss_fusion = fused
     logits_mv = torch.randn(len(labels), 7, generator=torch.Generator().manual_seed(1), requires_grad=True)
     losses_m, correct_m = loss.masked_token_losses(logits_mv.clone(), torch.tensor(labels), config)

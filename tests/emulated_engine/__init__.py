@@ -1,0 +1,196 @@
+"""Transformer Engine on a CPU: its own released Python, with its compiled extension replaced by torch.
+
+`install` lets `import transformer_engine.pytorch` load the package's real sources, so classes, arguments, FP8 recipes,
+autograd functions and states are those of a GPU run. What is emulated are the extension's functions that these call
+for this model (kernels.py, fp8.py). The machine looks like an H200: compute capability 9.0, FP8 products in the one
+layout that Hopper takes, so that a missing transpose is an error here too. FP8 numbers are real ones. Not shown: speed,
+memory, the device's own rounding, user buffers, and which back end cuDNN would have chosen.
+
+Source: transformer-engine-torch 2.11.0 and 2.20.2, csrc/extensions/pybind.cpp (names and order of arguments).
+"""
+
+import enum
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from emulated_engine import fp8, kernels
+
+GPU, CAPABILITY, CUDA = "NVIDIA H200", (9, 0), "13.0"
+SOURCES = Path(sys.prefix) / "transformer_engine_sources"  # put there by tools/prepare_environment.sh --dev
+
+needs_sources = pytest.mark.skipif(
+    not SOURCES.is_dir(), reason=f"no sources of Transformer Engine in {SOURCES}; see tools/prepare_environment.sh"
+)
+
+# Enums whose values count; of the others only the names do.
+_VALUES = {
+    "DType": {
+        "kByte": 0,
+        "kInt32": 2,
+        "kFloat32": 4,
+        "kFloat16": 5,
+        "kBFloat16": 6,
+        "kFloat8E4M3": 7,
+        "kFloat8E5M2": 8,
+        "kFloat4E2M1": 10,
+    },
+    "NVTE_Fused_Attn_Backend": {
+        "NVTE_F16_max512_seqlen": 0,  # gone in newer versions, which compare their own list with this one
+        "NVTE_F16_arbitrary_seqlen": 1,
+        "NVTE_FP8": 2,
+        "NVTE_No_Backend": -1,
+    },
+    "FP8FwdTensors": {
+        f"GEMM{n}_{what}": 3 * n - 3 + i for n in (1, 2, 3) for i, what in enumerate(("INPUT", "WEIGHT", "OUTPUT"))
+    },
+    "FP8BwdTensors": {
+        f"GRAD_{what}{n}": 2 * n - 2 + i for n in (1, 2, 3) for i, what in enumerate(("OUTPUT", "INPUT"))
+    },
+}
+_CLASSES = ("CommOverlap", "CommOverlapBase", "CommOverlapCore", "CommOverlapHelper", "CommOverlapP2P", "FP8TensorMeta")
+
+
+class _Names:
+    """An enum of the extension: each name that Transformer Engine's Python asks for is a member."""
+
+    def __init__(self) -> None:
+        self._members: list[_Name] = []
+
+    def __getattr__(self, name: str) -> "_Name":
+        if name.startswith("_"):
+            raise AttributeError(name)
+        member = _Name(len(self._members))
+        member.name = name
+        self._members.append(member)
+        setattr(self, name, member)
+        return member
+
+    def __call__(self, value: int) -> "_Name":
+        return self._members[value]
+
+
+class _Name(int):
+    name: str
+
+
+class _Extension(types.ModuleType):
+    """The module `transformer_engine_torch`."""
+
+    def __init__(self) -> None:
+        super().__init__("transformer_engine_torch")
+        functions = {**vars(fp8), **vars(kernels)}
+        self.__dict__.update(
+            (name, value) for name, value in functions.items() if isinstance(value, types.FunctionType)
+        )
+        self.__dict__.update((name, enum.IntEnum(name, values)) for name, values in _VALUES.items())
+        self.__dict__.update((name, type(name, (), {})) for name in _CLASSES)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _Names() if name[0].isupper() else _not_emulated(name)
+        setattr(self, name, value)
+        return value
+
+
+def _not_emulated(name: str) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"transformer_engine_torch.{name} is not emulated")
+
+    return function
+
+
+class _Triton(types.ModuleType):
+    """Enough for kernels to be defined. They stay plain functions, and cannot be launched."""
+
+    __path__: ClassVar[list[str]] = []
+    __version__ = "3.5.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
+
+
+class _OnCpu(TorchFunctionMode):
+    """Takes "cuda" for "cpu" wherever torch is called."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
+            kwargs["device"] = "cpu"
+        args = tuple(torch.device("cpu") if isinstance(a, torch.device) and a.type == "cuda" else a for a in args)
+        return function(*args, **kwargs)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
+
+    return build
+
+
+class _Stream:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _asked_by_transformer_engine(callers: int = 1) -> bool:
+    """Whether the caller's caller, or so many further, is one of its modules: they alone see a GPU."""
+    return sys._getframe(callers).f_globals.get("__name__", "").startswith("transformer_engine")
+
+
+def install(sources: Path = SOURCES) -> None:
+    """In a process that only tests, before the first import of megatron.core."""
+    assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine once, when it is imported"
+    assert not torch.cuda.is_available()
+    if "F16_max512_seqlen" not in (sources / "transformer_engine/pytorch/cpp_extensions/fused_attn.py").read_text():
+        del _VALUES["NVTE_Fused_Attn_Backend"]["NVTE_F16_max512_seqlen"]
+    sys.modules["transformer_engine_torch"] = _Extension()
+    if importlib.util.find_spec("triton") is None:  # torch's builds for CPUs come without
+        importlib.import_module("torch._dynamo")  # which would believe in it
+        for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
+            sys.modules[name] = _Triton(name)
+    sys.path.insert(0, str(sources))
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its switch for: do not load the CUDA libraries
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    properties = types.SimpleNamespace(
+        major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132, name=GPU, total_memory=139 << 30
+    )
+    cuda: Any = torch.cuda
+    cuda.get_device_properties = lambda device=None: properties
+    cuda.get_device_capability = lambda device=None: CAPABILITY
+    cuda.get_device_name = lambda device=None: GPU
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.current_stream = lambda device=None: _Stream()
+    torch.version.cuda = CUDA
+    cuda.is_available = _asked_by_transformer_engine
+    is_cuda = torch._C.TensorBase.is_cuda
+    seems_cuda = property(lambda self: _asked_by_transformer_engine(2) or is_cuda.__get__(self))
+    torch.Tensor.is_cuda = seems_cuda  # type: ignore[assignment]
+    # The package's own __init__ would load the libraries of a framework; its parts do without once this one is there.
+    package = types.ModuleType("transformer_engine")
+    package.__path__ = [str(sources / "transformer_engine")]
+    package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
+    sys.modules["transformer_engine"] = package
+    common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
+    del sys.modules["transformer_engine"]
+    importlib.import_module("transformer_engine").common = common
+    _OnCpu().__enter__()
+    torch.empty = _on_cpu(torch.empty)  # in a backward pass, where no such mode is active

@@ -1,0 +1,218 @@
+"""FP8 as Transformer Engine's extension makes it: saturating casts to float8, scales per tensor or block."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_DTYPES = {
+    0: torch.uint8,
+    2: torch.int32,
+    4: torch.float32,
+    5: torch.half,
+    6: torch.bfloat16,
+    7: torch.float8_e4m3fn,
+    8: torch.float8_e5m2,
+}
+_BLOCK = 128  # values along the inner dimension of a product that share a scale; Float8BlockQuantizer.block_len
+
+
+def torch_dtype(te_dtype: Any) -> torch.dtype:
+    return _DTYPES[int(te_dtype)]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _largest(te_dtype: Any) -> float:
+    return torch.finfo(torch_dtype(te_dtype)).max
+
+
+def _cast(values: Tensor, te_dtype: Any) -> Tensor:
+    largest = _largest(te_dtype)
+    return values.clamp(-largest, largest).to(torch_dtype(te_dtype)).view(torch.uint8)
+
+
+def _scale_of(amax: Tensor, largest: float, *, epsilon: float, power_of_two: bool) -> Tensor:
+    """compute_scale_from_amax of common/recipe/recipe_common.cuh."""
+    amax = amax.clamp_min(epsilon)
+    scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, largest / amax).clamp_max(torch.finfo(torch.float32).max)
+    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
+
+
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
+    if noop is not None and noop.item() != 0:
+        return output
+    if output is None:
+        output = make_empty(quantizer, list(tensor.shape), tensor.dtype)
+    values = flat(tensor.detach()).float()
+    if type(quantizer).__name__ == "Float8BlockQuantizer":
+        _quantize_blocks(values, quantizer, output)
+        return output
+    amax, largest = values.abs().amax().reshape(1), _largest(quantizer.dtype)
+    if type(quantizer).__name__ == "Float8CurrentScalingQuantizer":
+        if getattr(quantizer, "use_existing_amax", False):
+            amax = quantizer.amax
+        if quantizer.with_amax_reduction:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+        scale = _scale_of(amax, largest, epsilon=quantizer.amax_epsilon, power_of_two=quantizer.force_pow_2_scales)
+    else:
+        assert type(quantizer).__name__ == "Float8Quantizer", f"{type(quantizer)} is not emulated"
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+        scale = quantizer.scale
+    data = _cast(values * scale, quantizer.dtype)
+    output._scale_inv.copy_(1 / scale)
+    if output._data is not None:
+        output._data.copy_(data.view(output._data.shape))
+    if output._transpose is not None:
+        output._transpose.copy_(data.t().reshape(output._transpose.shape))
+        output._transpose_invalid = False
+    return output
+
+
+def _quantize_blocks(values: Tensor, quantizer: Any, output: Any) -> None:
+    assert not getattr(quantizer, "all_gather_usage", False), "compact scales are not emulated"
+    for operand, data, scale in (
+        (values, output._rowwise_data, output._rowwise_scale_inv),
+        (values.t(), output._columnwise_data, output._columnwise_scale_inv),
+    ):
+        if data is not None:
+            blocks, inverse = _blocks(operand.contiguous(), quantizer)
+            data.copy_(blocks.view(data.shape))
+            assert scale.shape == inverse.shape, f"{scale.shape=} {inverse.shape=}"
+            scale.copy_(inverse)
+
+
+def _blocks(values: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
+    """Blocks of 1 x 128 along the product's inner dimension, or of 128 x 128; values [m, k]."""
+    rows, inner = values.shape
+    height = _BLOCK if quantizer.block_scaling_dim == 2 else 1
+    padded = F.pad(values, (0, -inner % _BLOCK, 0, -rows % height))
+    tiles = padded.unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, height))
+    scale = _scale_of(
+        tiles.abs().amax((1, 3)),
+        _largest(quantizer.dtype),
+        epsilon=quantizer.amax_epsilon,
+        power_of_two=quantizer.force_pow_2_scales,
+    )
+    data = _cast(tiles * scale[:, None, :, None], quantizer.dtype).flatten(2).flatten(0, 1)[:rows, :inner].contiguous()
+    inverse = 1 / scale if height > 1 else (1 / scale).t()
+    return data, F.pad(inverse, (0, -inverse.shape[1] % 4)).contiguous()
+
+
+def _unblock(data: Tensor, inverse: Tensor, te_dtype: Any, *, two_d: bool) -> Tensor:
+    rows, inner = data.shape
+    scale = inverse.repeat_interleave(_BLOCK, 0)[:rows] if two_d else inverse[:, :rows].t()
+    return data.view(torch_dtype(te_dtype)).float() * scale.repeat_interleave(_BLOCK, 1)[:, :inner]
+
+
+def make_empty(quantizer: Any, shape: list[int], dtype: torch.dtype) -> Any:
+    """What the extension allocates itself: the bare storage for a quantizer that is marked internal."""
+    made = quantizer.make_empty(shape, dtype=dtype, device="cpu")
+    if not quantizer.internal or not isinstance(made, Tensor):
+        return made
+    names = ("Float8TensorStorage", "Float8BlockwiseQTensorStorage")
+    storage = next(base for base in type(made).__mro__ if base.__name__ in names)
+    return storage(**made.get_metadata())
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Any:
+    """How 2.20 makes what `make_empty` gives; by the parts with which graph capture does so there."""
+    from transformer_engine.pytorch.tensor import float8_tensor
+
+    parts_of = type(quantizer)
+    if parts_of is float8_tensor.Float8Quantizer:  # has none of these, and the same tensors
+        parts_of = float8_tensor.Float8CurrentScalingQuantizer
+    specs = parts_of.inner_tensor_specs(quantizer, tuple(shape))
+    parts = {name: torch.empty(part_shape, dtype=part_dtype) for name, (part_shape, part_dtype) in specs.items()}
+    described = {**parts_of.storage_metadata(quantizer, dtype), "is_tensor": not quantizer.internal}
+    return described["cls"].__tensor_unflatten__(parts, {**described, "requires_grad": False}, shape, None)
+
+
+def is_quantized(tensor: Any) -> bool:
+    return any(base.__name__ == "QuantizedTensorStorage" for base in type(tensor).__mro__)
+
+
+def values_of(tensor: Any, *, columnwise: bool) -> Tensor:
+    """What a product on Hopper reads of an operand: [m, k] from the rows or from the transposed copy, in fp32."""
+    names = {base.__name__ for base in type(tensor).__mro__}
+    if "Float8TensorStorage" in names:
+        if columnwise:
+            is_there = tensor._transpose is not None and not tensor._transpose_invalid
+            assert is_there, "this FP8 product wants a transpose that is not there"
+            transposed = tensor._transpose.reshape(tensor._transpose.shape[0], -1)
+            return (transposed.view(torch_dtype(tensor._fp8_dtype)).float() * tensor._scale_inv).t()
+        assert tensor._data is not None, "this FP8 product wants rows that are not there"
+        return flat(tensor._data).view(torch_dtype(tensor._fp8_dtype)).float() * tensor._scale_inv
+    if "Float8BlockwiseQTensorStorage" in names:
+        data = tensor._columnwise_data if columnwise else tensor._rowwise_data
+        assert data is not None, f"this FP8 product wants {'columns' if columnwise else 'rows'} that are not there"
+        scale = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+        data = data.reshape(data.shape[0], -1) if columnwise else flat(data)
+        values = _unblock(data, scale, tensor._fp8_dtype, two_d=tensor._is_2D_scaled)
+        return values.t() if columnwise else values
+    return flat(tensor).float()
+
+
+def dequantize(input: Any, otype: Any) -> Tensor:
+    rows = getattr(input, "_data", None)
+    has_rows = rows is not None or getattr(input, "_rowwise_data", None) is not None
+    values = values_of(input, columnwise=not has_rows)
+    return values.to(torch_dtype(otype)).reshape(values.shape if rows is None else rows.shape)
+
+
+def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+    transposed = flat(input).t().reshape(input.shape[-1], *input.shape[:-1]).contiguous()
+    return transposed if out is None else out.copy_(transposed)
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: Tensor, amax_histories: Any, scales: Any, algorithm: str, fp8_dtype: Any, margin: float
+) -> None:
+    """delayed_scaling.cu: the reduced amax enters the history, the history rolls, the scale follows its largest."""
+    offset = 0
+    for history, scale in zip(amax_histories, scales, strict=True):
+        newest = amax_reduction_buffer[offset : offset + history.shape[1]]
+        offset += history.shape[1]
+        known = history.clone()
+        known[0] = newest
+        amax = known.amax(0) if algorithm == "max" else known[0]
+        history.copy_(known.roll(-1, 0))
+        history[0] = 0
+        fresh = _largest(fp8_dtype) / amax / 2**margin
+        fresh = torch.where((amax > 0) & amax.isfinite(), fresh, scale)
+        scale.copy_(fresh.clamp_max(torch.finfo(torch.float32).max))
+
+
+def compute_amax(tensor: Tensor, amax: Tensor) -> None:
+    amax.copy_(tensor.float().abs().amax())
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Any, max_fp8: float, force_pow_2_scales: bool, epsilon: float
+) -> None:
+    for amax, scale, inverse in zip(*tensor_lists, strict=True):
+        scale.copy_(_scale_of(amax, max_fp8, epsilon=epsilon, power_of_two=force_pow_2_scales))
+        inverse.copy_(1 / scale)
+
+
+def fp8_block_scaling_compute_partial_amax(
+    tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
+) -> None:
+    """Of the part of a weight [h, w] that a data-parallel rank has; blocks without a value of it keep 0."""
+    whole = torch.zeros(h * w)
+    whole[start_offset : start_offset + tensor.numel()] = tensor.float().abs()
+    tiles = F.pad(whole.view(h, w), (0, -w % block_len, 0, -h % block_len))
+    blocks = tiles.unflatten(1, (-1, block_len)).unflatten(0, (-1, block_len)).amax((1, 3))
+    amax[: blocks.shape[0], : blocks.shape[1]] = blocks
+
+
+def fp8_block_scaling_partial_cast(
+    inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
+) -> None:
+    of_each = scale.repeat_interleave(block_len, 0)[:h].repeat_interleave(block_len, 1)[:, :w].flatten()
+    out.copy_(_cast(inp.float() * of_each[start_offset : start_offset + inp.numel()], out_dtype))
