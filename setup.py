@@ -44,7 +44,10 @@ REQUIREMENTS = [
 
 EXTRAS = {
     # The PyPI package named "apex" is an unrelated web project. NVIDIA's Apex is used when importable, never required.
-    "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range that megatron-core 0.16.1 declares
+    "gpu": [
+        "transformer-engine[pytorch]>=2.9,<2.12; python_version < '3.12'",  # as megatron-core 0.16.1 declares
+        "transformer-engine[pytorch]>=2.9,<2.21; python_version >= '3.12'",  # 0.19.2 declares none; tested: 2.20.2
+    ],
     # Young packages, used only while their ids are those of the tokenizers library: look at a new version first.
     "fast": ["nanotoken==0.1.0", "gigatoken==0.10.0"],
     "sentencepiece": ["sentencepiece>=0.2"],
@@ -87,7 +90,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.14",
     packages=find_packages(include=["megatron_neobert", "megatron_neobert.*", "checkpoint_conversion"]),
     package_data={
         "checkpoint_conversion": ["model_card_template.md"],

@@ -6,8 +6,8 @@
 #
 # The image's torch stays: the environment sees the image's packages, and tools/prepare_environment.sh pins torch to the
 # version that it finds. The image pins its own packages for pip too (PIP_CONSTRAINT), so that ours could not be
-# installed beside them; the recipes empty it. Transformer Engine is replaced, because the image's is newer than
-# setup.py allows; its extension fits one torch alone, so it is compiled here, in some 15 minutes of one core's time.
+# installed beside them; the recipes empty it. Transformer Engine is replaced by a version that the tests
+# cover; its extension fits one torch alone, so it is compiled here, in some 15 minutes of one core's time.
 set -euo pipefail
 
 case "${1-}" in

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 if sys.version_info < (3, 10) and not sys.argv[0].endswith("check_environment.py"):
     sys.stderr.write(
         f"error: {sys.executable} is Python {'.'.join(map(str, sys.version_info[:2]))}, and this project needs 3.10 to "
-        "3.12; start the command with the .venv/bin/python that bash tools/prepare_environment.sh makes\n"
+        "3.13; start the command with the .venv/bin/python that bash tools/prepare_environment.sh makes\n"
     )
     sys.exit(69)
 

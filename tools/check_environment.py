@@ -144,10 +144,10 @@ def _parse() -> Namespace:
 def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
     """Every finding about this machine; what a later check would only repeat is left out."""
     facts = machine_facts(save)
-    if not (3, 10) <= sys.version_info[:2] <= (3, 12):
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         here = f"Python {platform.python_version()}"
         remedy = "activate an environment of one of them, or run bash tools/prepare_environment.sh, which makes .venv"
-        yield Finding(PROBLEM, here, f"{sys.executable}; this project needs 3.10, 3.11 or 3.12", remedy)
+        yield Finding(PROBLEM, here, f"{sys.executable}; this project needs 3.10 to 3.13", remedy)
         return
     yield Finding(OK, f"Python {platform.python_version()}", sys.executable, "")
     try:

@@ -23,17 +23,17 @@ case "${1-}" in
 *) printf 'environment: unknown argument %s; the only one is --dev\n' "$1" >&2; exit 2 ;;
 esac
 
-# Prints "3.11.7 suitable" or "3.13.0 unsuitable"; fails where the command is no working Python.
+# Prints "3.11.7 suitable" or "3.14.0 unsuitable"; fails where the command is no working Python.
 describe_python() {
     "$1" -c 'import sys
 version = sys.version_info
-print("%d.%d.%d" % version[:3], "suitable" if (3, 10) <= version[:2] <= (3, 12) else "unsuitable")' 2>/dev/null
+print("%d.%d.%d" % version[:3], "suitable" if (3, 10) <= version[:2] <= (3, 13) else "unsuitable")' 2>/dev/null
 }
 
-# The first Python 3.10 to 3.12 on the PATH that can make virtual environments.
+# The first Python 3.10 to 3.13 on the PATH that can make virtual environments.
 find_python() {
     local candidate description found="" without_venv=""
-    for candidate in python3 python3.12 python3.11 python3.10 python; do
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
         description=$(describe_python "$candidate") || continue
         found+="${found:+, }$candidate is ${description% *}"
         [[ $description == *" suitable" ]] || continue
@@ -47,7 +47,7 @@ find_python() {
         fail "$without_venv cannot make virtual environments, its modules venv and ensurepip are not installed." \
             "Install them (Debian and Ubuntu: the package $without_venv-venv) and start again."
     fi
-    fail "no Python 3.10, 3.11 or 3.12 on the PATH (${found:-no python at all}). Install one of them, or activate an" \
+    fail "no Python 3.10 to 3.13 on the PATH (${found:-no python at all}). Install one of them, or activate an" \
         "environment that has it, and start again."
 }
 
@@ -83,7 +83,7 @@ if [[ $active == no ]] && { [[ $moved == yes ]] || ! "$python" -m pip --version 
 fi
 description=$(describe_python "$python") || fail "$prefix has no working bin/python. Deactivate it, or make it anew."
 if [[ $description != *" suitable" ]]; then
-    fail "$prefix has Python ${description% *}, and this project needs 3.10, 3.11 or 3.12." \
+    fail "$prefix has Python ${description% *}, and this project needs 3.10 to 3.13." \
         "$([[ $active == yes ]] && echo "Deactivate it or activate another" || echo "Delete it") and start again."
 fi
 "$python" -m pip --version >/dev/null 2>&1 || fail "$prefix has no pip; install pip into it and start again."

@@ -2,11 +2,11 @@
 
 1. Optimizer state in the `fully_reshardable` checkpoint format is cut at wrong offsets as soon as a gradient buffer
    has several buckets and one before the last is padded (overlap_grad_reduce with a hidden size that is no multiple
-   of 128, or a data-parallel size that is no power of two). Later releases count as `_offsets_without_padding` does.
+   of 128, or a data-parallel size that is no power of two). 0.19.2 does the same.
 2. Without Transformer Engine and Apex, a distributed optimizer cannot load its state: torch's AdamW keeps one `step`
    tensor per parameter, the loader hands all parameters the same one, and every update then counts it up once per
    parameter. `FusedAdam` keeps the step in the parameter group, as Transformer Engine's optimizer of that name does,
-   so the loader takes the branch that a GPU run takes and checkpoints are interchangeable.
+   so the loader takes the branch that a GPU run takes and checkpoints are interchangeable. 0.19.2 fails an assertion.
 3. The gradient norm is a Python number: the host waits for it, and without Transformer Engine and Apex once more for
    each parameter. `norm_on_device` leaves it on the device. megatron.core 0.19 does so with some Transformer Engines.
 4. `finalize_model_grads` asks the device whether any token was counted. `scale_by_tokens` needs no answer;

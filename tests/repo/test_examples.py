@@ -31,7 +31,7 @@ esac
 
 def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0) -> Path:
     """A `python` that is suitable or not by its version; `torch` is the version it says it has."""
-    suitable = "suitable" if version.split(".")[1] in ("10", "11", "12") else "unsuitable"
+    suitable = "suitable" if version.split(".")[1] in ("10", "11", "12", "13") else "unsuitable"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         STAND_IN.format(
@@ -162,7 +162,7 @@ def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
 
 
 def test_python_that_is_too_new_is_passed_over_for_one_that_fits(clone, tmp_path):
-    write_stand_in(tmp_path / "base" / "python3", version="3.13.0")
+    write_stand_in(tmp_path / "base" / "python3", version="3.14.0")
     write_stand_in(tmp_path / "base" / "python3.11", version="3.11.9")
     result = prepare(clone, path=tmp_path / "base")
     assert "making .venv with Python 3.11.9" in result.stderr
@@ -171,8 +171,8 @@ def test_python_that_is_too_new_is_passed_over_for_one_that_fits(clone, tmp_path
 @pytest.mark.parametrize(
     ("pythons", "sentence"),
     [
-        ({}, "no Python 3.10, 3.11 or 3.12 on the PATH (no python at all)"),
-        ({"python3": {"version": "3.13.0"}}, "on the PATH (python3 is 3.13.0)"),
+        ({}, "no Python 3.10 to 3.13 on the PATH (no python at all)"),
+        ({"python3": {"version": "3.14.0"}}, "on the PATH (python3 is 3.14.0)"),
         ({"python3": {"version": "3.9.2"}}, "on the PATH (python3 is 3.9.2)"),
         ({"python3": {"ensurepip": 1}}, "its modules venv and ensurepip are not installed"),
     ],

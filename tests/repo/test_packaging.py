@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from megatron_neobert.errors import MODULES_OF_EXTRAS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PYTHONS = ("3.10", "3.11", "3.12")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # Used when importable and absent from every list: NVIDIA's Apex is not on the registry, FlashAttention is a choice
 # of the GPU machine, the launcher is torch's own.
 NEVER_REQUIRED = {"apex", "flash_attn"}
@@ -37,7 +37,10 @@ def metadata() -> dict:
 def test_command_that_misses_a_package_knows_the_extra_that_brings_it(metadata: dict):
     modules = {"scikit-learn": "sklearn", "nvidia-dali-cuda130": "nvidia.dali"}
     brought = {
-        extra: tuple(modules.get(name, name.replace("-", "_")) for name in (Requirement(line).name for line in lines))
+        extra: tuple(
+            modules.get(name, name.replace("-", "_"))
+            for name in dict.fromkeys(Requirement(line).name for line in lines)
+        )
         for extra, lines in metadata["extras_require"].items()
         if extra not in ("dev", "docs")  # which no command imports
     }
@@ -94,9 +97,9 @@ def test_changelog_has_an_entry_for_the_version(metadata):
     assert re.search(rf"^## \[{re.escape(metadata['version'])}\]", changelog, flags=re.MULTILINE)
 
 
-def test_python_range_is_3_10_to_3_12(metadata):
+def test_python_range_is_3_10_to_3_13(metadata):
     supported = SpecifierSet(metadata["python_requires"])
-    assert [python for python in ("3.9", *PYTHONS, "3.13") if supported.contains(f"{python}.1")] == list(PYTHONS)
+    assert [python for python in ("3.9", *PYTHONS, "3.14") if supported.contains(f"{python}.1")] == list(PYTHONS)
 
 
 def test_extras_are_the_promised_ones(metadata):

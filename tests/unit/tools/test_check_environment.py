@@ -202,7 +202,7 @@ def test_environment_without_any_package_is_told_to_prepare_one():
 def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
     monkeypatch.setattr(check_environment.sys, "version_info", (3, 9, 18))
     (found,) = find_all(None, gpu_test=False)
-    assert found.level == PROBLEM and "this project needs 3.10, 3.11 or 3.12" in found.words
+    assert found.level == PROBLEM and "this project needs 3.10 to 3.13" in found.words
 
 
 @pytest.mark.parametrize(

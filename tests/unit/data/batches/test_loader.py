@@ -80,9 +80,10 @@ def test_batches_from_workers_hold_no_file_descriptors(stream):
 @pytest.mark.parametrize("stop_signal", ["TERM", "INT", "USR1", "USR2"])
 def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(stream, stop_signal):
     """The trainer still has to finish its step and save; only it may end the worker."""
+    before = multiprocessing.active_children()
     steps = iter(build_loader(stream, num_workers=1))
     loaded = [next(steps)]
-    (worker,) = multiprocessing.active_children()
+    (worker,) = set(multiprocessing.active_children()) - set(before)
     subprocess.run(["kill", f"-{stop_signal}", str(worker.pid)], check=True)
     loaded += list(islice(steps, 9))
     assert worker.is_alive()
