@@ -70,5 +70,5 @@ def test_engine_is_compiled_at_a_version_that_setup_py_allows():
     from packaging.requirements import Requirement
 
     (version,) = re.findall(r"transformer-engine\[core_cu\$cuda,pytorch\]==([\d.]+)", INSTALL)
-    (line,) = re.findall(r'"(transformer-engine[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))
-    assert Requirement(line).specifier.contains(version)
+    lines = re.findall(r'"(transformer-engine[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    assert lines and all(Requirement(line).specifier.contains(version) for line in lines)
