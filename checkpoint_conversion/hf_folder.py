@@ -121,14 +121,15 @@ def list_tensors(folder: Path, *, layout: str) -> dict[str, StoredTensor]:
 
 
 def _join_halves(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Halves that differ, or lie beside the whole matrix, keep their names, which no published model has."""
     joined = dict(stored)
     for name, gate in stored.items():
-        other = name.replace(".ffn.w1.", ".ffn.w2.")
-        if other != name and other in stored and stored[other].shape == gate.shape != ():
-            both = (joined.pop(name), joined.pop(other))
-            shape = (2 * gate.shape[0], *gate.shape[1:])
-            read = partial(_read_joined, both)
-            joined[name.replace(".ffn.w1.", ".ffn.w12.")] = StoredTensor(gate.file, gate.dtype, shape, read)
+        up, whole = (name.replace(".ffn.w1.", f".ffn.{one}.") for one in ("w2", "w12"))
+        if up == name or up not in stored or whole in stored or gate.shape == ():
+            continue
+        if (stored[up].shape, stored[up].dtype) == (gate.shape, gate.dtype):
+            read = partial(_read_joined, (joined.pop(name), joined.pop(up)))
+            joined[whole] = StoredTensor(gate.file, gate.dtype, (2 * gate.shape[0], *gate.shape[1:]), read)
     return joined
 
 

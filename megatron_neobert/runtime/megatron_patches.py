@@ -142,6 +142,8 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [param for param in group["params"] if param.grad is not None]
+            if not params:  # a rank of the distributed optimizer may hold none of a group
+                continue
             states = [self._state_of(param) for param in params]
             adam(
                 params,
@@ -150,7 +152,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg_sq"] for state in states],
                 [],
                 # torch counts these up itself before the update; one tensor's views, since each new one is a launch
-                list(torch.full((len(params),), float(group["step"] - 1), device=group["params"][0].device).unbind()),
+                list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],

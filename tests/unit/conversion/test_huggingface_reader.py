@@ -245,6 +245,19 @@ def test_model_without_its_masked_language_model_head_is_refused(write: WriteFol
     assert f"there is no {head}.weight, but 'classifier.weight'. Pre-training" in refusal(write(layout, classify))
 
 
+def split_in_halves(weights: dict[str, Tensor], *, dtype: torch.dtype = torch.float32, keep: bool = False) -> None:
+    """Feed-forward matrices as the fork pszemraj/NeoBERT writes them."""
+    for name in [name for name in weights if ".ffn.w12." in name]:
+        gate, up = (weights[name] if keep else weights.pop(name)).chunk(2)
+        weights[name.replace("w12", "w1")] = gate.clone()
+        weights[name.replace("w12", "w2")] = up.to(dtype, copy=True)
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.int8}, {"keep": True}], ids=["int8", "beside_the_whole"])
+def test_halves_of_two_dtypes_and_beside_the_whole_matrix_are_refused(write: WriteFolder, options: dict[str, Any]):
+    assert "ffn.w1.weight" in refusal(write("neobert", lambda weights: split_in_halves(weights, **options)))
+
+
 def test_llama_without_the_head_beside_it_is_refused(write: WriteFolder):
     folder = write("llama")
     (folder / "mlm_head" / "model.safetensors").unlink()
