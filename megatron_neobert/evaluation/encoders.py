@@ -144,9 +144,12 @@ def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, 
 
     options = options or LoadOptions()
     modules = folder / "modules.json"
-    for entry in json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []:
-        if not str(entry["type"]).startswith("sentence_transformers."):  # the library would import any other
-            raise ConversionError(f"{modules}: {entry['type']!r:.80} is no module of sentence-transformers; remove it.")
+    with loading(folder, "a SentenceTransformer"):  # the file may hold anything
+        entries = json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []
+        types = [str(entry["type"]) for entry in entries]
+    for type_ in types:
+        if not type_.startswith("sentence_transformers."):  # the library would import any other
+            raise ConversionError(f"{modules}: {type_!r:.80} is no module of sentence-transformers; remove it.")
     load_tokenizer(folder)  # refuses a folder without one, of which the library would make an empty one
     backbone = load_model(folder, "AutoModel", options)
     changes = {"dtype": options.dtype} | ({"attn_implementation": options.attention} if options.attention else {})

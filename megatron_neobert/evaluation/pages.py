@@ -40,8 +40,10 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 def paragraph(text: str) -> str:
     """Markdown that shows the text as it is, on one line."""
-    # Between letters, an underscore is one.
-    return re.sub(r"([\\`*\[\]<>|#$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(text.split()))
+    # Between letters, an underscore is one; at the beginning, a sign or a number with a point would begin a list.
+    return re.sub(
+        r"([\\`*\[\]<>|#$&~]|(?<![^\W_])_|_(?![^\W_])|^[-+=]|(?<=\d)[.)](?= ))", r"\\\1", " ".join(text.split())
+    )
 
 
 def heading(text: str, level: int = 2) -> str:

@@ -222,9 +222,8 @@ class _Parts:
             DataError: A record is in error, and --on-error is fail.
         """
         settings = self._progress.plan.settings
-        with ThreadPoolExecutor() as threads:  # checksums of all that is there
-            found = threads.map(read_result, self._tasks)
-        self.results = {result.number: result for result in found if result}
+        with ThreadPoolExecutor() as threads:  # checksums of all that is there; taken in here, a stop cancels the rest
+            self.results = {result.number: result for result in threads.map(read_result, self._tasks) if result}
         if self._job.mismatch is not None or settings.tokenizer_backend == "reference":
             self._leave_to_reference()
         if settings.merge:

@@ -189,8 +189,19 @@ def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
 
 
-def test_module_of_another_package_is_refused_before_it_is_imported(place, tmp_path):
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        (
+            '[{"idx": 0, "name": "0", "path": "", "type": "subprocess.Popen"}]',
+            r"'subprocess\.Popen' is no module of sentence-transformers",
+        ),
+        ('["Transformer"]', "cannot load it as a SentenceTransformer"),
+        ("{", "cannot load it as a SentenceTransformer"),
+    ],
+)
+def test_module_of_another_package_is_refused_before_it_is_imported(place, tmp_path, modules, reason):
     folder = shutil.copytree(place / "bert", tmp_path / "bert")
-    (folder / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "subprocess.Popen"}]')
-    with pytest.raises(ConversionError, match=r"'subprocess\.Popen' is no module of sentence-transformers"):
+    (folder / "modules.json").write_text(modules)
+    with pytest.raises(ConversionError, match=reason):
         load_sentence_transformer(folder, max_length=16)

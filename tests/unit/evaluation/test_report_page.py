@@ -216,6 +216,14 @@ def test_the_page_needs_nothing_beside_it_and_holds_the_figures(results, tmp_pat
     assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "iframe"})
 
 
+@pytest.mark.parametrize("name", ["~~~fence", "- item", "1. item"])
+def test_a_name_at_the_beginning_of_a_line_opens_no_block(results, tmp_path, name):
+    put(results, "contrastive", RESULTS["contrastive"], name=name)
+    _, page, _ = report_of(results, tmp_path)
+    assert f"<p>{name} (weights " in page
+    assert name in [line[0] for line in Page(page).lines if line]
+
+
 def test_what_records_say_is_text_and_never_markup(results, tmp_path):
     put(results, "contrastive", RESULTS["contrastive"], name=HOSTILE)
     text, page, _ = report_of(results, tmp_path)
