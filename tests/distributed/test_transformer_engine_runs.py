@@ -1,21 +1,28 @@
 """Runs with Transformer Engine's layers and optimizer: its own Python, over the emulated extension."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import emulated_engine
+import pyarrow.parquet as pq
 import pytest
 from processes import run_on_ranks
 from ranks import quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
 from test_layouts import CP2, TP2_SP, largest_relative_gap
 from test_megatron_lines import load_and_save
-from tolerances import BF16_LAYOUT_LOSS, ENGINE_DELAYED_RESUMED, ENGINE_FP8_RUN, LAYOUT_LOSS
+from tests_tiny import tiny_settings
+from tolerances import BF16_LAYOUT_LOSS, ENGINE_DELAYED_RESUMED, ENGINE_FP8_CURVE, ENGINE_FP8_RUN, LAYOUT_LOSS
 
 from megatron_neobert.checkpoint.folder import iteration_folder
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
 pytestmark = emulated_engine.needs_sources
 
@@ -88,3 +95,41 @@ def test_a_run_in_fp8_has_nearly_the_losses_of_bf16_and_resumes(run, recipe):
     assert 0 < gap <= ENGINE_FP8_RUN.gate
     # Scales of the delayed recipe are not part of a checkpoint: they begin anew.
     assert resumed_gap <= (ENGINE_DELAYED_RESUMED.gate if recipe == "delayed" else 0)
+
+
+@pytest.fixture(scope="module")
+def real_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """2,700 passages of books."""
+    folder = tmp_path_factory.mktemp("real")
+    texts = pq.read_table(sorted((shared_data / "text" / "books").glob("*.parquet"))[0])["content"].to_pylist()
+    shard = folder / "books.jsonl"
+    shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
+    tokenizer = train_wordpiece(texts, vocab_size=4000, lowercase=True, min_frequency=2)
+    tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
+    settings = PreprocessSettings(
+        inputs=(str(shard),), output_prefix=str(folder / "books"), tokenizer_model=str(folder / "tokenizer")
+    )
+    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    return SimpleNamespace(prefix=str(folder / "books_content_document"), tokenizer=str(folder / "tokenizer"))
+
+
+@pytest.mark.slow
+def test_fifty_iterations_of_every_recipe_on_real_text_have_the_curve_of_bf16(real_corpus, tmp_path):
+    losses = {}
+    for name, compute in {"bf16": ENGINE, **FP8}.items():
+        settings = tiny_settings(
+            real_corpus,
+            save=tmp_path / name,
+            model={"hidden_size": 256, "num_layers": 4, "max_position_embeddings": 256},
+            data={"seq_length": 256},
+            training={"bf16": True, "train_iters": 50, "eval_interval": 50},
+            optimizer={"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 5},
+            compute=compute,
+        )
+        train(settings)
+        losses[name] = read_metrics(tmp_path / name)
+        shown = " ".join(f"{losses[name][step]:.4f}" for step in (1, 10, 20, 30, 40, 50))
+        gap = largest_relative_gap(losses["bf16"], losses[name])
+        print(f"{name}: {shown}, largest gap {gap:.1e}")
+        assert gap <= ENGINE_FP8_CURVE.gate
+    assert losses["bf16"][50] < 0.9 * losses["bf16"][1], "nothing was learned that could differ"
