@@ -9,6 +9,7 @@ answers at once.
 
 import argparse
 import json
+import os
 import re
 import resource
 import sys
@@ -40,7 +41,8 @@ _PATHS = ("data_path", "tokenizer_model", "valid_data_path")  # of machines that
 def main() -> None:
     """Reads the arguments and converts."""
     arguments, start = _parse(), time.monotonic()
-    if arguments.output.resolve().is_relative_to(arguments.load.resolve()):
+    # Not Path.resolve, which raises RuntimeError at a link to itself.
+    if Path(os.path.realpath(arguments.output)).is_relative_to(os.path.realpath(arguments.load)):
         raise OutputError(
             f"--output {arguments.output} lies in --load {arguments.load}, which is only read; name a folder elsewhere."
         )

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.evaluation.options import positive
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from torch import Tensor
@@ -34,7 +35,7 @@ def main() -> int:
     """Measures, prints the table, and returns 0 or 1."""
     parser = CommandParser(__doc__)
     for flag, default in (("num-layers", 28), ("hidden-size", 768), ("num-attention-heads", 12), ("vocab-size", 30522)):
-        parser.add_argument(f"--{flag}", type=int, default=default, metavar="N", help="default %(default)s")
+        parser.add_argument(f"--{flag}", type=positive, default=default, metavar="N", help="default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     arguments = parser.parse_args()
     if arguments.hidden_size % (2 * arguments.num_attention_heads):

@@ -174,7 +174,7 @@ class MicroBatch:
         """In the head's backward pass: either a copy of the logits' gradient, or the gradient of its weights."""
         model = self.settings.model
         weights = self.element * self.logits // max(1, self.masked_tokens) * model.hidden_size
-        if self.kernels != "cpu" and self.settings.compute.gradient_accumulation_fusion:
+        if self.kernels == "gpu" and self.settings.compute.gradient_accumulation_fusion:
             weights = 0
         # By then; in float32 the copy takes the room, and fused there is nothing to free.
         freed = 0 if self.fuses_loss else (STATISTIC - self.element) * self.logits

@@ -195,11 +195,16 @@ def add_a_tokenizer(saved: SavedModel) -> None:
     (saved.save.parent / "other.txt").write_text("\n".join([*WORDS, "dog"]))
 
 
+def link_to_itself(saved: SavedModel) -> None:
+    (saved.save.parent / "loop").symlink_to("loop")
+
+
 @pytest.mark.parametrize(
     ("flags", "change", "code", "sentence"),
     [
         (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
         (["--load", "checkpoints/iter_0000030"], None, 66, "iter_0000030 is a checkpoint itself; name the folder"),
+        (["--load", "loop"], link_to_itself, 66, "loop holds no checkpoint"),
         (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
         ([], lose_the_manifest, 66, "checkpoints holds no checkpoint"),
         ([], lose_a_file, 78, "rank_00000.safetensors: missing"),
