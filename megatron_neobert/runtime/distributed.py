@@ -6,7 +6,6 @@ gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; witho
 import datetime
 import os
 import socket
-from collections.abc import Sequence
 
 import psutil
 import torch
@@ -80,13 +79,6 @@ def shut_down() -> None:
     """Leaves all groups. Collective: all ranks."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-def largest_over_all_ranks(values: Sequence[int], device: torch.device) -> list[int]:
-    """The largest of all ranks' values, one by one. Collective: all ranks."""
-    tensor = torch.tensor(values, dtype=torch.int32, device=device)
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-    return [int(value) for value in tensor.tolist()]
 
 
 def data_parallel_rank() -> int:

@@ -10,8 +10,6 @@ from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
 from megatron_neobert.data.batches.packing import concatenate_rows
 from megatron_neobert.data.batches.stream import BatchStream, Source, StepBatches
 
-SPECIALS = (IDS.pad, IDS.cls, IDS.sep)
-
 
 @pytest.fixture(autouse=True)
 def windows_of_40_documents(monkeypatch):
