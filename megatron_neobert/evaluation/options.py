@@ -26,6 +26,6 @@ def name_models(folders: Sequence[Path]) -> dict[str, Path]:
     for folder in folders:
         require_folder("--model", folder, holding="config.json")
         if (name := folder.resolve().name) in models:
-            raise ConfigError(f"--model: two folders are called {name}, the name of results; rename one, or name another --output for it.")
+            raise ConfigError(f"--model: two folders are called {name}, as results are; rename one of them.")
         models[name] = folder
     return models
