@@ -48,7 +48,7 @@ def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int
     """
     store = serve_store("127.0.0.1", 0, nodes=world_size)
     call = _Call(function, arguments, {**os.environ, **group_of(store, world_size=world_size)}, (1, 2))
-    _use_server(preload)
+    use_server(preload)
     multiprocessing.start_processes(_run_rank, args=(call,), nprocs=world_size, start_method="forkserver")
 
 
@@ -65,7 +65,7 @@ def run_command(module: str, *arguments: Any, environment: dict[str, str] | None
         words = [str(argument) for argument in arguments]
         streams = (output.fileno(), output.fileno())
         call = _Call(_run_main, (module, words), {**clean, **(environment or {})}, streams)
-        _use_server("preloaded")
+        use_server()
         process = get_context("forkserver").Process(target=_run, args=(call,))
         process.start()
         process.join()
@@ -74,7 +74,7 @@ def run_command(module: str, *arguments: Any, environment: dict[str, str] | None
         return Ended(process.exitcode, output.read().decode())
 
 
-def _use_server(preload: str) -> None:
+def use_server(preload: str = "preloaded") -> None:
     """Starts it where that is needed; multiprocessing knows one, by these two names."""
     server = _SERVERS.setdefault(preload, forkserver.ForkServer())
     forkserver.ensure_running = server.ensure_running

@@ -106,7 +106,7 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
 
 def start_both(first: list[str], second: list[str], *, seconds: int = 60, ports: tuple[int, int]) -> list[Ended]:
     """Both launchers, each a forked process, to their end."""
-    processes._ensure_server()  # not by two threads at a time
+    processes.use_server()  # not by two threads at a time
 
     def launch(rank: int, words: list[str]) -> Ended:
         node = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(ports[rank])}

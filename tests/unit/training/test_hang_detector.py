@@ -27,7 +27,7 @@ def run_two() -> Callable[..., list[Ended]]:
             environment = {**group, "RANK": str(rank)}
             return run_command(RANK, place, how, minutes, iterations, environment=environment)
 
-        processes._ensure_server()  # not by two threads at a time
+        processes.use_server()  # not by two threads at a time
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(run_rank, range(2)))
 

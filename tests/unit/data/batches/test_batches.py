@@ -153,7 +153,7 @@ def test_a_packed_batch_keeps_its_promises(corpus, masking):
             assert (batch.labels_m.dtype, batch.masked_positions_m.dtype) == (torch.int64, torch.int64)
             assert batch.tokens_t.shape == (4 * 64,)
             # The unused tail is a document too, so that no kernel meets padding between documents, where blockwise
-            # FP8 attention is reported to crash on H100; see also tests/unit/model/test_transformer_engine.py.
+            # FP8 attention is reported to crash on H100; see also tests/unit/model/test_transformer_engine_layers.py.
             assert (bounds[0], bounds[-1], batch.max_seqlen) == (0, 4 * 64, 64)
             assert 1 <= bounds.diff().min() <= bounds.diff().max() <= 64
             assert batch.real_tokens in bounds
