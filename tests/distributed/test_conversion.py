@@ -37,7 +37,8 @@ def _save_on_rank(settings: Settings, logits: Path | None) -> None:
             computed = model(TOKENS, STARTS, max(LENGTHS), torch.arange(len(TOKENS)))
             torch.save(computed[:, : run.tokenizer.vocab_size].clone(), logits)
     run.models[0].zero_grad_buffer()
-    run.optimizer.step()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
+    run.optimizer.prepare_grads()
+    run.optimizer.step_with_ready_grads()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
     run.progress = replace(run.progress, iteration=7)
     Saver(run, log=print).save()
 
