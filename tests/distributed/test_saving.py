@@ -63,7 +63,12 @@ def write_after_the_next_update() -> None:
 
 def write_after_the_next_update_from_no_copy() -> None:
     write_after_the_next_update()
-    saver._copy_to_host = torch.Tensor.detach
+    to = torch.Tensor.to
+
+    def to_without_copy(self: torch.Tensor, *args: Any, copy: bool = False, **options: Any) -> torch.Tensor:
+        return to(self, *args, **options)
+
+    torch.Tensor.to = to_without_copy
 
 
 CASES = {

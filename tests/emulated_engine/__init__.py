@@ -105,6 +105,8 @@ class _Extension(types.ModuleType):
 
 
 def _not_emulated(name: str) -> Callable[..., Any]:
+    """Modules keep references to functions that they never call here; one that is called ends its test."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"transformer_engine_torch.{name} is not emulated")
 
