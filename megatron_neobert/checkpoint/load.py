@@ -28,7 +28,11 @@ from megatron_neobert.state import Run
 
 # One name for each part that a rank holds (the two halves of SwiGLU's first matrix have one each), and the optimizer's
 # state cut like the weights for any number of replicas.
-_STATE_FORMAT = {"singleton_local_shards": True, "distrib_optim_sharding_type": "fully_reshardable"}
+_STATE_FORMAT = {
+    "singleton_local_shards": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
 
 
 def load_checkpoint(run: Run) -> Path | None:
@@ -114,6 +118,8 @@ def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
     """What is written or read. Tensors are known by their names in the whole model, in any layout; FP8 is bfloat16."""
     models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
     optimizer = run.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_STATE_FORMAT)
+    if len(run.optimizer.chained_optimizers) > 1:
+        optimizer = {str(number): state for number, state in optimizer.items()}  # as JSON has them
     for model in models.values():
         force_all_tensors_to_non_fp8(model)  # now: the optimizer has found its parameters by what they are
     return {**models, "optimizer": optimizer}
@@ -175,11 +181,13 @@ def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
     wanted = [
         {key: group[key] for key in group if key not in ("params", "step")} for group in run.optimizer.param_groups
     ]
+    is_chained = len(run.optimizer.chained_optimizers) > 1
     try:
         # Later releases pair the groups by their rates as well, which this start may have changed.
         # Source: megatron-core 0.19.2 core/optimizer/optimizer.py `param_group_identifier_keys`.
-        for group in state.get("optimizer", state)["param_groups"]:  # the outer level is that of main weights
-            group.update(max_lr=wanted[0]["max_lr"], min_lr=wanted[0]["min_lr"])
+        for part in state.values() if is_chained else [state]:
+            for group in part.get("optimizer", part)["param_groups"]:  # the outer level is that of main weights
+                group.update(max_lr=wanted[0]["max_lr"], min_lr=wanted[0]["min_lr"])
         with torch.no_grad():
             run.optimizer.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:

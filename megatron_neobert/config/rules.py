@@ -36,6 +36,7 @@ class Need(NamedTuple):
 
 
 _RESUMABLE = "a run that stops early must be able to resume"
+_WHOLE_MATRICES = "it orthogonalizes whole matrices"
 _SAVES_MOST = "uniform with --recompute-num-layers 1 saves the most memory"
 NEEDS = (
     Need("rotary_base", "position_embedding_type", wanted="rope"),
@@ -58,6 +59,9 @@ NEEDS = (
     Need("fp8_param_gather", "fp8_format"),
     Need("fp8_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
     Need("first_last_layers_bf16", "fp8_format"),
+    Need("optimizer", "use_distributed_optimizer", _WHOLE_MATRICES, value="muon", wanted=False),
+    Need("optimizer", "tensor_model_parallel_size", _WHOLE_MATRICES, value="muon", wanted=1),
+    Need("muon_momentum", "optimizer", wanted="muon"),
     Need("num_layers_at_start_in_bf16", "first_last_layers_bf16"),
     Need("num_layers_at_end_in_bf16", "first_last_layers_bf16"),
     Need("loss_spike_window", "loss_spike_sigma"),
@@ -120,7 +124,9 @@ def need_problems(settings: Settings) -> Iterator[str]:
         if applies and not is_met:
             given = flag_of(name) if values[name] is True else f"{flag_of(name)} {values[name]}"
             other = flag_of(needs)
-            if isinstance(wanted, str):
+            if wanted is False:
+                other = other.replace("--", "--no-")
+            elif wanted not in (None, True):
                 other += f" {wanted}"
             elif type(defaults[needs]) is int:
                 other += f" above {defaults[needs]}"

@@ -207,7 +207,10 @@ class OptimizerConfig:
     """
 
     optimizer: str = setting(
-        "adamw", "optimizer: weight decay decoupled (AdamW) or in the gradient", choices=("adamw", "adam")
+        "adamw",
+        "optimizer: AdamW, weight decay in the gradient (adam), or Muon for the matrices of the layers and AdamW for "
+        "the rest",
+        choices=("adamw", "adam", "muon"),
     )
     lr: float = setting(6e-4, "peak learning rate", minimum=0.0)
     min_lr: float = setting(6e-5, "minimum learning rate, after the decay", minimum=0.0)
@@ -223,6 +226,7 @@ class OptimizerConfig:
     adam_beta1: float = setting(0.9, "Adam beta1, decay of the first moment", minimum=0.0)
     adam_beta2: float = setting(0.95, "Adam beta2, decay of the second moment", minimum=0.0)
     adam_eps: float = setting(1e-8, "Adam epsilon, added to the root of the second moment", minimum=0.0)
+    muon_momentum: float = setting(0.95, "Muon's momentum", minimum=0.0)
     clip_grad: float = setting(1.0, "gradient clipping: largest norm; 0 does not clip", minimum=0.0)
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from megatron_neobert.config.schema import ModelConfig, Settings
 
-BYTES_PER_PARAMETER_IN_CHECKPOINT = 4 + 4 + 4  # float32 main weight and both Adam moments
-
 
 @dataclass(frozen=True)
 class ParameterCount:
@@ -56,9 +54,20 @@ def training_flops_per_token(settings: Settings, *, vocab_size: int, document_to
 
 
 def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
-    """Size of one checkpoint on disk: weights as trained, float32 main weights and both moments."""
+    """Size of one checkpoint on disk: weights as trained, float32 main weights and moments."""
     weight = 2 if settings.training.bf16 else 4
-    return count_parameters(settings.model, vocab_size=vocab_size).total * (weight + BYTES_PER_PARAMETER_IN_CHECKPOINT)
+    total = count_parameters(settings.model, vocab_size=vocab_size).total
+    return total * (weight + 4) + moment_bytes(settings, total, layers=settings.model.num_layers)
+
+
+def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:
+    """Bytes of the optimizer's moments in float32: two of Adam per parameter, Muon one per weight of a matrix.
+
+    Args:
+        parameters: All that are counted, those of so many layers among them.
+    """
+    with_one = layers * _matrix_weights(settings.model) if settings.optimizer.optimizer == "muon" else 0
+    return 4 * (2 * parameters - with_one)
 
 
 def _matrix_weights(model: ModelConfig) -> int:

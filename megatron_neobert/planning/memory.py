@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model.flops import count_parameters
+from megatron_neobert.model.flops import count_parameters, moment_bytes
 
 Kernels = Literal["cpu", "gpu", "transformer_engine"]  # of torch on the one or the other, or Transformer Engine's
 STATISTIC = 4  # bytes of a float32, as norms and attention keep some per token
@@ -286,5 +286,7 @@ def _state_bytes(batch: MicroBatch, *, stage: int, world_size: int) -> tuple[int
     own = whole / parallel.tensor_model_parallel_size  # norms are not shared: a few thousand
     # Context-parallel ranks hold the same weights, and share the optimizer's work like data-parallel ones.
     copies = settings.data_parallel_size(world_size) * parallel.context_parallel_size
-    optimizer = own * (12 if training.bf16 else 8) / (copies if parallel.use_distributed_optimizer else 1)
+    moments = moment_bytes(settings, whole, layers=settings.model.num_layers // stages)
+    optimizer = own * (moments / whole + (4 if training.bf16 else 0))  # main weights, where the weights are not
+    optimizer /= copies if parallel.use_distributed_optimizer else 1
     return round(own * batch.element), round(own * 4), round(optimizer)

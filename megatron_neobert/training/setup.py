@@ -1,6 +1,7 @@
 """Settings to objects: everything a run is made of, built in the order in which problems are cheapest to find."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.megatron_patches import scale_by_tokens
 from megatron_neobert.runtime.signals import remember_signals
 from megatron_neobert.state import Progress, Run
+from megatron_neobert.training.muon import build_with_muon
 
 
 def join(settings: Settings) -> tuple[Inputs, torch.device]:
@@ -122,7 +124,7 @@ def build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -
     cfg = settings.optimizer
     config = MegatronOptimizerConfig(
         optimizer="adam",
-        decoupled_weight_decay=cfg.optimizer == "adamw",
+        decoupled_weight_decay=cfg.optimizer != "adam",
         lr=cfg.lr,
         min_lr=cfg.min_lr,
         weight_decay=cfg.weight_decay,
@@ -140,7 +142,8 @@ def build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -
     if cfg.weight_decay_scope == "matrices":
         vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
         overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
-    return get_megatron_optimizer(config, models, config_overrides=overrides, use_gloo_process_groups=True)
+    build = partial(get_megatron_optimizer, config, models, config_overrides=overrides, use_gloo_process_groups=True)
+    return build_with_muon(build, models, momentum=cfg.muon_momentum) if cfg.optimizer == "muon" else build()
 
 
 def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:

@@ -35,11 +35,10 @@ CASES = {
 PADDED_BUCKETS = {"model": {"hidden_size": 72}, "parallel": DP2_OVERLAP}
 
 
-def stop_and_resume(settings, *, world_size: int, parallel: dict, training: dict, model: dict | None = None) -> Path:
-    model = model or {}
+def stop_and_resume(settings, *, world_size: int, training: dict, **sections: dict) -> Path:
     stop = {**training, "exit_interval": STOP}
     for _ in range(2):  # the same command twice: the first stops at STOP, the second goes on
-        run = settings("stopped", model=model, parallel=parallel, training=stop)
+        run = settings("stopped", training=stop, **sections)
         run = run.with_section("checkpoint", load=run.checkpoint.save)
         train_on_ranks(run, world_size=world_size)
     return Path(run.checkpoint.save)

@@ -54,8 +54,10 @@ def change(settings: Settings, name: str, value: object = None) -> Settings:
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.name}-{need.needs}")
 def test_setting_that_needs_another_is_named_without_it_and_fine_with_it(need):
     alone = change(LEGAL, need.name, need.value)
-    without = alone if need.wanted in (None, "full", "delayed") else change(alone, need.needs)
-    beginning = f"{flag_of(need.name)}( \\S+)? needs {flag_of(need.needs)}( .*)?: {need.why}; add that, or leave it out"
+    default_will_not_do = need.wanted in (None, False, "full", "delayed", "muon")
+    without = alone if default_will_not_do else change(alone, need.needs)
+    other = flag_of(need.needs) if need.wanted is not False else flag_of(need.needs).replace("--", "--no-")
+    beginning = f"{flag_of(need.name)}( \\S+)? needs {other}( .*)?: {need.why}; add that, or leave it out"
     assert [problem for problem in need_problems(without) if re.match(beginning, problem)]
     both = change(alone, need.needs, need.wanted)
     assert not [problem for problem in need_problems(both) if re.match(beginning, problem)]

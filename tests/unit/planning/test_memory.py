@@ -133,6 +133,17 @@ def state_bytes(settings: Settings, *, world_size: int) -> int:
     return plan_memory(settings, vocab_size=VOCAB, world_size=world_size, masked_tokens=1000, kernels="cpu").state
 
 
+@pytest.mark.parametrize(("bf16", "stages"), [(False, 1), (True, 2)])
+def test_muon_keeps_one_moment_for_the_matrices_of_layers(bf16, stages):
+    settings = Settings().with_section("training", bf16=bf16)
+    settings = settings.with_section("parallel", pipeline_model_parallel_size=stages, use_distributed_optimizer=False)
+    adamw, muon = (
+        state_bytes(settings.with_section("optimizer", optimizer=name), world_size=stages) for name in ("adamw", "muon")
+    )
+    matrices = 28 // stages * (4 * 768**2 + 3 * 768 * 2048)
+    assert adamw - muon == 4 * matrices
+
+
 def test_the_distributed_optimizer_splits_moments_and_main_weights():
     settings = Settings().with_section("training", bf16=True)
     padded = count_parameters(settings.model, vocab_size=30_592).total

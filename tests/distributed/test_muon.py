@@ -1,0 +1,86 @@
+"""Muon updates the matrices of the layers as torch's does, AdamW the rest; it resumes exactly, in every layout."""
+
+import pytest
+import torch
+from ranks import quick_only, read_metrics, train_on_ranks
+from test_layouts import CP2, PP2_INTERLEAVED, largest_relative_gap
+from test_resume import stop_and_resume
+from tolerances import MUON_LAYOUT_LOSS
+
+from megatron_neobert.state import Run
+from megatron_neobert.training import step
+
+WHOLE = {"use_distributed_optimizer": False}
+MUON = {"optimizer": {"optimizer": "muon"}, "parallel": WHOLE, "model": {"num_layers": 4}}
+
+
+def compare_each_update_with_torch() -> None:
+    """In this process, torch's own optimizers get the same gradients; after each update their weights are the run's."""
+    update = step._update
+    twins: dict[str, torch.Tensor] = {}
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def compare(run: Run, grad_norm: float) -> None:
+        parameters = dict(run.unwrapped_models[0].named_parameters())
+        cfg = run.settings.optimizer
+        if not twins:
+            twins.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
+            matrices = [name for name in twins if name.startswith("decoder.layers.") and "norm" not in name]
+            assert len(matrices) == 4 * run.settings.model.num_layers
+            optimizers.append(
+                torch.optim.Muon(
+                    [twins[name] for name in matrices],
+                    momentum=cfg.muon_momentum,
+                    weight_decay=cfg.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+            optimizers.append(
+                torch.optim.AdamW(
+                    [twins[name] for name in twins if name not in matrices],
+                    betas=(cfg.adam_beta1, cfg.adam_beta2),
+                    eps=cfg.adam_eps,
+                    weight_decay=cfg.weight_decay,
+                )
+            )
+        for name, twin in twins.items():
+            twin.grad = parameters[name].grad * min(1.0, cfg.clip_grad / (grad_norm + 1e-6))
+        rate = run.optimizer.param_groups[0]["lr"]
+        update(run, grad_norm)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        torch.testing.assert_close(parameters, twins, rtol=1e-5, atol=1e-6)
+
+    step._update = compare
+
+
+def test_every_update_is_that_of_torchs_muon_and_adamw(settings):
+    train_on_ranks(settings("muon", **MUON), prepare=compare_each_update_with_torch)
+    adamw = settings("adamw", model=MUON["model"], parallel=WHOLE)
+    with pytest.raises(Exception, match=r"(?s)not close.*item \['decoder\.layers\.0\."):
+        train_on_ranks(adamw, prepare=compare_each_update_with_torch)
+
+
+@pytest.mark.parametrize("precision", quick_only(["float32", "bfloat16"], "bfloat16"))
+def test_losses_after_resume_equal_those_of_the_uninterrupted_run(settings, precision):
+    training = {"bf16": precision == "bfloat16"}
+    uninterrupted = settings("uninterrupted", training=training, **MUON)
+    train_on_ranks(uninterrupted, world_size=2)
+    save = stop_and_resume(settings, world_size=2, training=training, **MUON)
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
+
+
+LAYOUTS = {"data 2": {}, "interleaved pipeline 2": PP2_INTERLEAVED, "context 2": CP2}
+
+
+@pytest.mark.parametrize("layout", quick_only(LAYOUTS, "interleaved pipeline 2"))
+def test_every_layout_gives_the_loss_curve_of_one_rank(settings, layout):
+    one, two = (settings(name, **MUON) for name in ("one", "two"))
+    train_on_ranks(one)
+    train_on_ranks(two.with_section("parallel", **LAYOUTS[layout]), world_size=2)
+    gap = largest_relative_gap(read_metrics(one.checkpoint.save), read_metrics(two.checkpoint.save))
+    print(f"{layout}: {gap}")
+    assert gap <= MUON_LAYOUT_LOSS.gate
