@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 import megatron_neobert
 from megatron_neobert.errors import CommandParser, ConversionError, OutputError, run_command
+from megatron_neobert.evaluation.options import positive
 from megatron_neobert.runtime.atomic_files import require_folder, sha256_of
 from megatron_neobert.runtime.output_folder import build_folder, refuse_existing
 
@@ -72,6 +73,8 @@ def _parse() -> argparse.Namespace:
     iterations.add_argument("--iteration", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
     every = "convert every checkpoint into a subfolder of --output; folders that are there already are kept"
     iterations.add_argument("--all-iterations", action="store_true", help=every)
+    average = "mean of the weights of N checkpoints, each with those before it (default: 1, no mean)"
+    add("--average", default=1, type=positive, metavar="N", help=average)
     back = commands.add_parser(
         "hf-to-megatron",
         help="write a checkpoint to continue pre-training from and compare it with the folder's model",
@@ -107,6 +110,7 @@ class ExportOptions:
     dtype: str = "float32"
     max_shard_size: str = "5GB"
     sentence_transformers: bool = False
+    average: int = 1
     verified: bool = True
     license: str | None = None  # the Hub's identifier, for the model card
     base_model: str | None = None  # on the Hub, whose weights training began from; for the model card
@@ -114,7 +118,7 @@ class ExportOptions:
     @property
     def choices(self) -> dict[str, Any]:
         """What the files depend on besides layout and dtype."""
-        return {"max_shard_size": self.max_shard_size, "sentence_transformers": self.sentence_transformers}
+        return {name: getattr(self, name) for name in ("max_shard_size", "sentence_transformers", "average")}
 
 
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
@@ -135,6 +139,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,
         sentence_transformers=arguments.sentence_transformers,
+        average=arguments.average,
         verified=arguments.verified,
         license=arguments.license,
         base_model=arguments.base_model,
@@ -142,7 +147,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     wanted = _every_iteration(arguments, options) if arguments.all_iterations else [(arguments.iteration, output)]
     written = 0
     for iteration, folder in wanted:
-        checkpoint = read_checkpoint(arguments.load, iteration=iteration)
+        checkpoint = read_checkpoint(arguments.load, iteration=iteration, average=arguments.average)
         tokenizer = _choose_tokenizer(arguments.tokenizer_model, checkpoint)
         print(f"converting {checkpoint.folder}")
         if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
@@ -259,6 +264,7 @@ def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Check
             "iteration": checkpoint.iteration,
             "consumed_rows": progress.consumed_samples,
             "consumed_tokens": progress.consumed_tokens,
+            **({"averaged_iterations": checkpoint.averaged} if checkpoint.averaged else {}),
             **({"continued_from": Path(continued).name} if continued else {}),
             "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
         },

@@ -1,4 +1,4 @@
-"""The commands of tools/ and benchmarks/, started as a user does or imported, and a folder for preprocessing."""
+"""The commands of this project, started as a user does or imported, and a folder for preprocessing."""
 
 import importlib.util
 import io
@@ -24,8 +24,8 @@ LETTERS += [f"##{letter}" for letter in LETTERS]
 
 
 def file_of(tool: str) -> Path:
-    """In tools/ or benchmarks/."""
-    return next(file for folder in ("tools", "benchmarks") if (file := REPOSITORY / folder / f"{tool}.py").exists())
+    folders = ("tools", "benchmarks", "checkpoint_conversion")
+    return next(file for folder in folders if (file := REPOSITORY / folder / f"{tool}.py").exists())
 
 
 def command_line(tool: str, *arguments: object) -> list[str]:
