@@ -1,5 +1,5 @@
 # Each target prepares its environment itself: an active one, or .venv (see tools/prepare_environment.sh).
-.PHONY: help quickstart test test-all test-current test-gpu-path fuzz lint docs clean
+.PHONY: help quickstart test test-all test-current test-gpu-path golden fuzz lint docs clean
 
 environment = python="$$(bash tools/prepare_environment.sh --dev)"
 
@@ -9,6 +9,7 @@ help:
 	@echo "make test-all     the same with everything: every layout, storms of kills, fuzzing, the walk through the README"
 	@echo "make test-current the engine on Python 3.12 with the newest Megatron-Core, in .venv-current; checkpoints of both lines"
 	@echo "make test-gpu-path a full training step on fake CUDA tensors: waits, copies, and the bytes in docs/performance.md"
+	@echo "make golden       write the golden curves anew: tests/distributed/golden_curves.json; CHANGELOG.md says why"
 	@echo "make fuzz         mutated corpora, settings, tokenizers, checkpoints and model folders; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make docs         the documentation as a site in build/site, every link and anchor checked"
@@ -39,6 +40,9 @@ test-current:
 
 test-gpu-path:
 	@$(environment) && WRITE_DOCUMENTATION=1 "$$python" -m pytest tests/gpu_path
+
+golden:
+	@$(environment) && WRITE_GOLDEN=1 "$$python" -m pytest tests/distributed/test_golden_curves.py -k has_its_golden_curve
 
 fuzz:
 	@$(environment) && FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) "$$python" -m pytest tests/bad_inputs -k fuzz

@@ -1,0 +1,86 @@
+"""Loss and gradient norm of every step of some runs, as they were when golden_curves.json was written.
+
+Whoever changes a number of training sees it here. `make golden` writes the file anew, and CHANGELOG.md says why.
+"""
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import read_metrics, train_on_ranks
+from test_layouts import CP2, DP2_OVERLAP, PP2_INTERLEAVED, TP2_SP
+from test_muon import MUON
+from tests_tiny import tiny_settings
+from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS, GOLDEN_MUON_GRAD_NORM, GOLDEN_MUON_LOSS
+from training_command import flags_of
+
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.runtime.atomic_files import sha256_of
+
+CURVES = Path(__file__).with_name("golden_curves.json")
+STEPS = 20
+RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "plain": (1, {}),
+    "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
+    "tensor 2, sequence parallel": (2, {"parallel": TP2_SP}),
+    "pipeline 2, interleaved": (2, {"parallel": PP2_INTERLEAVED}),
+    "context 2": (2, {"parallel": CP2}),
+    "Muon": (1, MUON),
+}
+
+
+def settings_of(name: str, corpus: Any, save: Path) -> Settings:
+    sections = {"model": {"num_layers": 4}, **RUNS[name][1]}
+    return tiny_settings(corpus, save=save, **sections).with_section("training", train_iters=STEPS, eval_iters=0)
+
+
+def command_of(name: str, settings: Settings) -> str:
+    """How a user makes the curve, with a corpus and folders of their own."""
+    data, save = settings.data, settings.checkpoint.save
+    places = {data.data_path[0]: "PREFIX", data.tokenizer_model: "TOKENIZER", save: "SAVE"}
+    words = [places.get(word, shlex.quote(word)) for word in flags_of(settings)]
+    return f"NPROC_PER_NODE={RUNS[name][0]} bash examples/pretrain_neobert.sh {' '.join(words)}"
+
+
+def curve_of(name: str, corpus: Any, save: Path, **training: Any) -> dict[str, Any]:
+    settings = settings_of(name, corpus, save)
+    train_on_ranks(settings.with_section("training", **training), world_size=RUNS[name][0])
+    curves = {key: list(read_metrics(save, key).values()) for key in ("loss", "grad_norm")}
+    return {"command": command_of(name, settings), **curves}
+
+
+def gap(one: list[float], other: list[float]) -> float:
+    assert len(one) == len(other) == STEPS
+    return max(abs(first - second) / abs(first) for first, second in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def golden(tiny_corpus: Any) -> dict[str, Any]:
+    curves = json.loads(CURVES.read_text())
+    if not os.environ.get("WRITE_GOLDEN"):
+        assert curves["corpus_sha256"] == sha256_of(Path(f"{tiny_corpus.prefix}.bin")), "the text is another one"
+    return curves
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_its_golden_curve(tiny_corpus, golden, tmp_path, name):
+    found = curve_of(name, tiny_corpus, tmp_path)
+    if os.environ.get("WRITE_GOLDEN"):
+        written = json.loads(CURVES.read_text())
+        written |= {"corpus_sha256": sha256_of(Path(f"{tiny_corpus.prefix}.bin")), name: found}
+        CURVES.write_text(json.dumps(written, indent=1) + "\n")
+        return
+    assert found["command"] == golden[name]["command"]
+    loss, grad_norm = (gap(golden[name][key], found[key]) for key in ("loss", "grad_norm"))
+    print(f"{name}: {loss:.1e} {grad_norm:.1e}")
+    assert loss <= (GOLDEN_MUON_LOSS if name == "Muon" else GOLDEN_LOSS).gate
+    assert grad_norm <= (GOLDEN_MUON_GRAD_NORM if name == "Muon" else GOLDEN_GRAD_NORM).gate
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"loss_normalization": "micro_batch"}], ids=["seed", "mean"])
+def test_another_run_is_told_apart(tiny_corpus, golden, tmp_path, change):
+    found = curve_of("plain", tiny_corpus, tmp_path, **change)
+    assert gap(golden["plain"]["loss"], found["loss"]) > 100 * GOLDEN_LOSS.gate
