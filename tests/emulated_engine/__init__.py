@@ -33,6 +33,11 @@ needs_sources = pytest.mark.skipif(
     not SOURCES.is_dir(), reason=f"no sources of Transformer Engine in {SOURCES}; see tools/prepare_environment.sh"
 )
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="needs triton, which torch's builds for CUDA bring and those for CPUs do not",
+)
+
 # Enums whose values count; of the others only the names do.
 _VALUES = {
     "DType": {
@@ -87,11 +92,11 @@ class _Name(int):
 class _Extension(types.ModuleType):
     """The module `transformer_engine_torch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         super().__init__("transformer_engine_torch")
         functions = {**vars(fp8), **vars(kernels)}
         self.__dict__.update(
-            (name, value) for name, value in functions.items() if isinstance(value, types.FunctionType)
+            (name, wrap(value)) for name, value in functions.items() if isinstance(value, types.FunctionType)
         )
         self.__dict__.update((name, enum.IntEnum(name, values)) for name, values in _VALUES.items())
         self.__dict__.update((name, type(name, (), {})) for name in _CLASSES)
@@ -157,19 +162,9 @@ def _asked_by_transformer_engine(callers: int = 1) -> bool:
     return sys._getframe(callers).f_globals.get("__name__", "").startswith("transformer_engine")
 
 
-def install(sources: Path = SOURCES) -> None:
+def install() -> None:
     """In a process that only tests, before the first import of megatron.core."""
-    assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine once, when it is imported"
     assert not torch.cuda.is_available()
-    if "F16_max512_seqlen" not in (sources / "transformer_engine/pytorch/cpp_extensions/fused_attn.py").read_text():
-        del _VALUES["NVTE_Fused_Attn_Backend"]["NVTE_F16_max512_seqlen"]
-    sys.modules["transformer_engine_torch"] = _Extension()
-    if importlib.util.find_spec("triton") is None:  # torch's builds for CPUs come without
-        importlib.import_module("torch._dynamo")  # which would believe in it
-        for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
-            sys.modules[name] = _Triton(name)
-    sys.path.insert(0, str(sources))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its switch for: do not load the CUDA libraries
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     properties = types.SimpleNamespace(
         major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132, name=GPU, total_memory=139 << 30
@@ -185,14 +180,36 @@ def install(sources: Path = SOURCES) -> None:
     is_cuda = torch._C.TensorBase.is_cuda
     seems_cuda = property(lambda self: _asked_by_transformer_engine(2) or is_cuda.__get__(self))
     torch.Tensor.is_cuda = seems_cuda  # type: ignore[assignment]
+    load_package()
+    _OnCpu().__enter__()
+    torch.empty = _on_cpu(torch.empty)  # in a backward pass, where no such mode is active
+
+
+def load_package(wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function) -> None:
+    """Makes `transformer_engine` importable, over the emulated extension; torch must seem to have a GPU by then.
+
+    Args:
+        wrap: Gives what stands in the extension for a function of kernels.py and fp8.py.
+    """
+    assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine once, when it is imported"
+    if "F16_max512_seqlen" not in (SOURCES / "transformer_engine/pytorch/cpp_extensions/fused_attn.py").read_text():
+        del _VALUES["NVTE_Fused_Attn_Backend"]["NVTE_F16_max512_seqlen"]
+    sys.modules["transformer_engine_torch"] = _Extension(wrap)
+    if importlib.util.find_spec("triton") is None:  # torch's builds for CPUs come without
+        importlib.import_module("torch._dynamo")  # which would believe in it
+        for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
+            sys.modules[name] = _Triton(name)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # before it is imported, since it then defines functions of its own
+        importlib.import_module("triton.knobs").runtime.interpret = True  # also where the environment is another
+    sys.path.insert(0, str(SOURCES))
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its switch for: do not load the CUDA libraries
     # The package's own __init__ would load the libraries of a framework; its parts do without once this one is there.
     package = types.ModuleType("transformer_engine")
-    package.__path__ = [str(sources / "transformer_engine")]
+    package.__path__ = [str(SOURCES / "transformer_engine")]
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
     sys.modules["transformer_engine"] = package
     common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None
     del sys.modules["transformer_engine"]
     importlib.import_module("transformer_engine").common = common
-    _OnCpu().__enter__()
-    torch.empty = _on_cpu(torch.empty)  # in a backward pass, where no such mode is active

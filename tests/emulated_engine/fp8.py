@@ -110,7 +110,7 @@ def _unblock(data: Tensor, inverse: Tensor, te_dtype: Any, *, two_d: bool) -> Te
 
 def make_empty(quantizer: Any, shape: list[int], dtype: torch.dtype) -> Any:
     """What the extension allocates itself: the bare storage for a quantizer that is marked internal."""
-    made = quantizer.make_empty(shape, dtype=dtype, device="cpu")
+    made = quantizer.make_empty(shape, dtype=dtype, device=torch.get_default_device())
     if not quantizer.internal or not isinstance(made, Tensor):
         return made
     names = ("Float8TensorStorage", "Float8BlockwiseQTensorStorage")

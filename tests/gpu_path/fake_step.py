@@ -12,15 +12,12 @@ elementwise functions and reductions at best. The same holds for torch's fused R
 CPU does not have.
 """
 
-import collections
-import contextlib
 import ctypes
 import functools
 import importlib
 import json
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,103 +27,14 @@ LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # its hooks come be
 import torch  # noqa: E402
 
 LIBRARY.replace_guard()  # and its guard after
-import torch.distributed._tools.fake_collectives  # noqa: E402  collectives for fake tensors
+from census import Census, place, storage_of, tensors_of  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch._C._distributed_c10d import FakeWork  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 VOCAB, SEQ_LENGTH, ROWS, MICRO_BATCHES, DOCUMENTS = 30_522, 1024, 64, 2, 256
-# Of the collectives those that torch does not know for fake tensors; nothing is left of them but their inputs.
-COALESCED = {
-    f"c10d.{name}_coalesced_.default" for name in ("allreduce", "allgather_into_tensor", "reduce_scatter_tensor")
-}
-GATHERING = {f"aten.{name}" for name in ("gather.default", "index.Tensor", "index_select.default", "embedding.default")}
-FREE = ("aten.empty", "aten.detach", "aten._unsafe_view", "prim.", "aten.new_empty")  # they move nothing
-
-
-class Census(TorchDispatchMode):
-    """Counts what a step does to the device, and answers in its place where a number is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: collections.Counter[str] = collections.Counter()
-        self.copies: collections.Counter[str] = collections.Counter()
-        self.bytes: collections.Counter[str] = collections.Counter()
-        self.kernels: collections.Counter[str] = collections.Counter()
-        self.is_inside_kernel = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = str(func)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_device = any(tensor.is_cuda for tensor in inputs)
-        if name == "aten._local_scalar_dense.default":
-            self.waits[f"item: {place()}"] += on_device
-            return 1.0 if inputs[0].dtype.is_floating_point else 1
-        if name in ("aten._to_copy.default", "aten.copy_.default"):
-            self.note_copy(name, args, kwargs)
-        try:
-            result = FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
-        except Exception as error:
-            if "DynamicOutputShape" in type(error).__name__ or "DataDependent" in type(error).__name__:
-                self.waits[f"{name}: {place()}"] += 1
-            raise
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if (on_device or any(tensor.is_cuda for tensor in outputs)) and not self.is_inside_kernel:
-            storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-            is_view = not func._schema.is_mutable and any(
-                tensor.untyped_storage()._cdata in storages for tensor in outputs
-            )
-            if not is_view and not name.startswith(FREE):
-                self.note_kernel(name, inputs, outputs)
-        return result
-
-    def note_copy(self, name: str, args: Any, kwargs: Any) -> None:
-        if name == "aten.copy_.default":
-            source, target = args[1].device, args[0].device
-            is_asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        else:
-            source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
-            is_asynchronous = kwargs.get("non_blocking", False)
-        if source.type != target.type:
-            what = f"{source.type} to {target.type}: {place()}"
-            (self.copies if is_asynchronous else self.waits)[what] += 1
-
-    def note_kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        if name in GATHERING:  # reads as much as it writes
-            inputs = outputs
-        elif name == "aten.index_put_.default":  # writes the values alone
-            inputs, outputs = inputs[-1:], inputs[-1:]
-        self.bytes[name] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-        self.kernels[name] += 1
-
-    @contextlib.contextmanager
-    def inside_kernel(self) -> Iterator[None]:
-        outer, self.is_inside_kernel = self.is_inside_kernel, True
-        try:
-            yield
-        finally:
-            self.is_inside_kernel = outer
-
-    def clear(self) -> None:
-        for counter in (self.waits, self.copies, self.bytes, self.kernels):
-            counter.clear()
-
-
 CENSUS = Census()
-
-
-def place() -> str:
-    """The innermost function of the project or of megatron.core that is running."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if {"megatron_neobert", "megatron"} & set(path.parts):
-            return f"{path.parent.name}/{path.name} {frame.name}"
-    return "somewhere else"
 
 
 class OneKernel(torch.autograd.Function):
@@ -151,11 +59,11 @@ class OneKernel(torch.autograd.Function):
             results = tensors_of(ctx.function(*ctx.args, **ctx.options))
             pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
             found = torch.autograd.grad([one for one, _ in pairs], wanted, [gradient for _, gradient in pairs])
-        places = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_of(ctx.args)}
-        needed = {tensor.untyped_storage()._cdata for tensor in kept}
+        places = {storage_of(tensor): tensor for tensor in tensors_of(ctx.args)}
+        needed = {storage_of(tensor) for tensor in kept}
         read = tensors_of(ctx.args)
         if needed <= places.keys():
-            read = [tensor for tensor in read if tensor.untyped_storage()._cdata in needed]
+            read = [tensor for tensor in read if storage_of(tensor) in needed]
         CENSUS.note_kernel(f"{ctx.name}, backward", [*read, *tensors_of(gradients)], list(found))
         own = iter(found)
         return (
@@ -164,10 +72,6 @@ class OneKernel(torch.autograd.Function):
             None,
             *(next(own) if isinstance(arg, Tensor) and arg.requires_grad else None for arg in ctx.args),
         )
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **compiler_options: Any) -> Any:
@@ -223,6 +127,7 @@ def believe_in_cuda() -> None:
         "_lazy_call": None,
         "_lazy_init": None,
         "_is_in_bad_fork": False,
+        "is_current_stream_capturing": False,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
@@ -233,8 +138,7 @@ def believe_in_cuda() -> None:
     torch.version.cuda = "13.0"
     torch.compile = as_one_kernel
     torch.nn.functional.rms_norm = as_one_kernel(torch.nn.functional.rms_norm, name="fused rms_norm")
-    torch.nn.Module.to = move
-    torch.nn.Module.bfloat16 = lambda module: move(module, torch.bfloat16)
+    torch.nn.Module._apply = replace_tensors
     torch.Tensor.type = functools.partialmethod(type_name, torch.Tensor.type)
     torch.tensor = functools.partial(build_tensor, torch.tensor)
     start, group = torch.distributed.init_process_group, torch.distributed.new_group
@@ -251,24 +155,24 @@ def believe_in_cuda() -> None:
 RANKS = {"rank": 0, "world_size": 1}
 
 
-def move(module: torch.nn.Module, target: Any) -> torch.nn.Module:
-    """`to` and `bfloat16`: torch's own swap a parameter's content, which fake tensors refuse."""
+def replace_tensors(module: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """`_apply`, of which `to` and `bfloat16` are made: torch's own swaps a tensor's content, which fake ones refuse."""
     for child in module.modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is None:
                 continue
-            moved = tensor.detach().to(target)
-            if (moved.device, moved.dtype) == (tensor.device, tensor.dtype):
+            changed = change(tensor.detach())
+            if (changed.device, changed.dtype) == (tensor.device, tensor.dtype):
                 continue
             if name in child._parameters:
                 attributes = {key: value for key, value in vars(tensor).items() if "fake" not in key}
-                moved = torch.nn.Parameter(moved)
+                changed = torch.nn.Parameter(changed)
                 for key in ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel"):
                     if key in attributes:
-                        setattr(moved, key, attributes[key])
-                child._parameters[name] = moved
+                        setattr(changed, key, attributes[key])
+                child._parameters[name] = changed
             else:
-                child._buffers[name] = moved
+                child._buffers[name] = changed
     return module
 
 
@@ -282,7 +186,7 @@ def type_name(tensor: Tensor, original: Any, *args: Any, **options: Any) -> Any:
 
 def build_tensor(original: Any, data: Any, *, device: Any = None, pin_memory: bool = False, **options: Any) -> Tensor:
     """`torch.tensor`: of numbers on the device it waits for each, on the device it waits for the copy."""
-    scalars = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    scalars = [tensor for tensor in tensors_of(data) if tensor.is_cuda]
     CENSUS.waits[f"item: {place()}"] += len(scalars)
     if scalars:
         data = [0.0] * len(scalars)
@@ -320,9 +224,12 @@ def remove_patches(device: torch.device) -> None:
     imported = sys.modules.pop(clip_grads.__name__)
     own_norm = importlib.import_module(clip_grads.__name__).get_grad_norm_fp32
     sys.modules[clip_grads.__name__] = imported
-    optimizer.get_grad_norm_fp32 = lambda *args, **options: torch.full(
-        (), float(own_norm(*args, **options)), device=device
-    )
+
+    def norm_as_tensor(*args: Any, **options: Any) -> Tensor:
+        norm = own_norm(*args, **options)
+        return norm if isinstance(norm, Tensor) else torch.full((), norm, device=device)
+
+    optimizer.get_grad_norm_fp32 = norm_as_tensor
     setup.scale_by_tokens = finalize_model_grads
 
 
@@ -345,7 +252,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     slots = ROWS * SEQ_LENGTH // distributed.context_parallel_size()
     masked = usual_masked(slots, probability=settings.data.mask_prob)
     reports = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:
         torch._C._set_only_lift_cpu_tensors(True)
         models = setup.build_models(settings, device, vocab_size=VOCAB)
         assert all(tensor.is_cuda for model in models for tensor in model.parameters())
@@ -374,8 +281,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         ]
         for _ in range(2):
             CENSUS.clear()
-            with CENSUS:
-                reports.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+            reports.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
     distributed.shut_down()
     assert [report.skip_reason for report in reports] == [None, None]
     counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
@@ -389,8 +295,13 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     believe_in_cuda()
+    cases = json.loads(Path(sys.argv[2]).read_text())
+    if any(case.get("compute", {}).get("transformer_impl") == "transformer_engine" for case in cases.values()):
+        import fake_engine
+
+        fake_engine.install(CENSUS, DEVICE)
     results: dict[str, Any] = {}
-    for label, case in json.loads(Path(sys.argv[2]).read_text()).items():
+    for label, case in cases.items():
         try:
             results[label] = run_case(case)
         except Exception as error:
