@@ -1,0 +1,13 @@
+"""The tests of this folder run with a GPU as they stand; without one over Transformer Engine emulated on a CPU."""
+
+import pytest
+import torch
+from emulated_engine.one_test import run_emulated
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if torch.cuda.is_available():
+        return None
+    run_emulated(pyfuncitem)
+    return True
