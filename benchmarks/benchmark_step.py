@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ class Timing:
 
 def main() -> int:
     """Measures and prints one line per step, then the table."""
-    parser = CommandParser(__doc__)
+    from megatron_neobert.config.cli import run_flags
+
+    parser = CommandParser(__doc__, also=run_flags())
     add = parser.add_argument
     add("--num-layers", type=int, default=6, metavar="N", help="default %(default)s")
     add("--hidden-size", type=int, default=384, metavar="N", help="default %(default)s")
@@ -61,50 +64,74 @@ def main() -> int:
     add("--threads", type=int, default=1, metavar="N", help="on a CPU (%(default)s)")
     add("--bf16", action="store_true", help="bfloat16; the reference by autocast")
     add("--peak-tflops", type=float, metavar="X", help="of the processor, for MFU; known for A100, H100 SXM and H200")
+    add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="leave some out (default: none)")
+    add("--profile", action="store_true", help="also list a packed step's operations, and where it waits for a GPU")
     add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
-    arguments = parser.parse_args()
+    arguments, flags = parser.parse_known_args()
+    arguments.layouts = sorted({"packed", *arguments.layouts}, key=LAYOUTS.index)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        return measure(arguments, Path(folder))
+        return measure(arguments, flags, Path(folder))
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> int:
+def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> int:
     """Builds both models, lets them train in turn at every length, and prints the table."""
     import torch
 
     from benchmarks.shared import Memory, describe_machine, print_table, write_figures
-    from benchmarks.step_layouts import Reference
+    from megatron_neobert.inspection.saved_run import replace_by_flags
+    from megatron_neobert.model.flops import count_parameters
     from megatron_neobert.model.gpus import find_gpu
+    from megatron_neobert.model.kernels import check_hardware, choose_kernels, engine_attention
+
+    torch.set_num_threads(arguments.threads)
+    settings = replace_by_flags(build_settings(arguments, folder), flags, world_size=1)
+    check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
+
+    from benchmarks.step_layouts import Reference
+    from benchmarks.step_profile import find_waits, profile_step
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
 
-    torch.set_num_threads(arguments.threads)
-    settings = build_settings(arguments, folder)
     memory = Memory(on_gpu=torch.cuda.is_available())
     with memory.watch("ours"):
         run = build_run(settings, *join(settings))
-    with memory.watch("reference"):
-        reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
+    reference = None
+    if "reference" in arguments.layouts:
+        with memory.watch("reference"):
+            reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
     bench = Bench(run, reference, memory)
     on_gpu = run.device.type == "cuda"
     device = torch.cuda.get_device_name(run.device) if on_gpu else f"{arguments.threads} CPU thread(s)"
-    parameters = sum(parameter.numel() for parameter in reference.model.parameters())
+    parameters = count_parameters(settings.model, vocab_size=arguments.vocab_size).total
+    kernels = choose_kernels(settings).summary
     print(f"{arguments.num_layers} x {arguments.hidden_size}, {parameters:,} parameters, {device}", flush=True)
+    print(kernels, flush=True)
 
     timings: list[Timing] = []
     for seq_length in arguments.seq_length:
         for number, passes in enumerate(steps_in_each_layout(run, seq_length, arguments)):
-            steps = [bench.time_step(seq_length, layout, passes) for layout in LAYOUTS]
+            steps = [bench.time_step(seq_length, layout, passes) for layout in arguments.layouts]
             timings += steps if number else []  # the first steps allocate what later ones reuse
+    inside: dict[str, Any] = {}
+    if arguments.profile:
+        step = partial(bench.time_step, seq_length, "packed", passes)
+        inside = {"waits": find_waits(step) if on_gpu else None, "profile": profile_step(step, on_gpu=on_gpu)}
     distributed.shut_down()
 
     gpu = find_gpu(device) if on_gpu and arguments.bf16 else None
     peak = arguments.peak_tflops or (None if gpu is None else gpu.bf16_tflops)
     table = summarise(timings, peak_tflops=peak)
     print_table(table)
-    print(f"losses within {largest_loss_gap(timings):.1e} of the reference's")
-    figures = {"machine": describe_machine(PACKAGES) | {"device": device}, "parameters": parameters, "table": table}
-    given = {key: str(value) for key, value in vars(arguments).items()}
-    write_figures(arguments.output, {**figures, "steps": [asdict(one) for one in timings], "arguments": given})
+    if reference is not None:
+        print(f"losses within {largest_loss_gap(timings):.1e} of the reference's")
+    if arguments.profile:
+        print_table(inside["profile"])
+        print(f"waits for the GPU: {inside['waits'] if on_gpu else 'there is none'}")
+    machine = describe_machine(PACKAGES) | {"device": device, "kernels": kernels}
+    figures = {"machine": machine, "attention": engine_attention(), "parameters": parameters}
+    given = {**{key: str(value) for key, value in vars(arguments).items()}, "flags of a run": flags}
+    steps = [asdict(one) for one in timings]
+    write_figures(arguments.output, {**figures, "table": table, "steps": steps, **inside, "arguments": given})
     return 0
 
 
@@ -126,17 +153,17 @@ class Bench:
     """Both models, and how a step of theirs is measured."""
 
     run: Any  # megatron_neobert.state.Run
-    reference: Any  # benchmarks.step_layouts.Reference
+    reference: Any  # benchmarks.step_layouts.Reference; None where it is left out, and weights are those of the run
     memory: Any  # benchmarks.shared.Memory
 
     def time_step(self, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
-        """Runs one step from the reference's weights."""
+        """Runs one step, from the reference's weights where there is one."""
         import torch
 
         from megatron_neobert.training.step import train_step
 
         is_reference, clock = layout == "reference", time.process_time
-        if not is_reference:
+        if not is_reference and self.reference is not None:
             self.reference.give_weights(self.run)
         if self.run.device.type == "cuda":
             clock = time.perf_counter
@@ -197,7 +224,8 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
 def largest_loss_gap(timings: list[Timing]) -> float:
     """Between each step's loss and the reference's of the same round, relative."""
     references = [timing.loss for timing in timings if timing.layout == "reference"]
-    others = ([timing.loss for timing in timings if timing.layout == layout] for layout in LAYOUTS)
+    layouts = dict.fromkeys(timing.layout for timing in timings)
+    others = ([timing.loss for timing in timings if timing.layout == layout] for layout in layouts)
     return max(abs(loss / theirs - 1) for losses in others for loss, theirs in zip(losses, references, strict=True))
 
 

@@ -241,6 +241,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copies weights under the internal names of mapping.py into a Megatron model that no parallelism splits."""
     for name, parameter in model.named_parameters():
-        for own, stored in _NORM_NAMES.items():
-            name = name.replace(own, stored)
-        parameter.data.copy_(tensors[name])
+        parameter.data.copy_(tensors[stored_name(name)])
+
+
+def stored_name(name: str) -> str:
+    """What a checkpoint calls a parameter, whichever classes the model is built of."""
+    for own, stored in _NORM_NAMES.items():
+        name = name.replace(own, stored)
+    return name
