@@ -128,10 +128,10 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
         print_table(inside["profile"])
         print(f"waits for the GPU: {inside['waits'] if on_gpu else 'there is none'}")
     machine = describe_machine(PACKAGES) | {"device": device, "kernels": kernels}
-    figures = {"machine": machine, "attention": engine_attention(), "parameters": parameters}
+    figures: dict[str, Any] = {"machine": machine, "attention": engine_attention(), "parameters": parameters}
     given = {**{key: str(value) for key, value in vars(arguments).items()}, "flags of a run": flags}
-    steps = [asdict(one) for one in timings]
-    write_figures(arguments.output, {**figures, "table": table, "steps": steps, **inside, "arguments": given})
+    figures |= {"table": table, "steps": [asdict(one) for one in timings], **inside, "arguments": given}
+    write_figures(arguments.output, figures)
     return 0
 
 

@@ -123,7 +123,7 @@ def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str
         "elementwise": 1e6 * seconds["elementwise"],
         "FP8 casts": 1e6 * values * bytes_per_value / bandwidth,
         "head, loss": 1e6 * (head / GEMM + seconds["loss"]),
-        "optimizer": 1e6 * (seconds["optimizer"] + seconds["weight gradients"] + seconds["other"]),
+        "optimizer, others": 1e6 * (seconds["optimizer"] + seconds["weight gradients"] + seconds["other"]),
     }
 
 

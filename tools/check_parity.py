@@ -55,10 +55,12 @@ class StepGap:
         return self.loss <= tolerance.loss and self.gradient <= tolerance.gradient  # False for NaN as well
 
 
+# Measured on a CPU at 28 x 256, Transformer Engine over an emulated extension: 6e-8 and 2e-7, 2.5e-4 and 1.2e-3, 2.2e-3
+# and 0.10 (blockwise; the other recipes 0.08); a wrong rotary convention shows 1.4e-2 and 0.80. No GPU has shown any.
 STEP_TOLERANCES = {
     "float32": StepGap(1e-5, 1e-5, ""),
     "bfloat16": StepGap(1e-2, 1e-2, ""),
-    "FP8": StepGap(5e-2, 0.5, ""),
+    "FP8": StepGap(1e-2, 0.3, ""),
 }
 
 
@@ -215,7 +217,8 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
         total, _ = mlm_loss(reference.forward_packed(tokens_t, starts_n)[positions_m], row[-1])
         total.backward()
     # The rules of the table move values and compute none, so they hold for gradients as for weights.
-    gradients = to_internal({name: one.grad for name, one in reference.named_parameters()}, shape, NEOBERT)
+    found = {name: one.grad for name, one in reference.named_parameters() if one.grad is not None}
+    gradients = to_internal(found, shape, NEOBERT)
 
     def compare(given: "Settings", weights: "Mapping[str, Tensor]") -> StepGap:
         loss, found = run_step(given, weights, row, vocab_size)

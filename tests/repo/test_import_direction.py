@@ -53,6 +53,7 @@ PLACES = {
     "megatron_neobert.inspection": Place(7, "inspection"),
     "checkpoint_conversion": Place(7, "conversion"),
     "tools": Place(8, "commands"),
+    "tools.acceptance": Place(7, "acceptance"),  # the phases of a command, no command itself
     "benchmarks": Place(8, "benchmarks"),
     "megatron_neobert.launch": Place(8, "commands"),
     "megatron_neobert.pretrain": Place(8, "commands"),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,13 @@ class Phase:
         if (device or self.device) == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("w", encoding="utf-8") as stream:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **streams)
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
+            # Signals are kept back until the process is known, so that none is left behind by one that comes meanwhile.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            options["preexec_fn"] = partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+            process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **options)
             try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 code = process.wait(max(1.0, self.ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise Failed(f"not finished when the phase's {SECONDS_PER_PHASE} s were over; see {log}") from None
@@ -293,7 +298,6 @@ def check_move(phase: Phase) -> None:
     small = ("--micro-batch-size", 2, "--global-batch-size", 2, "--log-interval", 1, "--save-interval", 2)
     here = phase.train("here", 6, *small, bf16=False)
     phase.copy_checkpoint("here", 2, to="on_cpu")
-    # Of 6 iterations too, or it would be another run: ended after 4, with 75.
     on_cpu = phase.train("on_cpu", 4, *small, "--resume", "must", bf16=False, device="cpu")
     phase.copy_checkpoint("on_cpu", 4, to="back")
     back = phase.train("back", 6, *small, "--resume", "must", bf16=False)
