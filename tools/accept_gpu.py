@@ -19,12 +19,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, OutputError, run_command
+from megatron_neobert import __version__
+from megatron_neobert.errors import CommandParser, OutputError, run_command, short_reason
 from megatron_neobert.runtime.atomic_files import replace_file
 from tools.acceptance.phases import CUDA_ALONE, PHASES, Failed, Phase
 
@@ -57,10 +59,8 @@ def main() -> int:
             run_phase(Phase(name, output, arguments.device), machine)
         result = read_results(output, machine)[name]
         write_report(output, machine)
-        problems = "".join(f"\n  {problem}" for problem in result["problems"])
-        print(
-            f"{name}: {result['status']}{' before, kept' if kept else ''}, {result['seconds']} s{problems}", flush=True
-        )
+        status = f"{result['status']}{' before, kept' if kept else ''}"
+        print(*[f"{name}: {status}, {result['seconds']} s", *result["problems"]], sep="\n  ", flush=True)
     print(f"report: {output / 'report.md'}\n{verdict(read_results(output, machine), asked, machine)}")
     return 0 if all(read_results(output, machine)[name]["status"] == PASSED for name in asked) else 1
 
@@ -74,7 +74,11 @@ def describe_machine(device: str) -> dict[str, str]:
     )
     found = json.loads(asked.stdout) if asked.returncode == 0 else {}
     installed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-    versions = {"Python": platform.python_version(), **{name: str(found[name]) for name in found if found[name]}}
+    versions = {
+        "project": __version__,
+        "Python": platform.python_version(),
+        **{name: str(found[name]) for name in found if found[name]},
+    }
     packages = {name: installed[name] for name in PACKAGES if name in installed}
     return {"device": device, "GPU": "none"} | versions | packages
 
@@ -91,6 +95,10 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
             PHASES[phase.name](phase)
         except Failed as problem:
             phase.problems.append(str(problem))
+        except Exception as error:  # a figure that is missing, a full disk: the other phases are to run all the same
+            traceback.print_exc()
+            phase.problems.append(short_reason(error))
+        phase.drop_checkpoints()
         status = FAILED if phase.problems else PASSED
     result = {
         "status": status,

@@ -50,28 +50,17 @@ def processes_about(folder: Path) -> list[str]:
     return [line for line in found if str(folder) in line]
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """The folder of two phases, the second of which was interrupted once, and how the second start ended."""
-    output = tmp_path_factory.mktemp("acceptance")
-    assert start_and_interrupt(output) == 130
-    assert processes_about(output) == []
-    assert [file.name for file in (output / "phases").iterdir()] == ["environment.json"]
-    return output, accept(output, *QUICK)
-
-
-def test_an_interrupted_acceptance_keeps_what_is_finished_and_runs_the_rest(interrupted):
-    _, ended = interrupted
+def test_an_interrupted_acceptance_keeps_what_is_finished_and_ends_with_a_true_report(tmp_path):
+    """Interrupted in its second phase; the figures of that are held against the records of its runs."""
+    assert start_and_interrupt(tmp_path) == 130
+    assert processes_about(tmp_path) == []
+    assert [file.name for file in (tmp_path / "phases").iterdir()] == ["environment.json"]
+    ended = accept(tmp_path, *QUICK)
     assert ended.code == 0, ended.output
-    assert "environment: passed before, kept" in ended.output
-    assert "resume: passed, " in ended.output
-
-
-def test_the_report_has_the_figures_of_the_runs_and_claims_no_gpu(interrupted):
-    output, ended = interrupted
-    results = results_of(output)
+    assert "environment: passed before, kept" in ended.output and "resume: passed, " in ended.output
+    results = results_of(tmp_path)
     whole, resumed = (
-        [json.loads(line) for line in (output / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("whole", "resumed")
     )
     losses = {line["iteration"]: line["loss"] for line in whole}
@@ -79,22 +68,12 @@ def test_the_report_has_the_figures_of_the_runs_and_claims_no_gpu(interrupted):
     assert [line["iteration"] for line in resumed] == list(range(11, 21))
     expected = {"iterations": 10, "bit for bit": 10, "largest gap": 0.0}
     assert results["resume"]["tables"] == {"losses after resuming": [expected]}
-    page = (output / "report.md").read_text()
+    page = (tmp_path / "report.md").read_text()
     assert "| 10 | 10 | 0 |" in page and results["resume"]["date"] in page
     assert "shows nothing about a GPU" in page.splitlines()[0]
     assert "shows nothing about a GPU" in ended.output.splitlines()[-1]
-    assert all("CUDA" not in name for name in results["resume"]["machine"] if name != "device")
-
-
-def test_results_of_another_machine_are_not_kept(interrupted, tmp_path):
-    output, _ = interrupted
-    file = output / "phases" / "environment.json"
-    result = json.loads(file.read_text())
-    (tmp_path / "phases").mkdir()
-    other = {**result, "machine": {**result["machine"], "torch": "2.11.0"}}
-    (tmp_path / "phases" / file.name).write_text(json.dumps(other))
-    ended = accept(tmp_path, "environment")
-    assert ended.code == 0 and "kept" not in ended.output
+    assert results["resume"]["machine"]["GPU"] == "none"
+    assert list(tmp_path.glob("runs/*/iter_*")) == [], "checkpoints of a phase that has ended only take room"
 
 
 def test_a_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
@@ -138,39 +117,68 @@ def test_wrong_weights_fail_the_parity_phase(tmp_path, monkeypatch):
         phases.check_parity(Phase("parity", tmp_path, "cpu"))
 
 
-def test_a_failed_phase_stops_no_other_and_is_run_again(tmp_path, monkeypatch):
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Runs the command here, with other phases, as on a machine of this GPU."""
     from tools import accept_gpu
 
-    attempts = []
+    def start_here(replaced: dict, *names: str, gpu: str = "none") -> int:
+        for name, function in replaced.items():
+            monkeypatch.setitem(phases.PHASES, name, function)
+        device = "cpu" if gpu == "none" else "cuda"
+        monkeypatch.setattr(accept_gpu, "describe_machine", lambda device: {"device": device, "GPU": gpu})
+        words = ["accept_gpu.py", "--output", str(tmp_path), "--device", device, "--phases", *names]
+        monkeypatch.setattr(sys, "argv", words)
+        return accept_gpu.main()
 
-    def fails_once(phase: Phase) -> None:
-        attempts.append(phase.name)
-        with phase.case("the first case"):
-            raise Failed("7 is not 8")
-        phase.tables["figures"] = [{"value": 8}]
+    handler = signal.getsignal(signal.SIGTERM)
+    yield start_here
+    signal.signal(signal.SIGTERM, handler)
+
+
+def fails(phase: Phase) -> None:
+    with phase.case("the first case"):
+        raise Failed("7 is not 8")
+    phase.tables["figures"] = [{"value": 8}]
+
+
+def lacks_a_figure(phase: Phase) -> None:
+    raise KeyError("tokens/s")
+
+
+def test_a_failed_phase_stops_no_other_and_is_run_again(start, tmp_path, capsys):
+    ran = []
 
     def passes(phase: Phase) -> None:
-        attempts.append(phase.name)
+        ran.append(phase.name)
 
-    monkeypatch.setitem(phases.PHASES, "environment", fails_once)
-    monkeypatch.setitem(phases.PHASES, "speed", passes)
-    monkeypatch.setattr(accept_gpu, "describe_machine", lambda device: {"device": device, "GPU": "none"})
-    words = ["accept_gpu.py", "--output", str(tmp_path), "--device", "cpu", "--phases"]
-    monkeypatch.setattr(sys, "argv", [*words, "environment", "kernels", "speed"])
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        assert accept_gpu.main() == 1
-        assert results_of(tmp_path)["environment"]["problems"] == ["the first case: 7 is not 8"]
-        assert results_of(tmp_path)["kernels"]["problems"] == ["needs a CUDA device, and torch finds none"]
-        content = json.loads((tmp_path / "report.json").read_text())
-        assert content["verdict"] == "NOT accepted; failed: environment; not run: kernels"
-        assert "**the first case: 7 is not 8**" in (tmp_path / "report.md").read_text()
-        monkeypatch.setattr(sys, "argv", [*words, "environment", "speed"])
-        monkeypatch.setitem(phases.PHASES, "environment", passes)
-        assert accept_gpu.main() == 0
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert attempts == ["environment", "speed", "environment"], "speed has passed before, and is kept"
+    replaced = {"environment": fails, "speed": passes, "resume": lacks_a_figure}
+    assert start(replaced, "environment", "kernels", "speed", "resume") == 1
+    last = "NOT accepted; failed: environment, resume; not run: kernels"
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    results, page = results_of(tmp_path), (tmp_path / "report.md").read_text()
+    problems = {"environment": "the first case: 7 is not 8", "resume": "KeyError: 'tokens/s'"}
+    problems["kernels"] = "needs a CUDA device, and torch finds none"
+    for name, problem in problems.items():
+        assert results[name]["problems"] == [problem] and f"**{problem}**" in page
+    assert results["environment"]["tables"] == {"figures": [{"value": 8}]} and last in page.splitlines()[0]
+    assert start({"environment": passes, "resume": passes}, "environment", "speed", "resume") == 0
+    assert ran == ["speed", "environment", "resume"], "speed has passed before, and is kept"
+
+
+def test_a_gpu_is_accepted_when_every_phase_has_passed_on_it_and_not_on_another(start, tmp_path, capsys):
+    ran = []
+
+    def passes(phase: Phase) -> None:
+        ran.append(phase.name)
+
+    replaced = dict.fromkeys(phases.PHASES, passes)
+    assert start(replaced, "speed", gpu="NVIDIA H100") == 0
+    assert "; not yet: environment, kernels" in capsys.readouterr().out.splitlines()[-1]
+    assert start(replaced, *phases.PHASES, gpu="NVIDIA H200") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "accepted: NVIDIA H200"
+    assert ran == ["speed", *phases.PHASES]
+    assert (tmp_path / "report.md").read_text().startswith("# Acceptance: accepted: NVIDIA H200\n")
 
 
 def test_without_a_gpu_nothing_is_accepted_and_the_last_line_names_the_phases(tmp_path):
