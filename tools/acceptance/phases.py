@@ -222,7 +222,7 @@ def check_environment(phase: Phase) -> None:
     """Packages, driver and limits of the machine; a product and a sum on the GPU."""
     flags = ("--gpu-test",) if phase.device == "cuda" else ()
     printed = phase.run("check", "tools/check_environment.py", "--save", phase.output, *flags)
-    phase.notes += re.findall(r"^(?:ok|warning) .*", printed, flags=re.MULTILINE)
+    phase.notes += re.findall(r"^(?:ok|warning) .*(?:\n {8}.*)*", printed, flags=re.MULTILINE)
 
 
 def check_kernels(phase: Phase) -> None:

@@ -14,6 +14,7 @@ import pytest
 from commands import ENVIRONMENT, command_line
 from processes import Ended, run_command
 
+from megatron_neobert.config.cli import parse_command_line
 from tools.acceptance import phases
 from tools.acceptance.phases import Failed, Phase
 
@@ -194,6 +195,16 @@ def test_a_command_that_takes_too_long_is_ended_with_the_processes_it_started(tm
         phase.run("slow case", "-c", f"import subprocess, sys; subprocess.run({sleep})")
     time.sleep(0.2)
     assert processes_about(tmp_path) == []
+
+
+@pytest.mark.parametrize("flags", [*phases.KERNELS.values(), *phases.RUNS.values()], ids=" ".join)
+def test_what_is_run_on_a_gpu_are_settings_that_a_run_takes(flags):
+    """At full size; whether the machine has the kernels is another question."""
+    sizes = phases.SIZES["cuda"]
+    data = ("--data-path", "corpus", "--tokenizer-model", "vocab.txt", "--seq-length", sizes.seq_length)
+    batch = ("--micro-batch-size", sizes.rows, "--global-batch-size", sizes.rows, "--bf16")
+    words = [str(word) for word in (*sizes.model, *data, *batch, *flags)]
+    assert parse_command_line(words, world_size=1).settings.training.bf16
 
 
 @pytest.mark.parametrize(

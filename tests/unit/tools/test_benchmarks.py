@@ -6,15 +6,17 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_memory, benchmark_preprocessing, benchmark_step
+from benchmarks import benchmark_loader, benchmark_memory, benchmark_preprocessing, benchmark_step, step_profile
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
@@ -241,6 +243,50 @@ def test_flops_of_a_step_are_those_of_its_documents_and_the_loss_gap_that_of_the
     assert [row["packed is faster by"] for row in table] == [1, 3, 6]
     assert [row["% unused"] for row in table] == [25, 75, 75]
     assert benchmark_step.largest_loss_gap(timings) == pytest.approx(0.1)
+
+
+def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled(tmp_path):
+    file = tmp_path / "figures.json"
+    model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
+    batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
+    flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--output", file, "--cross-entropy-loss-fusion")
+    ended = run_forked("benchmark_step", *model, *batches, *flags)
+    assert ended.code == 0, ended.output
+    figures = json.loads(file.read_text())
+    assert [(row["row"], row["layout"]) for row in figures["table"]] == [(64, "packed")]
+    assert figures["machine"]["kernels"].startswith("kernels on CPU: local layers")
+    assert figures["waits"] is None and figures["profile"][0]["ms"] >= figures["profile"][1]["ms"] > 0
+    assert "--cross-entropy-loss-fusion" in figures["arguments"]["flags of a run"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        (
+            ("--bf16", "--transformer-impl", "transformer_engine"),
+            "needs Transformer Engine: this machine has no CUDA device",
+        ),
+        (("--atention-backend", "fused"), "unknown flag --atention-backend; did you mean '--attention-backend'?"),
+    ],
+)
+def test_kernels_that_cannot_be_had_are_refused_before_a_step(flag, words):
+    ended = run_forked("benchmark_step", "--vocab-size", 200, "--seq-length", 64, *flag)
+    assert ended.refused(2) and words in ended.output, ended.output
+
+
+def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
+    """torch's warning, raised by hand: there is no GPU to wait for; another warning is none."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step() -> None:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    line = step.__code__.co_firstlineno + 2
+    assert step_profile.find_waits(step) == {f"{Path(__file__).name}:{line}": 2}
+    assert modes == ["warn", "default"]
 
 
 # --- loading
