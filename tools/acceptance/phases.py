@@ -160,10 +160,11 @@ class Phase:
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
         data = ("--data-path", corpus, "--tokenizer-model", tokenizer, "--seq-length", sizes.seq_length)
-        rate = ("--lr", 6e-4, "--lr-warmup-iters", 10, "--lr-decay-style", "constant", "--train-iters", iterations)
-        batch = ("--micro-batch-size", sizes.rows, "--global-batch-size", sizes.rows, "--eval-iters", 0)
+        rate = ("--lr", 6e-4, "--lr-warmup-iters", iterations // 10, "--lr-decay-style", "constant")
+        batch = ("--micro-batch-size", sizes.rows, "--global-batch-size", sizes.rows)
+        length = ("--train-iters", iterations, "--eval-iters", 0)
         start = ("examples/pretrain_neobert.sh", *sizes.model, *(self.precision if bf16 else ()))
-        self.run(name, *start, *data, *rate, *batch, "--save", folder, "--load", folder, *flags, device=device)
+        self.run(name, *start, *data, *rate, *batch, *length, "--save", folder, "--load", folder, *flags, device=device)
         lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         return {line["iteration"]: line for line in lines if "loss" in line}
 
