@@ -64,6 +64,9 @@ NEEDS = (
     Need("muon_momentum", "optimizer", wanted="muon"),
     Need("num_layers_at_start_in_bf16", "first_last_layers_bf16"),
     Need("num_layers_at_end_in_bf16", "first_last_layers_bf16"),
+    Need("lr_decay_style", "lr_wsd_decay_iters", "how many of the last iterations decay", value="WSD"),
+    Need("lr_wsd_decay_iters", "lr_decay_style", wanted="WSD"),
+    Need("lr_wsd_decay_style", "lr_decay_style", wanted="WSD"),
     Need("loss_spike_window", "loss_spike_sigma"),
     Need("exit_interval", "save", _RESUMABLE),
     Need("exit_duration_in_mins", "save", _RESUMABLE),
@@ -289,7 +292,14 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
     if optimizer.lr_warmup_iters >= end:
         yield (
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, where the decay ends "
-            f"(--lr-decay-iters, or 90 % of --train-iters {training.train_iters}). Use about {max(end // 50, 0)}."
+            f"(--lr-decay-iters, or by default a share of --train-iters {training.train_iters}). "
+            f"Use about {max(end // 50, 0)}."
+        )
+    elif (optimizer.lr_wsd_decay_iters or 0) > (longest := end - optimizer.lr_warmup_iters):
+        yield (
+            f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} exceeds {longest}, the iterations from the warm-up's "
+            f"end, {optimizer.lr_warmup_iters}, to the decay's, {end} (--lr-decay-iters or --train-iters). Use about "
+            f"{-(-longest // 10)}."
         )
     if optimizer.min_lr > optimizer.lr:
         yield (f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; use {optimizer.lr / 10:g}.")

@@ -214,10 +214,22 @@ class OptimizerConfig:
     )
     lr: float = setting(6e-4, "peak learning rate", minimum=0.0)
     min_lr: float = setting(6e-5, "minimum learning rate, after the decay", minimum=0.0)
-    lr_decay_style: str = setting("cosine", "learning-rate decay", choices=("cosine", "linear", "constant"))
+    lr_decay_style: str = setting(
+        "cosine",
+        "learning-rate decay; WSD: constant (stable) until the last iterations, the decay",
+        choices=("cosine", "linear", "constant", "inverse-square-root", "WSD"),
+    )
     lr_warmup_iters: int = setting(2000, "warm-up iterations, linear from 0", minimum=0)
     lr_decay_iters: int | None = setting(
-        None, "decay iterations: where --min-lr is reached; default 90 %% of --train-iters", minimum=1
+        None,
+        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, for inverse-square-root and WSD all",
+        minimum=1,
+    )
+    lr_wsd_decay_style: str = setting(
+        "exponential", "WSD decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = setting(
+        None, "WSD decay iterations, the last ones before --lr-decay-iters", minimum=1
     )
     weight_decay: float = setting(0.1, "weight decay", minimum=0.0)
     weight_decay_scope: str = setting(
@@ -346,7 +358,8 @@ class Settings:
     @property
     def lr_decay_end(self) -> int:
         """Iteration at which the learning rate has fallen to min_lr; the paper's cosine ends at 90 % of the run."""
-        return self.optimizer.lr_decay_iters or max(1, round(0.9 * self.training.train_iters))
+        share = 1.0 if self.optimizer.lr_decay_style in ("inverse-square-root", "WSD") else 0.9
+        return self.optimizer.lr_decay_iters or max(1, round(share * self.training.train_iters))
 
     @property
     def virtual_stages_per_rank(self) -> int:

@@ -9,7 +9,7 @@ import math
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,14 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
 
 # ---- the learning rate
 
+# Of the way from the peak rate to the lowest what is left, by the share of the decay that is done.
+_LEFT: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "exponential": lambda done: 2 * 0.5**done - 1,
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+}
+
 
 def learning_rate(settings: Settings, iteration: int) -> float:
     """Behind `iteration` updates; what Megatron's scheduler gives (tests/unit/planning/test_plan.py compares them)."""
@@ -222,9 +230,14 @@ def learning_rate(settings: Settings, iteration: int) -> float:
         return optimizer.lr * iteration / optimizer.lr_warmup_iters
     if optimizer.lr_decay_style == "constant":
         return optimizer.lr
-    done = min(1.0, (iteration - optimizer.lr_warmup_iters) / (end - optimizer.lr_warmup_iters))
-    left = 1 - done if optimizer.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
+    if optimizer.lr_decay_style == "inverse-square-root":
+        warmed_up = math.sqrt(max(optimizer.lr_warmup_iters, 1) / max(iteration, 1))
+        return max(optimizer.min_lr, optimizer.lr * warmed_up if iteration <= end else 0.0)
+    style, begin = optimizer.lr_decay_style, optimizer.lr_warmup_iters
+    if style == "WSD":
+        style, begin = optimizer.lr_wsd_decay_style, end - (optimizer.lr_wsd_decay_iters or 0)
+    done = min(1.0, max(0.0, (iteration - begin) / (end - begin)))
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * _LEFT[style](done)
 
 
 def draw_curve(values: Sequence[float], *, height: int, unicode: bool) -> list[str]:
@@ -256,7 +269,10 @@ def rate_lines(settings: Settings, *, first: int) -> list[str]:
     lines.append(f"{'':>9}{f'iteration {first:,}':<{_CURVE_COLUMNS // 2}}{f'{last:,}':>{_CURVE_COLUMNS // 2}}")
     optimizer, decay = settings.optimizer, "constant"
     if optimizer.lr_decay_style != "constant":
-        decay = f"{optimizer.lr_decay_style} to {optimizer.min_lr:g} at {settings.lr_decay_end:,}"
+        end, style = settings.lr_decay_end, optimizer.lr_decay_style
+        if optimizer.lr_wsd_decay_iters is not None:
+            style = f"constant to {end - optimizer.lr_wsd_decay_iters:,}, then {optimizer.lr_wsd_decay_style}"
+        decay = f"{style} to {optimizer.min_lr:g} at {end:,}"
     warmup = f"0 to {optimizer.lr:g} by iteration {optimizer.lr_warmup_iters:,}"
     lines.append(f"{'':>9}{warmup if optimizer.lr_warmup_iters else f'{optimizer.lr:g}'}, then {decay}")
     return lines

@@ -161,4 +161,6 @@ def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamSchedul
         wd_incr_steps=settings.training.train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
+        wsd_decay_steps=cfg.lr_wsd_decay_iters,
+        lr_wsd_decay_style=cfg.lr_wsd_decay_style,
     )

@@ -1,10 +1,12 @@
 """Schedule, weight decay, clipping and accumulation do what their flags say."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from ranks import read_metrics, train_on_ranks
 from test_layouts import largest_relative_gap
 from tests_tiny import ITERATIONS
@@ -16,27 +18,45 @@ from megatron_neobert.checkpoint.folder import list_checkpoints
 PEAK, FLOOR = 2e-3, 2e-4
 
 
+WARMUP, STABLE, END = 2, 3, 5  # with WSD the rate is constant between the first two
+
+
 @pytest.mark.parametrize(
-    ("style", "share_left"),
+    ("style", "begin", "share_left"),
     [
-        ("cosine", lambda done: (1 + math.cos(math.pi * done)) / 2),
-        pytest.param("linear", lambda done: 1 - done, marks=pytest.mark.slow),
-        pytest.param("constant", lambda done: 1.0, marks=pytest.mark.slow),
+        pytest.param("cosine", WARMUP, lambda done: (1 + math.cos(math.pi * done)) / 2, marks=pytest.mark.slow),
+        pytest.param("linear", WARMUP, lambda done: 1 - done, marks=pytest.mark.slow),
+        pytest.param("constant", WARMUP, lambda done: 1.0, marks=pytest.mark.slow),
+        pytest.param("WSD exponential", STABLE, lambda done: 2 ** (1 - done) - 1, marks=pytest.mark.slow),
+        ("WSD minus_sqrt", STABLE, lambda done: 1 - done**0.5),
     ],
 )
-def test_learning_rate_warms_up_linearly_and_then_follows_its_style(settings, style, share_left):
-    warmup, end = 2, 5
-    run = settings(optimizer={"lr_decay_style": style, "lr_warmup_iters": warmup, "lr_decay_iters": end})
+def test_learning_rate_warms_up_linearly_and_then_follows_its_style(settings, style, begin, share_left):
+    """Against a formula, which that of a linear decay from the warm-up on is not, and Megatron's scheduler by hand."""
+    style, _, wsd_style = style.partition(" ")
+    wsd = {"lr_wsd_decay_style": wsd_style, "lr_wsd_decay_iters": END - STABLE} if wsd_style else {}
+    run = settings(optimizer={"lr_decay_style": style, "lr_warmup_iters": WARMUP, "lr_decay_iters": END, **wsd})
     train_on_ranks(run)
-    rates = read_metrics(run.checkpoint.save, "lr")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    megatron = OptimizerParamScheduler(
+        *(optimizer, 0.0, PEAK, FLOOR, WARMUP, END, style, 0.0, 0.0, ITERATIONS, "constant"),
+        wsd_decay_steps=END - STABLE,
+        lr_wsd_decay_style=wsd_style,
+    )
+    rates, others = read_metrics(run.checkpoint.save, "lr"), []
     for iteration in range(1, ITERATIONS + 1):
         step = iteration - 1  # the first update is made with the rate of step 0
-        if step < warmup:
-            expected = PEAK * step / warmup
-        else:
-            done = min(1.0, (step - warmup) / (end - warmup))
-            expected = FLOOR + (PEAK - FLOOR) * share_left(done)
-        assert rates[iteration] == pytest.approx(expected), iteration
+        assert rates[iteration] == optimizer.param_groups[0]["lr"] == pytest.approx(rate(step, begin, share_left))
+        others.append(rate(step, WARMUP, lambda done: 1 - done))
+        megatron.step(increment=1)
+    assert (others == pytest.approx(list(rates.values()))) == (style == "linear")
+
+
+def rate(step: int, begin: int, share_left: Callable[[float], float]) -> float:
+    """The rate of an update, of which there have been `step`, with a decay from `begin` on."""
+    if step < WARMUP:
+        return PEAK * step / WARMUP
+    return FLOOR + (PEAK - FLOOR) * share_left(min(1.0, max(0.0, (step - begin) / (END - begin))))
 
 
 def final_norm_weights(save: str) -> torch.Tensor:

@@ -188,6 +188,13 @@ IMPOSSIBLE = [
     (1, "--micro-batch-size 0", ["--micro-batch-size 0", "below 1"]),
     (1, "--lr nan", ["--lr nan"]),
     (1, "--lr-decay-style poly", ["--lr-decay-style poly", "cosine, linear, constant"]),
+    (1, "--lr-decay-style WSD", ["--lr-decay-style WSD needs --lr-wsd-decay-iters"]),
+    (1, "--lr-wsd-decay-iters 10", ["--lr-wsd-decay-iters 10 needs --lr-decay-style WSD"]),
+    (
+        1,
+        "--lr-decay-style WSD --lr-wsd-decay-iters 91 --train-iters 100 --lr-warmup-iters 10",
+        ["--lr-wsd-decay-iters 91 exceeds 90", "end, 10,", "100", "Use about 9"],
+    ),
     (1, "--save one --keep-last 1", ["--keep-last 1", "below 2"]),
     (1, "--continue-from a --save b --load ./c", ["--save b needs --load b"]),
     (1, "--allow-changed seed,num_layers", ["--allow-changed num_layers", "seed, "]),

@@ -25,15 +25,24 @@ from megatron_neobert.text import duration
 # ---- the learning rate
 
 
-@pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
+WSD = [f"WSD {style}" for style in ("exponential", "linear", "cosine", "minus_sqrt")]
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "constant", "inverse-square-root", *WSD])
 @pytest.mark.parametrize("warmup", [0, 7])
 def test_learning_rate_is_megatrons_at_every_iteration(style, warmup):
-    settings = Settings().with_section("optimizer", lr_decay_style=style, lr_warmup_iters=warmup)
-    settings = settings.with_section("training", train_iters=60)  # the decay ends at 54
+    style, _, wsd_style = style.partition(" ")
+    wsd = {"lr_wsd_decay_style": wsd_style, "lr_wsd_decay_iters": 20} if wsd_style else {}
+    settings = Settings().with_section(
+        "optimizer", lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=54, **wsd
+    )
+    settings = settings.with_section("training", train_iters=60)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     cfg = settings.optimizer
     scheduler = OptimizerParamScheduler(
-        optimizer, 0.0, cfg.lr, cfg.min_lr, warmup, settings.lr_decay_end, style, 0.0, 0.0, 60, "constant"
+        *(optimizer, 0.0, cfg.lr, cfg.min_lr, warmup, 54, style, 0.0, 0.0, 60, "constant"),
+        wsd_decay_steps=20,
+        lr_wsd_decay_style=wsd_style,
     )
     for iteration in range(60):
         (group,) = optimizer.param_groups
