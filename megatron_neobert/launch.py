@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from megatron_neobert.checkpoint.folder import check_folders, has_stop_file
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import CheckpointConfig, flag_of
-from megatron_neobert.data.batches.inputs import open_inputs
+from megatron_neobert.data.batches.phases import open_phases
 from megatron_neobert.errors import (
     EXIT_INTERRUPTED,
     EXIT_IO_ERROR,
@@ -49,7 +49,7 @@ def main() -> int:
         command = parse_command_line(arguments, world_size=world_size)
         if max_restarts:
             check_restarts(command.settings.checkpoint, nodes=node.nodes)
-        open_inputs(command.settings.data)  # once and now, before any rank is started
+        open_phases(command.settings)  # once and now, before any rank is started
         check_folders(command.settings.checkpoint, create=not command.dry_run)
         # What all nodes must be started with alike, by the name that the user knows.
         start = {"NNODES": str(node.nodes), "NPROC_PER_NODE": str(nproc)}

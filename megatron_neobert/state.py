@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.phases import TrainingStream
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # conversion reads Progress without megatron.core, whose impo
 class Progress:
     """How far a run has come: with weights and optimizer state, all that resuming needs."""
 
-    corpus_sha256: str  # of what `cursor` points into: a corpus, or a blend of several
+    corpus_sha256: str  # of what `cursor` points into: a corpus, or a blend of several; that of the last iteration
     iteration: int = 0
     cursor: Cursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
@@ -64,7 +65,7 @@ class Run:
     models: list[Any]
     optimizer: Any  # megatron.core's MegatronOptimizer
     scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
-    training_stream: BatchStream  # from the start of the corpus; the loop moves it to `progress.cursor`
+    training_stream: TrainingStream  # from the start of the corpus; the loop moves it to `progress`
     validation_stream: BatchStream | None
     progress: Progress
     # Called before each micro-batch: how the hang detector sees that the run makes progress.

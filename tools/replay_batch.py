@@ -13,7 +13,6 @@ under torchrun the ranks share it as in the settings. All other flags are those 
 import math
 import sys
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +104,8 @@ def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | N
     progress = run.progress
     if weights is not None and weights != place:
         load_from(run, weights)
-    stream = replace(run.training_stream, cursor=progress.cursor)
-    between = iteration - 1 - progress.iteration
-    if between == 0:
-        return stream
-    _, cursor = next(islice(stream.global_batches(), between - 1, None))
-    return replace(stream, cursor=cursor)
+    stream = replace(run.training_stream, iteration=progress.iteration, cursor=progress.cursor)
+    return stream.from_iteration(iteration)
 
 
 def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]], list[str]]:
@@ -150,7 +145,7 @@ def named_parameters(run: Any) -> list[tuple[str, Any]]:
 
 def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[str], grad_norm: float) -> None:
     """One line per micro-batch with its documents below, then the gradient."""
-    rows, _ = next(stream.global_batches())
+    stream, rows, _ = next(stream.global_batches())
     size = stream.settings.micro_batch_size
     for number, (nats, masked) in sums.items():
         part = rows.take(number * size, (number + 1) * size)

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
 from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
 from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.resume_rules import changes, refuse_other_run
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import Cursor
@@ -38,7 +39,7 @@ _STATE_FORMAT = {
 def load_checkpoint(run: Run) -> Path | None:
     """Restores weights, optimizer and progress from the newest good checkpoint of --load, else of --continue-from.
 
-    From the latter, the data starts anew.
+    From the latter, other data start anew; the same ones go on.
 
     Returns:
         Its folder; None if there is no checkpoint yet (`check_folders` has judged whether that is allowed).
@@ -65,7 +66,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     One that a conversion wrote holds weights only: the optimizer then starts anew.
 
     Args:
-        has_new_data: Whether the data starts anew.
+        has_new_data: Whether the data may be others; they start anew if they are.
 
     Raises:
         CheckpointError: It is of another model, data order, corpus or tokenizer.
@@ -75,7 +76,9 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     saved = read_record(folder / "settings.yaml")
     progress, optimizer = read_train_state(folder)
     weights_only = optimizer is None
-    refuse_other_run(saved, run.settings, folder, has_new_data=has_new_data, weights_only=weights_only)
+    leg = run.training_stream.leg_of(progress.iteration)
+    then, now = settings_at(saved, progress.iteration), leg.stretch.settings
+    refuse_other_run(then, now, folder, has_new_data=has_new_data, weights_only=weights_only)
     _refuse_other_tokenizer(run, folder)
     if weights_only and not has_new_data:
         raise CheckpointError(
@@ -91,11 +94,12 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
                 f"--train-iters {train_iters} is not above {progress.iteration}, the iteration of --continue-from "
                 f"{config.continue_from}, from which this run counts on; add the iterations that it shall train."
             )
-        progress = replace(progress, corpus_sha256=run.progress.corpus_sha256, cursor=Cursor())
-    elif progress.corpus_sha256 != run.progress.corpus_sha256:
+        cursor = leg.continue_at(progress.cursor, then, identity=progress.corpus_sha256)
+        progress = replace(progress, corpus_sha256=leg.identity, cursor=cursor)
+    elif progress.corpus_sha256 != leg.identity:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path "
-            f"{' '.join(run.settings.data.data_path)} has {run.progress.corpus_sha256[:12]}; its place in the data "
+            f"{' '.join(now.data.data_path)} has {leg.identity[:12]}; its place in the data "
             "means nothing there. Name the corpus it was trained on; or, to continue with new data, give this folder "
             "as --continue-from and others as --save and --load."
         )
@@ -110,6 +114,10 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     run.progress = progress
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     if is_rank_zero():
+        if has_new_data:
+            begins = "begin anew" if progress.cursor == Cursor() else f"go on at {progress.cursor}"
+            rate = run.optimizer.param_groups[0]["lr"]
+            print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {begins}", flush=True)
         for change in changes(saved, run.settings, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)
 

@@ -15,16 +15,19 @@ from typing import Any
 import yaml
 
 from megatron_neobert.config.data_path import parse_data_path
+from megatron_neobert.config.phases import PHASE_SETTINGS, Phase, stretches
 from megatron_neobert.config.rules import find_problems, find_record_problems
-from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings, flag_of
+from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.errors import CheckpointError, CommandParser, ConfigError, MissingInputError, suggestion
 
 _SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
 _TEXTS = tuple[str, ...]
-_METAVARS = {int: "N", float: "X", str: "TEXT", _TEXTS: "TEXT"}
+_PHASES = tuple[Phase, ...]
+_METAVARS = {int: "N", float: "X", str: "TEXT", _TEXTS: "TEXT", _PHASES: "YAML"}
 _SECTION_OF = {item.name: name for name, config in _SECTIONS.items() for item in fields(config)}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
+_MOST_PHASES = 100
 _LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
 
 
@@ -76,18 +79,21 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     settings = _build(values)
     problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
     if problems:
-        raise ConfigError(problems + _missing_inputs(settings.data))
+        raise ConfigError(problems + _missing_inputs(settings))
     # A single missing one is named when it is opened; of several only the first would be.
-    if parsed.dry_run and len(missing := _missing_inputs(settings.data)) > 1:
+    if parsed.dry_run and len(missing := _missing_inputs(settings)) > 1:
         raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
     return Command(settings=settings, dry_run=parsed.dry_run)
 
 
-def _missing_inputs(data: DataConfig) -> list[str]:
+def _missing_inputs(settings: Settings) -> list[str]:
     """Inputs that are not there, so that they need not be found out about one after the other."""
-    given = [data.data_path] + ([(data.valid_data_path,)] if data.valid_data_path else [])
+    data = settings.data
+    paths = dict.fromkeys(stretch.settings.data.data_path for stretch in stretches(settings))
+    given = [(path, "--data-path") for path in paths]
+    given += [((data.valid_data_path,), "--valid-data-path")] if data.valid_data_path else []
     problems = []
-    for entries, flag in zip(given, ("--data-path", "--valid-data-path"), strict=False):
+    for entries, flag in given:
         try:
             components = parse_data_path(entries)
         except ConfigError:
@@ -206,10 +212,9 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
         return [f"{path}: {size:,} bytes are more than {_LARGEST_FILE_BYTES:,}; no settings are that long. Is it YAML?"]
     content_bytes = path.read_bytes()  # apart from the parsing: an error of the disk is not one of the YAML
     try:
-        content = yaml.load(content_bytes.decode("utf-8-sig"), Loader=_UniqueKeyLoader)  # a SafeLoader
-    except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
-        reason = _one_line(str(error)) or type(error).__name__
-        return [f"{path}: not readable as YAML: {reason}; compare it with examples/configs."]
+        content = _load_yaml(content_bytes)
+    except ConfigError as error:
+        return [f"{path}: not readable as YAML: {error.problems[0]}; compare it with examples/configs."]
     if content is None:
         return []
     if not isinstance(content, dict):
@@ -226,6 +231,14 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
                 name = _name_of(key)
                 problems += _assign(values, section, name, value, source=f"{path}: {section}.{name}")
     return problems
+
+
+def _load_yaml(text: bytes | str) -> Any:
+    try:
+        content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return yaml.load(content, Loader=_UniqueKeyLoader)  # a SafeLoader
+    except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
+        raise ConfigError(_one_line(str(error)) or type(error).__name__) from error
 
 
 def _name_of(key: Any) -> str:
@@ -245,14 +258,61 @@ def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: A
         home = _SECTION_OF.get(name)
         hint = f"; it belongs to section {home!r}." if home else suggestion(name, list(types_of_section))
         return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
+    if types_of_section[name] == _PHASES:
+        values[section][name], problems = _read_phases(value, source=source)
+        return problems
+    return _assign_to(values[section], name, value, types_of_section[name], source=source)
+
+
+def _assign_to(values: dict[str, Any], name: str, value: Any, wanted: Any, *, source: str) -> list[str]:
     try:
-        converted = _convert(value, types_of_section[name])
+        converted = _convert(value, wanted)
     except (ValueError, TypeError, OverflowError):
-        return [f"{source} {_shown.repr(value)} is not {_type_words(types_of_section[name])}."]
+        return [f"{source} {_shown.repr(value)} is not {_type_words(wanted)}."]
     if isinstance(converted, int) and abs(converted) > _LARGEST_NUMBER:
         return [f"{source} {_shown.repr(converted)} is beyond {_LARGEST_NUMBER}; whole numbers take 64 bits at most."]
-    values[section][name] = converted
+    values[name] = converted
     return []
+
+
+def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[str]]:
+    """Phases out of a list, or a text that holds one as YAML; and what is wrong with them."""
+    if isinstance(value, str):
+        try:
+            value = _load_yaml(value)
+        except ConfigError as error:
+            return (), [f"{source} {_shown.repr(value)} is not YAML: {' '.join(error.problems)}"]
+    entries = [] if value is None else value
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and "after_iters" in entry for entry in entries
+    ):
+        return (), [
+            f"{source} {_shown.repr(value)} is not a list of settings with the iterations that come before each, such "
+            "as [{after_iters: 1000, mask_prob: 0.15}]."
+        ]
+    if len(entries) > _MOST_PHASES:
+        return (), [f"{source} holds {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
+    types_of_phase = {item.name: item.type for item in fields(Phase)}
+    phases, problems = [], []
+    for number, entry in enumerate(entries, start=1):
+        given: dict[str, Any] = {}
+        for key, own in entry.items():
+            name = _name_of(key)
+            if name in types_of_phase:
+                problems += _assign_to(
+                    given, name, own, types_of_phase[name], source=f"{source}: phase {number}: {name}"
+                )
+            elif name in _SECTION_OF:
+                allowed = ", ".join(PHASE_SETTINGS)
+                problems.append(
+                    f"{source}: phase {number}: {name} cannot change within a run; a phase takes {allowed}."
+                )
+            else:
+                hint = suggestion(name, list(PHASE_SETTINGS))
+                problems.append(f"{source}: phase {number}: unknown setting {name}{hint}")
+        if not problems:
+            phases.append(Phase(**given))
+    return tuple(phases), problems
 
 
 def _build(values: dict[str, dict[str, Any]]) -> Settings:
@@ -278,7 +338,7 @@ def _convert(value: Any, wanted: Any) -> Any:
         raise ValueError(value)
     if isinstance(value, bool):  # True is an int to Python and a mistake to the user
         raise ValueError(value)
-    if wanted == _TEXTS:
+    if plain == _TEXTS:
         return tuple(_convert(entry, str) for entry in (value if isinstance(value, list) else [value]))
     if plain in (int, float) and isinstance(value, str) and not value.isascii():  # int() reads the digits of any script
         raise ValueError(value)

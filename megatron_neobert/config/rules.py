@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_neobert.config.compute_rules import FP8_TOKENS, compute_problems
 from megatron_neobert.config.data_path import parse_data_path
+from megatron_neobert.config.phases import stretches
 from megatron_neobert.config.resume_rules import ALLOWABLE
 from megatron_neobert.config.schema import (
     DataConfig,
@@ -85,6 +86,8 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *pipeline_problems(settings),
         *batch_problems(settings, world_size),
     ]
+    if settings.training.phases:
+        return list(phase_problems(settings, world_size=world_size))
     return [
         *need_problems(settings),
         *model_problems(settings),
@@ -113,6 +116,22 @@ def value_problems(settings: Settings) -> Iterator[str]:
                 yield (f"{flag_of(item.name)} {value} is below {rules['minimum']}, its smallest legal value.")
             elif value == math.inf:
                 yield (f"{flag_of(item.name)} {value} is infinite; give a finite value.")
+
+
+def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
+    """What is wrong with the run before its first phase, then what each phase adds to that."""
+    counts = [phase.after_iters for phase in settings.training.phases]
+    if counts != sorted(set(counts)) or counts[0] < 1:
+        yield (
+            f"--phases begin after {', '.join(map(str, counts))} iterations; each must begin after more than the one "
+            "before, the first after 1 at least. Sort them, and merge those of one iteration."
+        )
+    known: list[str] = []
+    for number, stretch in enumerate(stretches(settings)):
+        for problem in find_problems(stretch.settings, world_size=world_size):
+            if problem not in known:
+                known.append(problem)
+                yield f"phase {number} (after {stretch.first - 1} iterations): {problem}" if number else problem
 
 
 def need_problems(settings: Settings) -> Iterator[str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.config.phases import Phase
+
 # Megatron's names for what a tokenizer file can be; "auto" goes by its content.
 TOKENIZER_TYPES = (
     "auto",
@@ -222,7 +224,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = setting(2000, "warm-up iterations, linear from 0", minimum=0)
     lr_decay_iters: int | None = setting(
         None,
-        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, for inverse-square-root and WSD all",
+        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, for inverse-square-root, WSD all",
         minimum=1,
     )
     lr_wsd_decay_style: str = setting(
@@ -251,6 +253,11 @@ class TrainingConfig:
         2048, "global batch size: packed sequences per iteration over all ranks", minimum=1
     )
     train_iters: int = setting(1_000_000, "training iterations of the whole run", minimum=1)
+    phases: tuple[Phase, ...] = setting(
+        (),
+        "settings that change while the run trains, as YAML: [{after_iters: N, mask_prob: X}, ...]; also seq_length, "
+        "global_batch_size, micro_batch_size, mask_replacement, data_path",
+    )
     seed: int = setting(0, "random seed of weights, document order and masks", minimum=0)
     bf16: bool = setting(False, "bfloat16 with float32 main weights")
     loss_normalization: str = setting(
@@ -288,8 +295,8 @@ class CheckpointConfig:
     )
     continue_from: str | None = setting(
         None,
-        "folder of another run, used while --load is empty: its newest weights, optimizer state and iteration, with "
-        "this run's data from the start",
+        "folder of another run, used while --load is empty: its newest weights, optimizer state, iteration and, in "
+        "the same data, place; other data begin at their start",
     )
     resume: str = setting(
         "auto",

@@ -5,7 +5,6 @@ second. Letters: `t` tokens of a micro-batch, `s` slots of one piece of a docume
 """
 
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,13 @@ from numpy.typing import NDArray
 
 from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
+from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.packing import PackedRows
+from megatron_neobert.data.batches.phases import build_training_stream, open_phases
 from megatron_neobert.data.batches.rows import Cursor, Source
-from megatron_neobert.data.batches.stream import BatchStream, PackedBatch
+from megatron_neobert.data.batches.stream import PackedBatch
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError
 
@@ -68,8 +69,7 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     """The batch of an iteration.
 
     Args:
-        place: A checkpoint before it; None starts at the beginning of the data, which the first iteration of the run
-            reads, also of one that continues another.
+        place: A checkpoint of the run before it; None starts where the first iteration of the run does.
 
     Raises:
         MissingInputError, DataError, ConfigError: Of what the settings name; the run has no such iteration.
@@ -87,39 +87,42 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
             f"--iteration {iteration} is before this run, whose first is {first}: it counts on from the newest "
             f"checkpoint of --continue-from {continued}. Name {first} or a later one."
         )
-    inputs = open_inputs(settings.data)
-    stream = BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer))
-    between = iteration - first
+    inputs = open_phases(settings)
+    batches = build_training_stream(settings, inputs)
     if place is not None:
         progress = read_train_state(place).progress
-        if progress.corpus_sha256 != inputs.identity:
+        leg = batches.leg_of(progress.iteration)
+        if progress.corpus_sha256 != leg.identity:
             raise CheckpointError(
                 f"{place} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path names one "
-                f"with {inputs.identity[:12]}; its place in the data means nothing there. Name the corpus it was "
+                f"with {leg.identity[:12]}; its place in the data means nothing there. Name the corpus it was "
                 "trained on."
             )
-        stream = replace(stream, cursor=progress.cursor)
-        between -= progress.iteration
-    if between:
-        _, cursor = next(islice(stream.global_batches(), between - 1, None))
-        stream = replace(stream, cursor=cursor)
-    if share is not None:
-        stream = replace(
-            stream, data_parallel_rank=share.data_parallel_rank, data_parallel_size=share.data_parallel_size
+        batches = replace(batches, iteration=progress.iteration, cursor=progress.cursor)
+    elif continued is not None:
+        folder = latest_checkpoint(Path(continued))
+        progress, then = read_train_state(folder).progress, read_record(folder / "settings.yaml")
+        cursor = batches.leg_of(progress.iteration).continue_at(
+            progress.cursor, settings_at(then, progress.iteration), identity=progress.corpus_sha256
         )
-    rows, _ = next(stream.global_batches())
-    batches = next(stream.steps()).micro_batches
+        batches = replace(batches, iteration=progress.iteration, cursor=cursor)
+    batches = batches.from_iteration(iteration)
+    if share is not None:
+        batches = batches.on_rank(
+            data_parallel_rank=share.data_parallel_rank, data_parallel_size=share.data_parallel_size
+        )
+    stream, rows, _ = next(batches.global_batches())
     size = stream.settings.micro_batch_size
     numbers = range(stream.data_parallel_rank, len(rows) // size, stream.data_parallel_size)
     return FoundBatch(
         iteration=iteration,
-        settings=settings,
-        tokenizer=inputs.tokenizer,
-        sources=inputs.training,
+        settings=settings_at(settings, iteration),
+        tokenizer=inputs[0].tokenizer,
+        sources=stream.sources,
         cursor=stream.cursor,
         parts=[
             FoundMicroBatch(number, rows.take(number * size, (number + 1) * size), batch)
-            for number, batch in zip(numbers, batches, strict=True)
+            for number, batch in zip(numbers, stream.build(rows), strict=True)
         ],
         share=share,
     )

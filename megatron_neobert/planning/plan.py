@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
+from megatron_neobert.config.phases import stretches
 from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
-from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.batches.inputs import Inputs, batch_settings
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
+from megatron_neobert.data.batches.phases import open_phases
 from megatron_neobert.data.batches.rows import count_windows, pack_window
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines, plan_memories
+from megatron_neobert.planning.memory import Kernels, RankMemory
 from megatron_neobert.text import counted, percent
 
 _INDENT = 12
@@ -45,32 +48,90 @@ class IterationSample:
     epochs: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedPhase:
+    """A stretch of iterations that share their settings, as far as they are still to be trained."""
+
+    number: int  # 0: before the first of --phases
+    words: str  # what changes with it
+    first: int
+    last: int
+    settings: Settings
+    inputs: Inputs
+    sample: IterationSample
+    memories: dict[Kernels, RankMemory]
+
+    @property
+    def left(self) -> int:
+        """Iterations."""
+        return self.last - self.first + 1
+
+    @property
+    def flops(self) -> float:
+        """Of an iteration."""
+        return flops_per_iteration(self.settings, self.inputs, self.sample)
+
+
+def plan_phases(settings: Settings, inputs: Sequence[Inputs], *, first: int, world_size: int) -> list[PlannedPhase]:
+    """What is to be trained behind `first` iterations: one phase where --phases changes nothing in between."""
+    last_of_run = settings.training.train_iters
+    words = ["", *(phase.words for phase in settings.training.phases)]
+    spans = [(max(one.first, first + 1), min(one.last or last_of_run, last_of_run)) for one in stretches(settings)]
+    left = [number for number, (begin, end) in enumerate(spans) if begin <= end]
+    planned = []
+    for number in left or [len(spans) - 1]:  # of a run that has nothing left, the last one, with no iteration
+        own, phase_settings = inputs[number], stretches(settings)[number].settings
+        begin, end = spans[number]
+        planned.append(
+            PlannedPhase(
+                number=number,
+                words=words[number],
+                first=begin,
+                last=max(end, begin - 1),
+                settings=phase_settings,
+                inputs=own,
+                sample=sample_iteration(phase_settings, own),
+                memories=plan_memories(phase_settings, vocab_size=own.tokenizer.vocab_size, world_size=world_size),
+            )
+        )
+    return planned
+
+
 def print_plan(settings: Settings, *, world_size: int) -> int:
     """Prints the plan of a legal run and returns 0.
 
     Raises:
-        MissingInputError, DataError, ConfigError: As `open_inputs`.
+        MissingInputError, DataError, ConfigError: As `open_phases`.
     """
-    inputs = open_inputs(settings.data)
-    sample = sample_iteration(settings, inputs)
-    first = first_iteration(settings.checkpoint)
-    left = max(0, settings.training.train_iters - first)
-    memories = plan_memories(settings, vocab_size=inputs.tokenizer.vocab_size, world_size=world_size)
-    sections = {
-        "settings": settings_lines(settings),
-        "model": model_lines(settings, inputs),
-        "ranks": [describe_ranks(settings, world_size)],
-        "iteration": iteration_lines(settings, sample, world_size=world_size),
-        "corpus": corpus_lines(inputs, sample, left=left),
-        "run": run_lines(settings, inputs, sample, first=first, left=left),
-        "rate": rate_lines(settings, first=first),
-        "memory": memory_lines(memories, stages=settings.parallel.pipeline_model_parallel_size),
-        "GPUs": gpu_lines(
-            settings, memories, flops=left * flops_per_iteration(settings, inputs, sample), world_size=world_size
-        ),
-        "checkpoints": checkpoint_lines(settings, vocab_size=inputs.tokenizer.vocab_size, first=first),
-    }
-    for name, lines in sections.items():
+    inputs = open_phases(settings)
+    vocab_size, first = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
+    phases = plan_phases(settings, inputs, first=first, world_size=world_size)
+    fullest = max(phases, key=lambda phase: next(iter(phase.memories.values())).total)
+    sections = [
+        ("settings", settings_lines(settings)),
+        ("model", model_lines(settings, inputs[0])),
+        ("ranks", [describe_ranks(settings, world_size)]),
+    ]
+    for phase in phases:
+        if len(phases) > 1:
+            sections.append((f"phase {phase.number}", phase_lines(phase)))
+        sections.append(("iteration", iteration_lines(phase.settings, phase.sample, world_size=world_size)))
+        sections.append(("corpus", corpus_lines(phase.inputs, phase.sample, left=phase.left)))
+        if len(phases) > 1:
+            lines = gpu_lines(phase.settings, phase.memories, flops=phase.left * phase.flops, world_size=world_size)
+            sections.append(("GPUs", lines))
+    memories, flops = fullest.memories, sum(phase.left * phase.flops for phase in phases)
+    stages = settings.parallel.pipeline_model_parallel_size
+    sections += [
+        ("run", run_lines(settings, phases, first=first)),
+        ("rate", rate_lines(settings, first=first)),
+        ("memory", memory_lines(memories, stages=stages)),
+        ("GPUs", gpu_lines(settings, memories, flops=flops, world_size=world_size)),
+        ("checkpoints", checkpoint_lines(settings, vocab_size=vocab_size, first=first)),
+    ]
+    if len(phases) > 1:
+        sections[-3][1].append(f"in phase {fullest.number}, which takes most")
+    for name, lines in sections:
         folded = [part for line in lines for part in _fold(line)]
         for label, line in zip([name, *[""] * len(folded)], folded, strict=False):
             print(f"{label:<{_INDENT}}{line}".rstrip())
@@ -99,6 +160,8 @@ def _differing(section: Any) -> Iterator[str]:
         value, flag = getattr(section, item.name), flag_of(item.name)
         if value == item.default:
             continue
+        if item.name == "phases":
+            value = f"[{', '.join(map(str, value))}]"
         if isinstance(value, bool):
             yield flag if value else flag.replace("--", "--no-", 1)
         else:
@@ -163,13 +226,28 @@ def flops_per_iteration(settings: Settings, inputs: Inputs, sample: IterationSam
     return per_token * sample.tokens
 
 
-def run_lines(settings: Settings, inputs: Inputs, sample: IterationSample, *, first: int, left: int) -> list[str]:
-    flops = flops_per_iteration(settings, inputs, sample)
-    done = f", {first:,} of them done" if first else ""
+def phase_lines(phase: PlannedPhase) -> list[str]:
     return [
-        f"{counted(settings.training.train_iters, 'iteration')}{done}: {left * sample.tokens:.3e} tokens of documents"
+        f"iterations {phase.first:,} to {phase.last:,}: {phase.left * phase.sample.tokens:.3e} tokens of documents",
+        *([phase.words] if phase.words else []),
+        flops_line(phase),
+    ]
+
+
+def flops_line(phase: PlannedPhase) -> str:
+    flops = phase.flops
+    per_token = flops / phase.sample.tokens
+    return f"{per_token:.3e} FLOPs per token, {flops:.3e} per iteration, {flops * phase.left:.3e} in all"
+
+
+def run_lines(settings: Settings, phases: Sequence[PlannedPhase], *, first: int) -> list[str]:
+    done = f", {first:,} of them done" if first else ""
+    tokens = sum(phase.left * phase.sample.tokens for phase in phases)
+    flops = sum(phase.left * phase.flops for phase in phases)
+    return [
+        f"{counted(settings.training.train_iters, 'iteration')}{done}: {tokens:.3e} tokens of documents"
         f"{' to go' if first else ''}",
-        f"{flops / sample.tokens:.3e} FLOPs per token, {flops:.3e} per iteration, {flops * left:.3e} in all",
+        flops_line(phases[0]) if len(phases) == 1 else f"{flops:.3e} FLOPs in all",
     ]
 
 

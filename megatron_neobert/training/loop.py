@@ -11,6 +11,7 @@ import torch
 from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
+from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.dali import DaliLoader
 from megatron_neobert.data.batches.loader import build_loader
@@ -93,10 +94,11 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     detector.mark("waiting for data", run.progress.iteration + 1)
     attention: str | None = None
     for batches in monitor.clocked(_training_batches(run)):
+        _announce_phase(run, monitor)
         detector.mark("training", run.progress.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
         report = train_step(run, batches)
-        run.progress = count_update(_advance(run, batches), report, run.settings.training)
+        run.progress = _advance(run, batches, report)
         monitor.add(report, run.progress)
         if attention != (attention := engine_attention()):  # known after the first step, if at all
             monitor.log(f"Transformer Engine computes attention by {attention}")
@@ -226,7 +228,8 @@ def _exit_code(run: Run, monitor: Monitor, following: Next) -> int:
 
 
 def _training_batches(run: Run) -> Iterable[StepBatches]:
-    stream, data = replace(run.training_stream, cursor=run.progress.cursor), run.settings.data
+    progress, data = run.progress, run.settings.data
+    stream = replace(run.training_stream, iteration=progress.iteration, cursor=progress.cursor)
     if data.dataloader_type == "dali":
         return DaliLoader(stream, num_workers=data.num_workers, device=run.device)
     return build_loader(stream, num_workers=data.num_workers)
@@ -238,17 +241,31 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
     start = f"from {loaded}" if loaded else f"from fresh weights of seed {settings.training.seed}"
     return (
         f"training {parameters:,} parameters {start} on {torch.distributed.get_world_size()} x {run.device.type}, "
-        f"{settings.tokens_per_iteration:,} tokens per iteration"
+        f"{settings_at(settings, run.progress.iteration + 1).tokens_per_iteration:,} tokens per iteration"
     )
 
 
-def _advance(run: Run, batches: StepBatches) -> Progress:
-    return replace(
+def _announce_phase(run: Run, monitor: Monitor) -> None:
+    """Logs which settings change with the next iteration, if any do."""
+    done = run.progress.iteration
+    for phase in run.settings.training.phases:
+        if phase.after_iters == done:
+            monitor.log(f"a phase begins with iteration {done + 1}: {phase.words}")
+
+
+def _advance(run: Run, batches: StepBatches, report: StepReport) -> Progress:
+    """The progress after a step; of updates before a phase nothing is kept to compare its own ones with."""
+    iteration = run.progress.iteration + 1
+    leg = run.training_stream.leg_of(iteration)
+    progress = replace(
         run.progress,
-        iteration=run.progress.iteration + 1,
+        iteration=iteration,
+        corpus_sha256=leg.identity,
         cursor=batches.cursor_after,
-        consumed_samples=run.progress.consumed_samples + run.settings.training.global_batch_size,
+        consumed_samples=run.progress.consumed_samples + leg.stretch.settings.training.global_batch_size,
     )
+    progress = count_update(progress, report, run.settings.training)
+    return replace(progress, recent_updates=()) if iteration == leg.stretch.last else progress
 
 
 def _due(iteration: int, interval: int | None) -> bool:

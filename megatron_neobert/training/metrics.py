@@ -17,6 +17,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.model.flops import training_flops_per_token
@@ -138,6 +139,7 @@ class Monitor:
         self.logs = is_rank_zero()
         self.sums: tuple[float, ...] | None = None
         self.iterations = 0
+        self.capacity_tokens = 0  # of these iterations
         self.updates = 0  # of these iterations, those that were not skipped
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
@@ -206,6 +208,7 @@ class Monitor:
         # Of a GPU's peaks the largest counts; what is resident on a CPU is that of now.
         self.largest_memory_mib = max(self.largest_memory_mib, memory_mib) if self.device.type == "cuda" else memory_mib
         self.iterations += 1
+        self.capacity_tokens += settings_at(self.settings, progress.iteration).tokens_per_iteration
         self.bar.advance(self.task)
 
     def close_interval(self, progress: Progress, *, lr: float, grad_norm: float) -> Progress:
@@ -228,11 +231,13 @@ class Monitor:
     def restart_clock(self) -> None:
         """Starts a new interval now, so that saving and validating do not count as training."""
         self.sums, self.iterations, self.updates, self.largest_memory_mib = None, 0, 0, 0
+        self.capacity_tokens = 0
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
 
     def _interval(self, progress: Progress, averages: Averages, *, lr: float, grad_norm: float) -> Interval:
-        settings, seconds = self.settings, time.perf_counter() - self.started_seconds
+        settings = settings_at(self.settings, progress.iteration)
+        seconds = time.perf_counter() - self.started_seconds
         flops_per_token = training_flops_per_token(
             settings, vocab_size=self.vocab_size, document_tokens=averages.seen_tokens
         )
@@ -248,7 +253,7 @@ class Monitor:
             flops_per_second=averages.tokens * flops_per_token / seconds,
             peak_tflops=self.peak_tflops,
             memory_gib=self.largest_memory_mib / 1024,
-            fill=averages.tokens / (self.iterations * settings.tokens_per_iteration),
+            fill=averages.tokens / self.capacity_tokens,
             data_wait=self.waited_seconds / seconds,
             consumed_tokens=progress.consumed_tokens,
             skipped_iterations=progress.skipped_iterations,

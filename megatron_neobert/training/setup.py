@@ -14,7 +14,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.transformer.module import Float16Module
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.batches.inputs import Inputs
+from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream, open_phases
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
@@ -25,7 +26,7 @@ from megatron_neobert.state import Progress, Run
 from megatron_neobert.training.muon import build_with_muon
 
 
-def join(settings: Settings) -> tuple[Inputs, torch.device]:
+def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     """Opens the data, then joins the process group.
 
     Raises:
@@ -33,43 +34,45 @@ def join(settings: Settings) -> tuple[Inputs, torch.device]:
 
     Collective: all ranks.
     """
-    inputs = open_inputs(settings.data)
+    inputs = open_phases(settings)
     device = distributed.initialize(settings)  # collective: all ranks
     remember_signals()  # from here on all ranks can agree on the iteration after which they stop
     return inputs, device
 
 
-def build_run(settings: Settings, inputs: Inputs, device: torch.device) -> Run:
+def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
     """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
     training_stream, validation_stream = build_streams(settings, inputs)
-    models = build_models(settings, device, vocab_size=inputs.tokenizer.vocab_size)
+    tokenizer = inputs[0].tokenizer
+    models = build_models(settings, device, vocab_size=tokenizer.vocab_size)
     optimizer = build_optimizer(settings, models)
     return Run(
         settings=settings,
         device=device,
-        tokenizer=inputs.tokenizer,
+        tokenizer=tokenizer,
         models=models,
         optimizer=optimizer,
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_stream=validation_stream,
-        progress=Progress(corpus_sha256=inputs.identity),
+        progress=Progress(corpus_sha256=inputs[0].identity),
     )
 
 
-def build_streams(settings: Settings, inputs: Inputs) -> tuple[BatchStream, BatchStream | None]:
-    """This rank's batches for training and, if wanted, for validation, both from their start."""
-    training = BatchStream(
-        inputs.training,
-        batch_settings(settings, inputs.tokenizer, fixed_shapes=torch.cuda.is_available()),
+def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStream, BatchStream | None]:
+    """This rank's batches for training and, if wanted, for validation, both from their start.
+
+    Validation keeps the settings and the documents that the run begins with, in all phases: its curve is of one kind.
+    """
+    training = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
         data_parallel_rank=distributed.data_parallel_rank(),
         data_parallel_size=distributed.data_parallel_size(),
         context_parallel_rank=distributed.context_parallel_rank(),
         context_parallel_size=distributed.context_parallel_size(),
     )
-    if inputs.validation is None or not settings.training.eval_iters:
+    if inputs[0].validation is None or not settings.training.eval_iters:
         return training, None
-    return training, replace(training, sources=inputs.validation)
+    return training, replace(training.legs[0].stream, sources=inputs[0].validation)
 
 
 def build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:

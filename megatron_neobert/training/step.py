@@ -116,8 +116,8 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=run.models if len(run.models) > 1 else run.models[0],
         num_microbatches=len(batches.micro_batches),
-        # To Megatron, a packed micro-batch is one sequence.
-        seq_length=run.settings.tokens_per_micro_batch,
+        # To Megatron, a packed micro-batch is one sequence, of which a context-parallel rank has its share.
+        seq_length=len(batches.micro_batches[0].tokens_t) * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=forward_only,
     )

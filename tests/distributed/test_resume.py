@@ -201,10 +201,12 @@ def test_a_run_beside_one_that_could_be_continued_starts_from_fresh_weights_if_i
 
 
 def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_rate(settings):
-    """Weights, optimizer state and schedule go on; rows of another length begin at the start of the corpus."""
+    """Weights, optimizer state and schedule go on; another seed has an order of its own, and its start."""
     first = settings("first", training={"exit_interval": STOP})
     train_on_ranks(first)
-    second = settings("second", data={"seq_length": 64}, training={"micro_batch_size": 4, "exit_interval": STOP + 1})
+    second = settings(
+        "second", data={"seq_length": 64}, training={"micro_batch_size": 4, "seed": 1, "exit_interval": STOP + 1}
+    )
     second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
     for _ in range(2):  # the same command again goes on from its own checkpoint
         train_on_ranks(second)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from megatron_neobert.data.batches.loader import build_loader
-from megatron_neobert.data.batches.stream import BatchStream, PackedBatch, StepBatches
+from megatron_neobert.data.batches.loader import Stream, build_loader
+from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
 from megatron_neobert.errors import ConfigError
 
 _PREFETCHED_MICRO_BATCHES = 2  # one in training, one being copied
@@ -34,7 +34,7 @@ class DaliLoader:
         ConfigError: DALI is not installed.
     """
 
-    def __init__(self, stream: BatchStream, *, num_workers: int, device: torch.device) -> None:
+    def __init__(self, stream: Stream, *, num_workers: int, device: torch.device) -> None:
         try:  # here, so that it is missed before the first step
             import nvidia.dali  # noqa: F401
         except ModuleNotFoundError as error:

@@ -11,19 +11,26 @@ import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_neobert.data.batches.stream import BatchStream, PackedBatch, StepBatches
+from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
 from megatron_neobert.errors import NeoBERTError
 
 
+class Stream(Protocol):
+    """What has steps: a BatchStream, or all phases of a run."""
+
+    def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
+        """Steps first, first + every, ..."""
+
+
 class _Steps(IterableDataset[StepBatches]):
-    def __init__(self, stream: BatchStream) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
     def __iter__(self) -> Iterator[StepBatches]:
@@ -52,7 +59,7 @@ def _or_raise(step: Any) -> StepBatches:
     return step
 
 
-def build_loader(stream: BatchStream, *, num_workers: int) -> DataLoader[StepBatches]:
+def build_loader(stream: Stream, *, num_workers: int) -> DataLoader[StepBatches]:
     """The steps of `stream`, pinned for asynchronous copies where CUDA is present.
 
     Without an end: leave the loop after the last step. Each iteration over the result starts at the stream's cursor.

@@ -163,12 +163,9 @@ class RowReader:
         return self._rows
 
     def _move_to(self, row: int, *, rows_of_window: int) -> None:
-        epoch, window = self.cursor.epoch, self.cursor.window
-        if row < rows_of_window:
-            self.cursor = Cursor(epoch, window, row)
-        else:
-            self.cursor = Cursor(epoch, window + 1) if window + 1 < self._windows else Cursor(epoch + 1)
-            self._rows = None
+        self.cursor = Cursor(self.cursor.epoch, self.cursor.window, row)
+        if row >= rows_of_window:
+            self.cursor, self._rows = next_window(self.sources, self.settings, self.cursor), None
 
 
 def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
@@ -178,6 +175,14 @@ def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
     return windows_of_epoch(
         len(sources[0].documents), window_documents=WINDOW_DOCUMENTS, block_size=settings.document_block_size
     )
+
+
+def next_window(sources: Sequence[Source], settings: BatchSettings, cursor: Cursor) -> Cursor:
+    """The beginning of the first window of which nothing is read yet."""
+    if cursor.row == 0:
+        return cursor
+    following = cursor.window + 1
+    return Cursor(cursor.epoch, following) if following < count_windows(sources, settings) else Cursor(cursor.epoch + 1)
 
 
 def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> PackedRows:

@@ -91,6 +91,9 @@ class StepBatches:
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
 
 
+StreamBatch = tuple["BatchStream", PackedRows, Cursor]  # a global batch, and the cursor behind it
+
+
 @dataclass(frozen=True)
 class BatchStream:
     """The batches of one rank from a cursor on, epoch after epoch without an end.
@@ -135,11 +138,8 @@ class BatchStream:
         Raises:
             CheckpointError: The cursor names a row that its window does not have.
         """
-        batches: Iterator[tuple[PackedRows, Cursor]] = islice(self.global_batches(), first, None, every)
-        if self.settings.document_block_size > 1:
-            batches = self._announce(batches)
-        for rows, cursor_after in batches:
-            yield StepBatches([self._build(part) for part in self._own_micro_batches(rows)], cursor_after)
+        batches = ((self, rows, cursor_after) for rows, cursor_after in self.global_batches())
+        return build_steps(islice(batches, first, None, every), announce=self.settings.document_block_size > 1)
 
     def global_batches(self) -> Iterator[tuple[PackedRows, Cursor]]:
         """The rows of each step for all ranks, and the cursor behind them. Batches run on across windows and epochs."""
@@ -156,20 +156,20 @@ class BatchStream:
     def _usual_documents(self) -> int:
         return usual_documents(self.sources, self.settings)
 
+    def build(self, rows: PackedRows) -> list[PackedBatch]:
+        """This rank's micro-batches of a global batch."""
+        return [self._build(part) for part in self._own_micro_batches(rows)]
+
+    def announce(self, rows: PackedRows) -> None:
+        """Asks the operating system to read this rank's part of a global batch."""
+        for part in self._own_micro_batches(rows):
+            for corpus, members in _group_by_corpus(self.sources, part.segments):
+                corpus.will_need(_document_numbers(part.segments.documents_n[members]))
+
     def _own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
         size = self.settings.micro_batch_size
         firsts = range(0, self.settings.global_batch_size, size)[self.data_parallel_rank :: self.data_parallel_size]
         return [rows.take(first, first + size) for first in firsts]
-
-    def _announce(self, batches: Iterator[tuple[PackedRows, Cursor]]) -> Iterator[tuple[PackedRows, Cursor]]:
-        """The same batches, each after the operating system was asked to read this rank's part of the next."""
-        ahead = next(batches)
-        for following in batches:
-            for part in self._own_micro_batches(following[0]):
-                for corpus, members in _group_by_corpus(self.sources, part.segments):
-                    corpus.will_need(_document_numbers(part.segments.documents_n[members]))
-            yield ahead
-            ahead = following
 
     def _build(self, rows: PackedRows) -> PackedBatch:
         settings, ranks = self.settings, self.context_parallel_size
@@ -194,6 +194,25 @@ class BatchStream:
             cu_seqlens_n=torch.from_numpy(bounds),
             max_seqlen=longest,
         )
+
+
+def build_steps(batches: Iterator[StreamBatch], *, announce: bool) -> Iterator[StepBatches]:
+    """The steps of some global batches, whichever streams they are of.
+
+    Args:
+        announce: Whether each is built only after the operating system was asked to read this rank's part of the next.
+    """
+    for stream, rows, cursor_after in _announced(batches) if announce else batches:
+        yield StepBatches(stream.build(rows), cursor_after)
+
+
+def _announced(batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
+    ahead = next(batches)
+    for following in batches:
+        stream, rows, _ = following
+        stream.announce(rows)
+        yield ahead
+        ahead = following
 
 
 def build_micro_batch(sources: tuple[Source, ...], rows: PackedRows, *, settings: BatchSettings) -> PackedBatch:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from unit.inspection.batch_places import LENGTHS, settings_of, write_checkpoint
 
+from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError
@@ -82,14 +83,31 @@ def test_a_checkpoint_of_other_documents_is_refused(place, tmp_path):
         find_batch(settings_of(place, data_path=(str(place / "Q"),)), 3, place=folder)
 
 
-def test_a_run_that_continues_another_reads_its_data_from_the_beginning(place, tmp_path):
+def test_a_run_that_continues_another_goes_on_in_the_same_data_and_begins_others(place, tmp_path):
     settings = settings_of(place)
     behind_4 = asdict(find_batch(settings, 5, place=None).cursor)
     write_checkpoint(tmp_path, settings, iteration=4, cursor=behind_4)
     second = replace(settings, checkpoint=CheckpointConfig(continue_from=str(tmp_path)))
-    found = find_batch(second, 6, place=None)
-    assert found.cursor == find_batch(settings, 6 - 4, place=None).cursor
-    assert contents(found) != contents(find_batch(settings, 6, place=None))
+    assert contents(find_batch(second, 6, place=None)) == contents(find_batch(settings, 6, place=None))
+    anew = second.with_section("training", seed=1)
+    own = settings.with_section("training", seed=1)
+    assert contents(find_batch(anew, 6, place=None)) == contents(find_batch(own, 6 - 4, place=None))
+
+
+def test_a_batch_of_a_phase_is_found_with_its_settings(place):
+    phases = (Phase(after_iters=2, seq_length=128, mask_prob=0.1),)
+    settings = settings_of(place)
+    found = find_batch(settings.with_section("training", phases=phases), 4, place=None)
+    assert (found.settings.data.seq_length, found.settings.data.mask_prob) == (128, 0.1)
+    assert len(found.parts[0].batch.tokens_t) == 2 * 128
+    before = find_batch(settings.with_section("training", phases=phases), 2, place=None)
+    assert contents(before) == contents(find_batch(settings, 2, place=None))
+
+
+def test_a_batch_before_a_run_that_continues_another_is_refused(place, tmp_path):
+    settings = settings_of(place)
+    write_checkpoint(tmp_path, settings, iteration=4, cursor={"epoch": 0, "window": 0, "row": 8})
+    second = replace(settings, checkpoint=CheckpointConfig(continue_from=str(tmp_path)))
     with pytest.raises(ConfigError, match="--iteration 4 is before this run, whose first is 5"):
         find_batch(second, 4, place=None)
 

@@ -1,0 +1,150 @@
+"""A run whose settings change, and decays that branch off a run: bit for bit what they stand for."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import quick_only, read_metrics, train_on_ranks
+from test_layouts import DP2_OVERLAP, PP2, TP2, largest_relative_gap
+from tolerances import LAYOUT_LOSS
+
+from megatron_neobert.config.phases import Phase
+from megatron_neobert.config.schema import Settings
+
+RECORDED = ("loss", "grad_norm", "lr", "consumed_tokens", "fill", "cursor", "validation_loss")
+SHORT_ROWS = {"seq_length": 32}
+
+
+def phases_of(corpus: Any) -> tuple[Phase, ...]:
+    """Every setting that can change, one after the other: masks, batch, rows, corpora."""
+    blend = ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
+    return (
+        Phase(after_iters=1, mask_prob=0.1, mask_replacement="bert", global_batch_size=16),
+        Phase(after_iters=3, seq_length=128, micro_batch_size=1, global_batch_size=4),
+        Phase(after_iters=5, data_path=blend),
+    )
+
+
+@pytest.fixture
+def phased(settings: Callable[..., Settings], tiny_corpus: Any) -> Callable[..., Settings]:
+    def build(save: str, **training: Any) -> Settings:
+        parallel = training.pop("parallel", {})
+        training = {"phases": phases_of(tiny_corpus), "eval_interval": 2, **training}
+        return settings(save, data={**SHORT_ROWS, "num_workers": 1}, training=training, parallel=parallel)
+
+    return build
+
+
+def resumable(run: Settings) -> Settings:
+    return run.with_section("checkpoint", load=run.checkpoint.save)
+
+
+def same_record(one: Settings, other: Settings, keys: tuple[str, ...] = RECORDED) -> None:
+    for key in keys:
+        assert read_metrics(str(one.checkpoint.save), key) == read_metrics(str(other.checkpoint.save), key), key
+
+
+@pytest.mark.parametrize(
+    "case",
+    quick_only(["one rank", "two ranks, several buckets", "pipeline 2"], "two ranks, several buckets"),
+)
+def test_a_run_resumes_bit_for_bit_inside_every_phase_and_at_every_edge(phased, case, capfd):
+    world_size, parallel = {
+        "one rank": (1, {}),
+        "two ranks, several buckets": (2, DP2_OVERLAP),
+        "pipeline 2": (2, PP2),
+    }[case]
+    whole = phased("whole", parallel=parallel)
+    train_on_ranks(whole, world_size=world_size)
+    assert "a phase begins with iteration 4: --seq-length 128 --micro-batch-size 1" in capfd.readouterr().out
+    stopping = resumable(phased("stopping", parallel=parallel, exit_interval=1))
+    for _ in range(6):
+        train_on_ranks(stopping, world_size=world_size)
+    same_record(whole, stopping)
+    samples = read_state(stopping, 6)["consumed_samples"]
+    assert samples == 1 * 8 + 2 * 16 + 3 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [PP2, TP2], ids=["pipeline 2", "tensor 2"])
+def test_layouts_give_the_losses_of_one_rank_in_every_phase(phased, layout):
+    one, two = phased("one"), phased("two", parallel=layout)
+    train_on_ranks(one)
+    train_on_ranks(two, world_size=2)
+    losses = [read_metrics(str(run.checkpoint.save)) for run in (one, two)]
+    assert largest_relative_gap(*losses) <= LAYOUT_LOSS.gate
+
+
+def read_state(run: Settings, iteration: int) -> dict[str, Any]:
+    path = Path(str(run.checkpoint.save)) / f"iter_{iteration:07d}" / "train_state.json"
+    return dict(json.loads(path.read_text())["progress"])
+
+
+def test_one_run_of_two_phases_is_the_two_runs_that_it_replaces(settings, tiny_corpus):
+    """The stages of the paper in small: longer rows of another blend with another seed, by --continue-from."""
+    blend = ("1", tiny_corpus.prefix, "1", f"{tiny_corpus.prefix}:min=20")
+    later = {"seq_length": 128, "data_path": blend}
+    phase = Phase(after_iters=3, global_batch_size=4, **later)
+    both = settings("both", data=SHORT_ROWS, training={"phases": (phase,)})
+    train_on_ranks(both)
+
+    first = settings("first", data=SHORT_ROWS, training={"exit_interval": 3})
+    train_on_ranks(first)
+    losses = {}
+    for seed in (1, 0):
+        second = settings(f"seed {seed}", data=later, training={"global_batch_size": 4, "seed": seed})
+        second = resumable(second).with_section("checkpoint", continue_from=first.checkpoint.save)
+        train_on_ranks(second)
+        losses[seed] = read_metrics(str(first.checkpoint.save)) | read_metrics(str(second.checkpoint.save))
+    assert losses[1] == read_metrics(str(both.checkpoint.save))
+    assert losses[0] != losses[1], "the comparison does not see the data"
+
+
+def test_a_phase_that_is_added_to_a_run_is_taken_and_one_that_would_change_its_past_is_not(settings, capfd):
+    first = settings("run", training={"exit_interval": 2})
+    train_on_ranks(first)
+    added = resumable(settings("run", training={"phases": (Phase(after_iters=3, mask_prob=0.1),), "exit_interval": 4}))
+    train_on_ranks(added)
+    assert "--phases was () and is now ({after_iters: 3, mask_prob: 0.1},)" in capfd.readouterr().out
+    with pytest.raises(Exception, match=r"--mask-prob was 0\.1 and is now 0\.2"):
+        train_on_ranks(resumable(settings("run")))
+
+
+@pytest.fixture
+def decaying(settings: Callable[..., Settings]) -> Callable[..., Settings]:
+    """A run with WSD that decays to its end."""
+
+    def build(save: str, *, train_iters: int, decay: int, **training: Any) -> Settings:
+        rates = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": decay}
+        return settings(save, optimizer=rates, training={"train_iters": train_iters, **training})
+
+    return build
+
+
+def test_decays_of_two_lengths_branch_off_one_stable_run_as_if_each_had_been_planned(decaying, capfd):
+    """Each goes on in the data, resumes within its decay, and equals the run of its length bit for bit."""
+    stable = decaying("stable", train_iters=100, decay=10, exit_interval=3)
+    train_on_ranks(stable)
+    before = {key: read_metrics(str(stable.checkpoint.save), key) for key in RECORDED}
+    rates = {}
+    for train_iters, decay in ((6, 3), (7, 3)):
+        planned = decaying(f"planned {train_iters}", train_iters=train_iters, decay=decay)
+        train_on_ranks(planned)
+        branch = decaying(f"branch {train_iters}", train_iters=train_iters, decay=decay, exit_interval=5)
+        branch = resumable(branch).with_section("checkpoint", continue_from=stable.checkpoint.save)
+        for _ in range(2):
+            train_on_ranks(branch)
+        said = capfd.readouterr().out
+        assert "the learning rate is 2.00e-03 from here, the data go on at Cursor(epoch=0, window=0, row=24)" in said
+        for key in set(RECORDED) - {"validation_loss"}:
+            own = before[key] | read_metrics(str(branch.checkpoint.save), key)
+            assert own == read_metrics(str(planned.checkpoint.save), key), key
+        rates[train_iters] = read_metrics(str(planned.checkpoint.save), "lr")
+    short, long = (read_metrics(str(decaying(f"planned {n}", train_iters=n, decay=3).checkpoint.save)) for n in (6, 7))
+    assert [rates[6][k] for k in (4, 5)] == pytest.approx([2e-3, 2e-3 - (2e-3 - 2e-4) / 3])
+    assert rates[6][4] == rates[7][4] == rates[7][5] != rates[6][5]
+    shared = range(1, 6)  # the update of iteration 5 is the first that differs, and its loss is known before
+    assert [short[k] for k in shared] == [long[k] for k in shared]
+    assert short[6] != long[6]

@@ -1,0 +1,117 @@
+"""Settings that change while a run trains: which hold when, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_neobert.config.cli import parse_command_line, read_record, write_record
+from megatron_neobert.config.phases import settings_at
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.errors import ConfigError
+
+REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
+YAML = """
+training:
+  micro_batch_size: 8
+  global_batch_size: 32
+  phases:
+    - after_iters: 100
+      mask_prob: 0.15
+      global_batch_size: 64
+    - {after_iters: 200, seq_length: 4096, data_path: [0.2, corpus, 0.8, "corpus:min=1024"]}
+    - {after_iters: 300, mask_prob: 5e-2, data_path: other}
+"""
+
+
+def parse(*arguments: str) -> Settings:
+    return parse_command_line([*REQUIRED, *arguments], world_size=1).settings
+
+
+def problems_of(phases: str, *more: str) -> list[str]:
+    """Besides that the inputs are not there."""
+    try:
+        parse("--phases", phases, *more)
+    except ConfigError as error:
+        return [one for one in error.problems if not one.startswith(("--data-path", "--tokenizer-model"))]
+    return []
+
+
+def values_at(settings: Settings, iteration: int) -> tuple[object, ...]:
+    now = settings_at(settings, iteration)
+    assert now.training.phases == ()
+    return (
+        now.data.mask_prob,
+        now.data.seq_length,
+        now.training.global_batch_size,
+        now.data.data_path,
+        now.training.seed,
+    )
+
+
+def test_each_iteration_has_the_settings_of_the_last_phase_that_has_begun(tmp_path):
+    """Counted from 1; other data raise the seed, by which documents that come again are in another order."""
+    config = tmp_path / "run.yaml"
+    config.write_text(YAML, encoding="utf-8")
+    settings = parse("--config", str(config), "--seed", "7")
+    blend = ("0.2", "corpus", "0.8", "corpus:min=1024")
+    expected = {
+        1: (0.2, 1024, 32, ("corpus",), 7),
+        100: (0.2, 1024, 32, ("corpus",), 7),
+        101: (0.15, 1024, 64, ("corpus",), 7),
+        200: (0.15, 1024, 64, ("corpus",), 7),
+        201: (0.15, 4096, 64, blend, 8),
+        301: (0.05, 4096, 64, ("other",), 9),
+        10**6: (0.05, 4096, 64, ("other",), 9),
+    }
+    assert {iteration: values_at(settings, iteration) for iteration in expected} == expected
+
+
+def test_phases_read_the_same_from_a_file_a_flag_and_the_record_of_a_run(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(YAML, encoding="utf-8")
+    settings = parse("--config", str(config))
+    flag = f"[{', '.join(map(repr, settings.training.phases))}]"
+    assert parse("--phases", flag).training.phases == settings.training.phases
+    write_record(settings, tmp_path / "record.yaml")
+    assert read_record(tmp_path / "record.yaml") == settings
+    assert parse("--config", str(config), "--phases", "[]").training.phases == ()
+
+
+# What is refused, and words with the values.
+REFUSED = [
+    ("[{after_iters: 9, mask_prb: 0.1}]", ["phase 1: unknown setting mask_prb", "'mask_prob'"]),
+    ("[{after_iters: 9, num_layers: 2}]", ["phase 1: num_layers cannot change within a run", "after_iters, data_path"]),
+    ("[{after_iters: 9, seq_length: long}]", ["phase 1: seq_length 'long' is not a whole number"]),
+    ("[{mask_prob: 0.1}]", ["is not a list of settings", "{after_iters: 1000, mask_prob: 0.15}"]),
+    ("mask_prob", ["--phases 'mask_prob' is not a list of settings"]),
+    ("{a: [", ["--phases '{a: [' is not YAML"]),
+    (str([{"after_iters": n} for n in range(1, 102)]), ["holds 101 phases, more than 100"]),
+    ("[{after_iters: 9}, {after_iters: 5}]", ["begin after 9, 5 iterations", "more than the one before"]),
+    ("[{after_iters: 9}, {after_iters: 9}]", ["begin after 9, 9 iterations"]),
+    ("[{after_iters: 0}]", ["begin after 0 iterations", "1 at least"]),
+    ("[{after_iters: 9, mask_prob: 1.5}]", ["phase 1 (after 9 iterations): --mask-prob 1.5 is not between 0 and 1"]),
+    ("[{after_iters: 9, mask_replacement: some}]", ["phase 1", "--mask-replacement some is not one of all_mask, bert"]),
+    ("[{after_iters: 9, seq_length: 8192}]", ["phase 1", "--seq-length 8192 exceeds --max-position-embeddings 4096"]),
+    ("[{after_iters: 9, global_batch_size: 96}]", ["phase 1", "--global-batch-size 96 is not a multiple", "64"]),
+    ("[{after_iters: 9, data_path: [a, b, c]}]", ["phase 1", "--data-path has 3 entries"]),
+]
+
+
+@pytest.mark.parametrize(("phases", "words"), REFUSED)
+def test_phases_that_cannot_be_are_refused_in_one_sentence_with_their_values(phases, words):
+    problems = problems_of(phases)
+    assert problems
+    assert [word for word in words if word not in problems[0]] == []
+
+
+def test_what_is_wrong_without_the_phases_is_said_once():
+    phases = "[{after_iters: 9, mask_prob: 0.1}, {after_iters: 19, mask_prob: 0.2}]"
+    assert len(problems_of(phases, "--num-attention-heads", "14")) == 1
+    assert problems_of(phases) == []
+
+
+def test_a_missing_corpus_of_a_later_phase_is_missed_at_the_start(tmp_path, tiny_corpus):
+    words = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer, "--num-layers", "0"]
+    with pytest.raises(ConfigError) as refused:
+        parse_command_line([*words, "--phases", f"[{{after_iters: 9, data_path: {tmp_path}/no}}]"], world_size=1)
+    assert any(f"{Path(tmp_path) / 'no'}.json" in problem for problem in refused.value.problems)

@@ -1,0 +1,134 @@
+"""The batches of a run whose settings change: a function of settings and place alone, over every edge."""
+
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch
+from tests_tiny import tiny_settings
+
+from megatron_neobert.config.phases import Phase
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches import rows
+from megatron_neobert.data.batches.loader import build_loader
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT
+from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream, open_phases
+from megatron_neobert.data.batches.rows import Cursor
+from megatron_neobert.data.batches.stream import StepBatches
+
+ITERATIONS = 12
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 documents, so that a tiny corpus has several."""
+    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 64)
+
+
+def settings_of(corpus: Any, *phases: Phase, **data: Any) -> Settings:
+    sizes = {"micro_batch_size": 2, "global_batch_size": 4}
+    return tiny_settings(corpus, data={"seq_length": 64, **data}, training={**sizes, "phases": phases})
+
+
+def stream_of(settings: Settings) -> TrainingStream:
+    return build_training_stream(settings, open_phases(settings))
+
+
+def all_changes(corpus: Any) -> tuple[Phase, ...]:
+    blend = ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
+    return (
+        Phase(after_iters=2, mask_prob=0.1, mask_replacement="bert"),
+        Phase(after_iters=4, global_batch_size=8),
+        Phase(after_iters=6, seq_length=128, micro_batch_size=1),
+        Phase(after_iters=9, data_path=blend, mask_prob=0.05),
+    )
+
+
+def shown(step: StepBatches) -> tuple[Any, ...]:
+    """All that a rank trains on, to be compared."""
+    batches = [tuple(v.tolist() if torch.is_tensor(v) else v for v in vars(one).values()) for one in step.micro_batches]
+    return batches, step.cursor_after
+
+
+def documents_of(stream: TrainingStream, count: int) -> list[list[tuple[int, int]]]:
+    """Epoch and number of the documents of each iteration, without their component."""
+    found = []
+    for _, packed, _ in islice(stream.global_batches(), count):
+        pairs = zip(packed.segments.epochs_n.tolist(), packed.segments.documents_n.tolist(), strict=True)
+        found.append([(epoch, number & ((1 << COMPONENT_SHIFT) - 1)) for epoch, number in pairs])
+    return found
+
+
+def test_a_run_goes_on_from_any_iteration_as_if_it_had_not_stopped(tiny_corpus):
+    """Inside every phase and at every edge, with nothing but the iteration and the cursor behind it."""
+    stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
+    whole = list(islice(stream.steps(), ITERATIONS))
+    sizes = [(len(step.micro_batches), len(step.micro_batches[0].tokens_t)) for step in whole]
+    assert sizes == [(2, 128)] * 4 + [(4, 128)] * 2 + [(8, 128)] * 6
+    for done in range(1, ITERATIONS):
+        resumed = replace(stream, iteration=done, cursor=whole[done - 1].cursor_after)
+        rest = list(islice(resumed.steps(), ITERATIONS - done))
+        assert list(map(shown, rest)) == list(map(shown, whole[done:])), done
+        (found,) = islice(stream.from_iteration(done + 1).steps(), 1)
+        assert shown(found) == shown(whole[done])
+
+
+def test_worker_processes_build_the_same_batches_over_the_edges(tiny_corpus):
+    stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
+    here = list(map(shown, islice(stream.steps(), ITERATIONS)))
+    assert list(map(shown, islice(build_loader(stream, num_workers=2), ITERATIONS))) == here
+
+
+def test_ranks_share_the_batches_of_every_phase(tiny_corpus):
+    stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
+    whole = islice(stream.steps(), ITERATIONS)
+    ranks = [stream.on_rank(data_parallel_rank=rank, data_parallel_size=2).steps() for rank in range(2)]
+    for together, first, second in zip(whole, *ranks, strict=False):
+        everything, _ = shown(together)
+        assert everything == [one for pair in zip(shown(first)[0], shown(second)[0], strict=True) for one in pair]
+
+
+def test_rates_and_sizes_change_without_touching_the_order_of_the_documents(tiny_corpus):
+    plain = stream_of(settings_of(tiny_corpus))
+    changed = stream_of(
+        settings_of(
+            tiny_corpus,
+            Phase(after_iters=2, mask_prob=0.1),
+            Phase(after_iters=4, global_batch_size=8, micro_batch_size=1),
+        )
+    )
+    # 12 iterations of 4 rows, or 4 of 4 and 4 of 8.
+    assert list(chain(*documents_of(plain, 12))) == list(chain(*documents_of(changed, 8)))
+
+
+def test_longer_rows_begin_with_documents_that_were_not_read_yet(tiny_corpus):
+    """The rest of a window is left out, and nothing comes twice before the epoch is over."""
+    stream = stream_of(settings_of(tiny_corpus, Phase(after_iters=3, seq_length=128)))
+    cursors = [cursor for _, _, cursor in islice(stream.global_batches(), 4)]
+    assert cursors[2].row > 0
+    assert cursors[3] == Cursor(0, cursors[2].window + 1, 4)
+    documents = documents_of(stream, 6)
+    assert set(chain(*documents[:3])) & set(chain(*documents[3:])) == set()
+
+
+def test_other_data_begin_at_their_start_in_another_order_and_with_other_masks(tiny_corpus):
+    blend = ("1", tiny_corpus.prefix, "1", f"{tiny_corpus.prefix}:min=20")
+    stream = stream_of(settings_of(tiny_corpus, Phase(after_iters=3, data_path=blend)))
+    own = stream_of(settings_of(tiny_corpus, data_path=blend).with_section("training", seed=1))
+    same_seed = stream_of(settings_of(tiny_corpus, data_path=blend))
+    from_edge = list(map(shown, islice(stream.from_iteration(4).steps(), 3)))
+    assert from_edge == list(map(shown, islice(own.steps(), 3)))
+    assert from_edge != list(map(shown, islice(same_seed.steps(), 3))), "the comparison sees no seed"
+
+
+def test_lower_rates_mask_subsets_of_what_higher_rates_mask(tiny_corpus):
+    """30, 15 and 5 % of the same tokens; another seed masks others, which the comparison notices."""
+    masked = []
+    for rate, seed in ((0.3, 0), (0.15, 0), (0.05, 0), (0.05, 1)):
+        settings = settings_of(tiny_corpus, mask_prob=rate).with_section("training", seed=seed)
+        batches = next(stream_of(settings).steps()).micro_batches
+        masked.append({(n, place) for n, one in enumerate(batches) for place in one.masked_positions_m.tolist()})
+    most, half, few, others = masked
+    assert few < half < most
+    assert not others < half
