@@ -31,7 +31,7 @@ def phases_of(corpus: Any) -> tuple[Phase, ...]:
 def phased(settings: Callable[..., Settings], tiny_corpus: Any) -> Callable[..., Settings]:
     def build(save: str, **training: Any) -> Settings:
         parallel = training.pop("parallel", {})
-        training = {"phases": phases_of(tiny_corpus), "eval_interval": 2, **training}
+        training = {"phases": phases_of(tiny_corpus), "eval_interval": 2, "loss_spike_sigma": 50.0, **training}
         return settings(save, data={**SHORT_ROWS, "num_workers": 1}, training=training, parallel=parallel)
 
     return build
@@ -63,8 +63,10 @@ def test_a_run_resumes_bit_for_bit_inside_every_phase_and_at_every_edge(phased, 
     for _ in range(6):
         train_on_ranks(stopping, world_size=world_size)
     same_record(whole, stopping)
-    samples = read_state(stopping, 6)["consumed_samples"]
-    assert samples == 1 * 8 + 2 * 16 + 3 * 4
+    states = {iteration: read_state(stopping, iteration) for iteration in range(1, 7)}
+    assert states[6]["consumed_samples"] == 1 * 8 + 2 * 16 + 3 * 4
+    kept = [len(states[iteration]["recent_updates"]) for iteration in states]
+    assert kept == [0, 1, 0, 1, 0, 1], "losses of another phase are no measure for spikes"
 
 
 @pytest.mark.slow

@@ -7,19 +7,22 @@ in this process: one that has had a process group cannot fork another that wants
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_neobert.config.cli import parse_command_line, read_settings
+from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.planning.plan import print_plan
+from megatron_neobert.planning.plan import IterationSample, PlannedPhase, flops_line, model_lines, print_plan
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training.loop import run_training
 
@@ -28,8 +31,9 @@ CONFIGS = REPOSITORY / "examples" / "configs"
 RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.is_symlink())  # M9 is another name of the stages
 WIDTH, ROW = 96, 64
 SMALL = (
-    f"--num-layers 2 --hidden-size {WIDTH} --seq-length {ROW} --max-position-embeddings {ROW} --micro-batch-size 2 "
-    "--global-batch-size 4 --lr-warmup-iters 1 --lr-decay-iters 2 --eval-iters 1 --num-workers 0 --log-interval 1"
+    f"--num-layers 2 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length {ROW} --max-position-embeddings {ROW} "
+    "--micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 --lr-decay-iters 2 --eval-iters 1 --num-workers 0 "
+    "--log-interval 1"
 ).split()
 
 # What each recipe changes against its parent, and nothing else; names are settings.
@@ -102,8 +106,15 @@ def no_process_group_left() -> Iterator[None]:
 
 def settings_of(recipe: Path, corpus: Any, *flags: str, data_path: tuple[str, ...] = (), ranks: int = 1) -> Settings:
     command = ["--config", str(recipe), "--data-path", *(data_path or (corpus.prefix,))]
-    command += ["--tokenizer-model", corpus.tokenizer, *flags]
+    command += ["--tokenizer-model", corpus.tokenizer, *phase_flags(recipe, corpus), *flags]
     return parse_command_line(command, world_size=ranks).settings
+
+
+def phase_flags(recipe: Path, corpus: Any, **changes: int) -> list[str]:
+    """The recipe's phases over the tiny corpus, whose documents are shorter, with some settings changed."""
+    blend = ("0.2", corpus.prefix, "0.8", f"{corpus.prefix}:min=16")
+    phases = [replace(phase, data_path=blend, **changes) for phase in read_settings(recipe).training.phases]
+    return ["--phases", f"[{', '.join(map(repr, phases))}]"]
 
 
 def read_metrics(save: Path, key: str) -> dict[int, float]:
@@ -113,8 +124,11 @@ def read_metrics(save: Path, key: str) -> dict[int, float]:
 
 
 def flat(recipe: str) -> dict[str, Any]:
-    sections = asdict(read_settings(CONFIGS / f"{recipe}.yaml")).values()
-    return {name: value for section in sections for name, value in section.items()}
+    return flatten(read_settings(CONFIGS / f"{recipe}.yaml"))
+
+
+def flatten(settings: Settings) -> dict[str, Any]:
+    return {name: value for section in asdict(settings).values() for name, value in section.items()}
 
 
 @pytest.mark.parametrize(("recipe", "parent"), CHANGES, ids=lambda name: name.rpartition("/")[2])
@@ -129,6 +143,35 @@ def test_recipe_changes_what_it_is_about_and_nothing_else(recipe, parent):
 def test_recipes_read_as_many_tokens_per_iteration_as_the_paper(pattern, tokens):
     recipes = list(CONFIGS.glob(f"{pattern}.yaml"))
     assert {read_settings(path).tokens_per_iteration for path in recipes} == {tokens}
+
+
+@pytest.mark.parametrize(("stage", "iteration"), [(1, 1_000_000), (2, 1_000_001)])
+def test_both_stages_in_one_file_have_the_settings_of_their_own_files(stage, iteration):
+    """But for how long the run is, how many checkpoints it keeps, and the corpus, which those files leave open."""
+    both = flatten(settings_at(read_settings(CONFIGS / "neobert_both_stages.yaml"), iteration))
+    own = flat(f"neobert_stage{stage}")
+    may_differ = {"train_iters", "keep_every", "save_interval", "data_path", "max_position_embeddings"}
+    assert {name for name in own if own[name] != both[name]} - may_differ == set()
+    assert (both["seq_length"], both["max_position_embeddings"]) == ((1024, 4096)[stage - 1], 4096)
+
+
+@pytest.mark.parametrize("recipe", sorted((CONFIGS / "sizes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_size_states_the_parameters_and_the_operations_that_its_plan_prints(recipe, tiny_corpus):
+    """Of documents that fill their rows; the vocabulary is the paper's."""
+    settings, tokens = read_settings(recipe), 1024
+    inputs = open_inputs(replace(settings.data, data_path=(tiny_corpus.prefix,), tokenizer_model=tiny_corpus.tokenizer))
+    inputs = replace(inputs, tokenizer=SimpleNamespace(vocab_size=30_522))
+    whole = IterationSample(
+        documents=1, tokens=1, packing_efficiency=1, tokens_of_a_tokens_document=tokens, document_shares=(1,),
+        token_shares=(1,), epochs=(1,)
+    )  # fmt: skip
+    phase = PlannedPhase(
+        number=0, words="", first=1, last=1, settings=settings, inputs=inputs, sample=whole, memories={}
+    )
+    parameters, operations = model_lines(settings, inputs)[0], flops_line(phase)
+    text = " ".join(recipe.read_text(encoding="utf-8").replace("\n#", "").split())
+    assert f"{parameters.split(', vocabulary')[0]} with a vocabulary of 30,522;" in text
+    assert f"{operations.split(',')[0]} of documents that fill their rows of {tokens:,} tokens." in text
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem != "tiny"], ids=lambda path: path.stem)
@@ -166,7 +209,9 @@ def test_model_of_the_recipe_has_the_parameters_that_its_plan_says(recipe, no_pr
 
 @each_recipe
 def test_recipe_trains_two_iterations_at_reduced_width(recipe, corpus, tmp_path, no_process_group_left):
-    settings = settings_of(recipe, corpus, *SMALL, "--train-iters", "2", "--save", str(tmp_path))
+    sizes = {"seq_length": ROW, "micro_batch_size": 2, "global_batch_size": 4}
+    second = phase_flags(recipe, corpus, after_iters=1, **sizes)
+    settings = settings_of(recipe, corpus, *SMALL, *second, "--train-iters", "2", "--save", str(tmp_path))
     assert run_training(settings) == 0
     losses = read_metrics(tmp_path, "loss")
     assert list(losses) == [1, 2]

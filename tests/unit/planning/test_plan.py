@@ -1,6 +1,7 @@
 """The plan of --dry-run against Megatron's scheduler, real batches, and formulas one can read here."""
 
 import io
+import re
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.folder import MANIFEST
+from megatron_neobert.config.phases import Phase, stretches
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.data.batches import rows
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
@@ -20,7 +22,7 @@ from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.costs import kept_checkpoints
 from megatron_neobert.planning.plan import draw_curve, learning_rate, print_plan, sample_iteration
-from megatron_neobert.text import duration
+from megatron_neobert.text import duration, percent
 
 # ---- the learning rate
 
@@ -197,6 +199,33 @@ def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
     assert "6 iterations, 4 of them done" in plan
     assert "at most 2 at a time" in plan
     assert "done" not in plan_of(tiny_settings(tiny_corpus), capsys)
+
+
+def test_plan_of_phases_states_each_with_its_tokens_and_fill_and_all_of_them_together(tiny_corpus, tmp_path, capsys):
+    """Each as a run of its own would have it, for as many iterations; what is done already is left out."""
+    phases = (Phase(after_iters=400, seq_length=64, mask_prob=0.05), Phase(after_iters=2000, mask_prob=0.1))
+    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 1000, "phases": phases})
+    plan = plan_of(settings, capsys)
+    runs = []
+    for first, last, stretch in zip((1, 401), (400, 1000), stretches(settings), strict=False):
+        own = stretch.settings.with_section("training", train_iters=last - first + 1)
+        lines = plan_of(own, capsys).splitlines()
+        (words,) = [line.split(": ")[1] for line in lines if "tokens of documents" in line]
+        (operations,) = [line.strip() for line in lines if " FLOPs per token" in line]
+        assert f"iterations {first:,} to {last:,}: {words}" in plan
+        assert operations in plan
+        efficiency = percent(sample_iteration(own, open_inputs(own.data)).packing_efficiency, digits=2)
+        assert f"packing efficiency {efficiency}" in plan
+        runs.append((float(words.split()[0]), float(operations.split()[-3])))
+    totals = re.search(r"1,000 iterations: (\S+) tokens of documents\n *(\S+) FLOPs in all", plan)
+    assert totals is not None
+    assert [float(total) for total in totals.groups()] == pytest.approx(np.sum(runs, axis=0), rel=2e-3)  # four digits
+    assert "phase 2" not in plan, "a phase behind the end"
+    (tmp_path / "iter_0000500").mkdir()
+    (tmp_path / "iter_0000500" / MANIFEST).touch()
+    resumed = plan_of(settings.with_section("checkpoint", load=str(tmp_path)), capsys)
+    assert "iterations 1 to 400" not in resumed
+    assert "500 of them done" in resumed
 
 
 def test_plan_is_plain_where_the_terminal_is(tiny_corpus, monkeypatch):
