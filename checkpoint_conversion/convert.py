@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 import megatron_neobert
+from megatron_neobert.config.phases import settings_at
 from megatron_neobert.errors import CommandParser, ConversionError, OutputError, run_command
 from megatron_neobert.evaluation.options import positive
 from megatron_neobert.runtime.atomic_files import require_folder, sha256_of
@@ -253,7 +254,8 @@ def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Check
     from megatron_neobert.checkpoint.folder import MANIFEST
 
     progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
-    sections = {name: asdict(getattr(checkpoint.settings, name)) for name in _SECTIONS}
+    last = settings_at(checkpoint.settings, checkpoint.iteration)  # of several phases the last that has begun
+    sections = {name: asdict(getattr(last, name)) for name in _SECTIONS}
     settings = {
         section: {name: value for name, value in values.items() if name not in _PATHS}
         for section, values in sections.items()

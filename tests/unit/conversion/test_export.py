@@ -18,6 +18,7 @@ from checkpoint_conversion.hf_writer import FolderSpec, build_config
 from checkpoint_conversion.mapping import NEOBERT, published_shapes
 from checkpoint_conversion.megatron_io import model_shape
 from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import CheckpointConfig, ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError
@@ -143,6 +144,17 @@ def test_report_of_a_trained_checkpoint_holds_its_settings_without_paths(folder:
     assert report["training"]["model"]["rotary_base"] == 5000
     assert report["source"]["consumed_tokens"] == 9_000
     assert not {"data_path", "tokenizer_model"} & report["training"]["data"].keys()
+
+
+def test_report_of_a_run_in_phases_has_the_settings_that_it_was_trained_with_last(saved: SavedModel, tmp_path: Path):
+    phases = (Phase(after_iters=29, seq_length=64, data_path=("/of/a/machine",)), Phase(after_iters=30, seq_length=32))
+    settings = Settings(model=MODEL).with_section("training", phases=phases)
+    write_record(settings, saved.iteration_folder / "settings.yaml")
+    saved.seal()
+    convert(saved, tmp_path / "model")
+    report = (tmp_path / "model" / "conversion_report.json").read_text()
+    assert json.loads(report)["training"]["data"]["seq_length"] == 64
+    assert "/of/a/machine" not in report
 
 
 def test_a_run_that_began_from_other_weights_says_so(saved: SavedModel, tmp_path: Path):
