@@ -224,15 +224,13 @@ class OptimizerConfig:
     lr_warmup_iters: int = setting(2000, "warm-up iterations, linear from 0", minimum=0)
     lr_decay_iters: int | None = setting(
         None,
-        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, for inverse-square-root, WSD all",
+        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, WSD and root: all",
         minimum=1,
     )
     lr_wsd_decay_style: str = setting(
         "exponential", "WSD decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = setting(
-        None, "WSD decay iterations, the last ones before --lr-decay-iters", minimum=1
-    )
+    lr_wsd_decay_iters: int | None = setting(None, "WSD decay: the last so many of --lr-decay-iters", minimum=1)
     weight_decay: float = setting(0.1, "weight decay", minimum=0.0)
     weight_decay_scope: str = setting(
         "all", "weight decay of every parameter (as the paper's code), or of matrices only", choices=("all", "matrices")
