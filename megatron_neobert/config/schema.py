@@ -224,7 +224,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = setting(2000, "warm-up iterations, linear from 0", minimum=0)
     lr_decay_iters: int | None = setting(
         None,
-        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, WSD and root: all",
+        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, for WSD, inverse-square-root all",
         minimum=1,
     )
     lr_wsd_decay_style: str = setting(
