@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from megatron_neobert.checkpoint.folder import check_folders, has_stop_file
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import CheckpointConfig, flag_of
-from megatron_neobert.data.batches.phases import open_phases
+from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.errors import (
     EXIT_INTERRUPTED,
     EXIT_IO_ERROR,

@@ -15,8 +15,9 @@ from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.packing import PackedRows
-from megatron_neobert.data.batches.phases import build_training_stream, open_phases
+from megatron_neobert.data.batches.phases import build_training_stream
 from megatron_neobert.data.batches.rows import Cursor, Source
 from megatron_neobert.data.batches.stream import PackedBatch
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer

@@ -19,9 +19,8 @@ import numpy as np
 from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.config.phases import stretches
 from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
-from megatron_neobert.data.batches.inputs import Inputs, batch_settings
+from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.phases import open_phases
 from megatron_neobert.data.batches.rows import count_windows, pack_window
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines, plan_memories

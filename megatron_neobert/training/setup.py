@@ -14,8 +14,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.transformer.module import Float16Module
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs
-from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream, open_phases
+from megatron_neobert.data.batches.inputs import Inputs, open_phases
+from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel

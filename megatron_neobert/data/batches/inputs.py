@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_neobert.config.data_path import Component, parse_data_path, whole_weights
+from megatron_neobert.config.phases import stretches
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
@@ -66,6 +67,20 @@ def open_inputs(data: DataConfig) -> Inputs:
             for component, corpus, source in zip(components, corpora, training, strict=True)
         ],
     )
+
+
+def open_phases(settings: Settings) -> list[Inputs]:
+    """What each stretch of a run reads, opened once per --data-path.
+
+    Raises:
+        ConfigError, MissingInputError, DataError: As `open_inputs`.
+    """
+    opened: dict[tuple[str, ...], Inputs] = {}
+    data_of_stretches = [stretch.settings.data for stretch in stretches(settings)]
+    for data in data_of_stretches:
+        if data.data_path not in opened:
+            opened[data.data_path] = open_inputs(data)
+    return [opened[data.data_path] for data in data_of_stretches]
 
 
 def token_ids_of(tokenizer: Tokenizer) -> TokenIds:

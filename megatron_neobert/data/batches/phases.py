@@ -11,27 +11,13 @@ from itertools import islice
 
 from megatron_neobert.config.phases import Stretch, stretches
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_inputs
+from megatron_neobert.data.batches.inputs import Inputs, batch_settings
 from megatron_neobert.data.batches.packing import PackedRows
 from megatron_neobert.data.batches.rows import Cursor, next_window
 from megatron_neobert.data.batches.stream import BatchStream, StepBatches, build_steps
 
 _ORDER = (("data", "share_of_data_path"), ("data", "document_block_size"), ("training", "seed"))
 _ROWS = (("data", "seq_length"), ("data", "long_documents"), ("data", "batch_layout"))
-
-
-def open_phases(settings: Settings) -> list[Inputs]:
-    """What each stretch of a run reads, opened once per --data-path.
-
-    Raises:
-        ConfigError, MissingInputError, DataError: As `open_inputs`.
-    """
-    opened: dict[tuple[str, ...], Inputs] = {}
-    data_of_stretches = [stretch.settings.data for stretch in stretches(settings)]
-    for data in data_of_stretches:
-        if data.data_path not in opened:
-            opened[data.data_path] = open_inputs(data)
-    return [opened[data.data_path] for data in data_of_stretches]
 
 
 @dataclass(frozen=True)

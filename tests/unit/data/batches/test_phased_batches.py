@@ -11,9 +11,10 @@ from tests_tiny import tiny_settings
 from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches import rows
+from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream, open_phases
+from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.batches.stream import StepBatches
 
