@@ -52,6 +52,12 @@ def test_no_file_names_the_host_of_a_package_registry():
     assert findings(REGISTRY_HOST, FILES) == {}
 
 
+def test_no_two_test_files_have_one_name():
+    """pytest collects only one of two modules of one name, because the test folders are no packages."""
+    names = [path.name for path in CODE if path.name.startswith("test_")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_no_source_file_exceeds_400_lines():
     lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text(encoding="utf-8").splitlines()) for path in CODE}
     too_long = {name for name, length in lengths.items() if length > LONGEST_OF_NAME.get(name, MAXIMUM_LINES)}

@@ -318,7 +318,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def find_contradictions(manifest: Manifest) -> Iterator[str]:
     """What is wrong with it by itself, one clause each."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
-    if "unk" not in manifest.special_tokens or not all(0 <= id_ < manifest.vocab_size for id_ in special):
+    if "unk" not in manifest.special_tokens or not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
     if manifest.vocab_size > 2**31:
         yield f"expected a vocab_size that int32 can number, found {manifest.vocab_size}"
@@ -360,4 +360,6 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if not fits:
         name = getattr(kind, "__name__", str(kind)) if origin is not Literal else " or ".join(arguments)
         raise ValueError(f"expected {where} to be {name}, found {reprlib.repr(value)}")
+    if isinstance(value, int) and value < 0:  # all of them are counts, sizes and ids
+        raise ValueError(f"expected {where} to be at least 0, found {value}")
     return value

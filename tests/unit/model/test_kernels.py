@@ -267,7 +267,7 @@ def test_the_kernel_that_transformer_engine_took_has_a_name_for_the_log(monkeypa
 
 def test_the_environment_lets_transformer_engine_choose_fused_attention_alone(monkeypatch):
     for name in ("FLASH", "FUSED", "UNFUSED"):
-        monkeypatch.setenv(f"NVTE_{name}_ATTN", "1")  # of whoever started the run
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", "1")  # as an operator may have set them
     for backend, allowed in (("auto", "110"), ("flash", "100"), ("fused", "010")):
         model = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend[backend]))
         NeoBERTModel._set_attention_backend(model)
