@@ -27,8 +27,7 @@ import megatron_neobert
 from megatron_neobert.config.phases import settings_at
 from megatron_neobert.errors import CommandParser, ConversionError, OutputError, run_command
 from megatron_neobert.evaluation.options import positive
-from megatron_neobert.runtime.atomic_files import require_folder, sha256_of
-from megatron_neobert.runtime.output_folder import build_folder, refuse_existing
+from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder, sha256_of
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.comparison import Checks

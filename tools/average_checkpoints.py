@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.errors import CommandParser, run_command
 from megatron_neobert.evaluation.options import positive
-from megatron_neobert.runtime.output_folder import build_folder, refuse_existing
+from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 
 def main() -> None:

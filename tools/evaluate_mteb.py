@@ -179,7 +179,7 @@ def _name_tasks(tasks: list[str]) -> str:
 def _write(
     arguments: argparse.Namespace, place: Path, scores: list[Any], protocol: dict[str, Any], load: "LoadOptions"
 ) -> None:
-    from megatron_neobert.evaluation.mteb.results import COLUMNS, csv_rows, to_results
+    from megatron_neobert.evaluation.mteb.run import COLUMNS, csv_rows, to_results
     from megatron_neobert.evaluation.pages import to_csv
     from megatron_neobert.evaluation.records import write_record
     from megatron_neobert.evaluation.report import write_page

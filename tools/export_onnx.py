@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, run_command, short_reason
-from megatron_neobert.runtime.atomic_files import require_folder
-from megatron_neobert.runtime.output_folder import build_folder, refuse_existing
+from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from torch import Tensor

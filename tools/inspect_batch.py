@@ -108,8 +108,7 @@ def _flags_of_one_rank() -> list[str]:
 
 def _show(found: "FoundBatch", arguments: argparse.Namespace) -> None:
     from megatron_neobert.inspection.batch_rows import rows_of
-    from megatron_neobert.inspection.batch_summary import summarize
-    from megatron_neobert.inspection.batch_views import print_rows, print_summary, to_html
+    from megatron_neobert.inspection.batch_views import print_rows, print_summary, summarize, to_html
     from megatron_neobert.runtime.atomic_files import replace_file
     from megatron_neobert.runtime.terminal import Terminal
 

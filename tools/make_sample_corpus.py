@@ -91,7 +91,7 @@ def write_shards(documents: list[Document], output: Path, *, shards: int) -> Non
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from megatron_neobert.runtime.output_folder import build_folder
+    from megatron_neobert.runtime.atomic_files import build_folder
 
     with build_folder(output) as unfinished:
         for shard in range(shards):

@@ -13,7 +13,6 @@ from typing import Any
 from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import reported_numbers
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
-from megatron_neobert.evaluation.mteb.results import CATEGORIES
 from megatron_neobert.evaluation.pages import (
     MEASURED,
     REPORTED,
@@ -27,7 +26,7 @@ from megatron_neobert.evaluation.pages import (
 )
 from megatron_neobert.evaluation.plots import plot_perplexities
 from megatron_neobert.evaluation.records import read_record
-from megatron_neobert.evaluation.reported_numbers import MTEB_PAPER, Reported
+from megatron_neobert.evaluation.reported_numbers import MTEB_CATEGORIES, MTEB_PAPER, Reported
 from megatron_neobert.evaluation.throughput.tables import draw, to_cells
 from megatron_neobert.runtime.atomic_files import replace_file
 
@@ -254,7 +253,7 @@ def mteb(runs: Sequence[Measured], output: Path) -> list[str]:
     for name, group in sorted(groups.items()):
         measured = []
         for run in group:
-            means = [run.results["categories"].get(category) for category in CATEGORIES] + [run.results["average"]]
+            means = [run.results["categories"].get(category) for category in MTEB_CATEGORIES] + [run.results["average"]]
             measured.append(([run.model, *map(_mean, means)], run.source))
         of_paper = name == MTEB_PAPER
         rows = measured + (_reported_rows(reported) if of_paper else [])

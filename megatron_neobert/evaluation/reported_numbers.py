@@ -12,6 +12,16 @@ SOURCE = "arXiv 2502.19587v2"
 # after it with 41.
 MTEB_PAPER, MTEB_SUCCESSOR = "MTEB(eng, v1)", "MTEB(eng, v2)"
 MTEB_BENCHMARKS = (MTEB_PAPER, MTEB_SUCCESSOR)
+# mteb's types of tasks, in the order of table 4.
+MTEB_CATEGORIES = (
+    "Classification",
+    "Clustering",
+    "PairClassification",
+    "Reranking",
+    "Retrieval",
+    "STS",
+    "Summarization",
+)
 
 
 class Reported(NamedTuple):

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.model.compiled import compiled_on_cuda
+from megatron_neobert.model.kernels import compiled_on_cuda
 
 _NO_ENGINE_KERNEL = (
     "Transformer Engine has no fused attention kernel for this model on this GPU, and its unfused one, which stores "

@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -297,3 +297,23 @@ def fp8_arguments(compute: ComputeConfig) -> dict[str, Any]:
         "num_layers_at_start_in_bf16": compute.num_layers_at_start_in_bf16,
         "num_layers_at_end_in_bf16": compute.num_layers_at_end_in_bf16,
     }
+
+
+def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled by Inductor at its first call on CUDA. It takes tensors alone and has no graph break.
+
+    Eager, each operation of such a function reads and writes all of its tensors; on a GPU that is most of the time that
+    a step spends outside matrix products and attention (docs/performance.md). On a CPU it stays as it is written:
+    compiling takes longer than a test runs, and gains little there. A second number of tokens compiles it once more,
+    for any number (torch's automatic dynamic shapes).
+    """
+
+    @functools.cache
+    def kernel() -> Callable[..., Any]:
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(first: torch.Tensor, *others: torch.Tensor) -> Any:
+        return (kernel() if first.is_cuda else function)(first, *others)
+
+    return call

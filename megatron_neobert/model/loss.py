@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_neobert.model.compiled import compiled_on_cuda
+from megatron_neobert.model.kernels import compiled_on_cuda
 
 
 def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:

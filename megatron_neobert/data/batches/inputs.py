@@ -12,8 +12,7 @@ from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source
-from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.corpus.selection import KeptDocuments
+from megatron_neobert.data.corpus.reader import Corpus, KeptDocuments
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 

@@ -6,7 +6,9 @@ not at all and names the revision of its data; another one than the installed mt
 
 Results: one file per task in the layout of mteb's own cache, results/<model>/<revision>/<task>.json, so that mteb's
 tools read it. The revision stands for the weights and for every setting that changes a score: another dtype, pooling or
-instruction never meets an old result. The same command after a kill runs what is not there yet.
+instruction never meets an old result. The same command after a kill runs what is not there yet. A category's mean is
+given only if every one of its tasks has a score, and the overall mean (over tasks, not over categories) only if all
+have: a mean over what happens to be there would not compare with anything. What is missing is named instead.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,11 @@ from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.results import TaskResult
 
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.mteb.results import TaskScore
 from megatron_neobert.evaluation.mteb.tasks import PREFIX, flatten
+from megatron_neobert.evaluation.reported_numbers import MTEB_CATEGORIES
 from megatron_neobert.runtime.atomic_files import own_name, replace_file, sync_to_disk
 
+COLUMNS = ("task", "type", "metric", "score", "missing")  # of the CSV
 _ABOUT = "task.json"
 _NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subsets"}
 _DOCUMENTS_PER_QUERY = 10  # that --limit leaves beside the relevant ones
@@ -192,6 +196,46 @@ class ResultFiles:
         path = self.folder / f"{result.task_name}.json"
         content = result.to_dict() | {"date": result.date.timestamp() if result.date else None}
         replace_file(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore:
+    """One task of the benchmark: 100 x mteb's main score, or None with the reason."""
+
+    name: str
+    type: str
+    metric: str
+    score: float | None
+    missing: str | None = None
+
+
+def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
+    """The mean over tasks, each weighing the same; None unless all are there."""
+    values = [task.score for task in scores if task.score is not None]
+    complete = bool(scores) and len(values) == len(scores)
+    mean = math.fsum(values) / len(values) if complete else None
+    return {"value": mean, "there": len(values), "expected": len(scores)}
+
+
+def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
+    """For the record; of the categories that occur, those of Table 4 first."""
+    types = [*MTEB_CATEGORIES, *sorted({task.type for task in scores} - set(MTEB_CATEGORIES))]
+    groups = {type_: [task for task in scores if task.type == type_] for type_ in types}
+    return {
+        "average": mean_of(scores),
+        "categories": {name: mean_of(group) for name, group in groups.items() if group},
+        "tasks": {task.name: vars(task) for task in scores},
+        "missing": [task.name for task in scores if task.score is None],
+    }
+
+
+def csv_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """One per task, then one per category, then the average; an empty score is missing."""
+    rows = [{**task, "task": name} for name, task in results["tasks"].items()]
+    for name, mean in (results["categories"] | {"all": results["average"]}).items():
+        metric = f"{mean['there']} of {mean['expected']} tasks"
+        rows.append({"task": "mean", "type": name, "metric": metric, "score": mean["value"]})
+    return [row | {"score": None if row["score"] is None else f"{row['score']:.4f}"} for row in rows]
 
 
 def find_missing(tasks: Sequence[AbsTask], files: ResultFiles, data_dir: Path) -> list[str]:

@@ -17,7 +17,7 @@ from megatron_neobert.errors import (
     OutputError,
     run_command,
 )
-from megatron_neobert.runtime.output_folder import build_folder
+from megatron_neobert.runtime.atomic_files import build_folder
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Means by category: complete or not given."""
 
-from megatron_neobert.evaluation.mteb.results import TaskScore, csv_rows, to_results
+from megatron_neobert.evaluation.mteb.run import TaskScore, csv_rows, to_results
 
 
 def score(name, type_, value, missing=None):

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.pseudo_perplexity.results import (
+from megatron_neobert.evaluation.pseudo_perplexity.run import (
     DocumentResult,
     average_by_length,
     average_over_tokens,

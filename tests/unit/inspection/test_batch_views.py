@@ -12,8 +12,7 @@ from unit.inspection.batch_places import ATTRIBUTE, RED, REVERSED, SCRIPT, setti
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.inspection.batch_rows import TokenTexts, rows_of
-from megatron_neobert.inspection.batch_summary import summarize
-from megatron_neobert.inspection.batch_views import print_rows, print_summary, to_html
+from megatron_neobert.inspection.batch_views import print_rows, print_summary, summarize, to_html
 from megatron_neobert.inspection.found_batch import find_batch
 from megatron_neobert.text import visible
 

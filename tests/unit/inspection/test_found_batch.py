@@ -11,7 +11,7 @@ from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.inspection.batch_rows import rows_of
-from megatron_neobert.inspection.batch_summary import histogram, summarize
+from megatron_neobert.inspection.batch_views import histogram, summarize
 from megatron_neobert.inspection.found_batch import NO_LABEL, find_batch, share_of_rank
 
 CLS, SEP, MASK = 2, 3, 4  # places in small_corpus.SPECIAL

@@ -7,7 +7,7 @@ from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.inputs import open_inputs
-from megatron_neobert.data.corpus.selection import KeptDocuments
+from megatron_neobert.data.corpus.reader import KeptDocuments
 from megatron_neobert.errors import DataError, MissingInputError
 
 

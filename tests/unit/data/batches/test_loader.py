@@ -10,7 +10,7 @@ from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_lik
 
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source, StepBatches
-from megatron_neobert.data.corpus.selection import KeptDocuments
+from megatron_neobert.data.corpus.reader import KeptDocuments
 from megatron_neobert.errors import CheckpointError
 
 
