@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_neobert.checkpoint.folder import POINTER
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
+from megatron_neobert.text import listed
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -39,7 +40,6 @@ _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_impleme
 _OWN_ATTENTION = (None, "eager", "sdpa")
 _LARGEST_JSON_BYTES = 64 << 20  # an index of 100,000 tensors takes 10 MB
 _MOST_LABELS = 10_000  # transformers makes a name for each before it looks at the weights; no key of ours needs any
-_LISTED_NAMES = 4  # names that a message spells out before it counts the rest
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -176,9 +176,7 @@ def quote(value: object) -> str:
 
 def quote_names(names: Iterable[str]) -> str:
     """The first names, and the number of the others."""
-    listed = list(names)
-    more = f" and {len(listed) - _LISTED_NAMES} more" * (len(listed) > _LISTED_NAMES)
-    return ", ".join(quote(name) for name in listed[:_LISTED_NAMES]) + more
+    return listed(map(quote, names))
 
 
 def _no_weights(folder: Path) -> ConversionError | MissingInputError:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
+from megatron_neobert.text import listed
 
 _HALVES = ("_w", "_v")  # what megatron.core adds to the name, mlp.py: apply_swiglu_sharded_factory
 LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its layers
-_LISTED_NAMES = 4  # names that a message spells out before it counts the rest
 
 
 # --- sizes and rules
@@ -284,22 +284,17 @@ def _check_tensors(
     remedy: str = "convert an earlier iteration, from before the loss diverged",
 ) -> None:
     if missing := [name for name in expected if name not in tensors]:
-        raise ConversionError(f"missing: {_list(missing)}; a NeoBERT of this shape has {len(expected)} tensors.")
+        raise ConversionError(f"missing: {listed(missing)}; a NeoBERT of this shape has {len(expected)} tensors.")
     if unknown := [name for name in tensors if name not in expected]:
-        raise ConversionError(f"not part of a NeoBERT of this shape: {_list(unknown)}; check its number of layers.")
+        raise ConversionError(f"not part of a NeoBERT of this shape: {listed(unknown)}; check its number of layers.")
     for name, wanted in expected.items():
         if tuple(tensors[name].shape) != wanted:
             raise ConversionError(f"{name} has shape {tuple(tensors[name].shape)}; the settings give it {wanted}.")
     # A finite sum has finite terms; it costs a tenth of looking at each.
     suspects = [name for name in expected if not tensors[name].sum().isfinite()]
     if bad := [name for name in suspects if not tensors[name].isfinite().all()]:
-        first, others = tensors[bad[0]], f", and so have {_list(bad[1:])}" if bad[1:] else ""
+        first, others = tensors[bad[0]], f", and so have {listed(bad[1:])}" if bad[1:] else ""
         raise ConversionError(
             f"{bad[0]} has {int((~first.isfinite()).sum())} of {first.numel()} values that are NaN or infinite"
             f"{others}; {remedy}."
         )
-
-
-def _list(names: list[str]) -> str:
-    """The first names, and the number of the others."""
-    return ", ".join(names[:_LISTED_NAMES]) + f" and {len(names) - _LISTED_NAMES} more" * (len(names) > _LISTED_NAMES)

@@ -49,11 +49,6 @@ PROVENANCE = "provenance.json"
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
 _LARGEST_PROVENANCE_BYTES = 1 << 16  # it holds two short names
 
-# The names that the norms have in a model built of megatron.core's own classes, and in every checkpoint.
-_NORM_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 # What megatron.core calls the optimizer's own fp32 copies with its distributed optimizer, and without.
 _STATE, _MAIN_WEIGHTS = f"{OPTIMIZER_PREFIX}state.", ("param", "fp32_param")
 
@@ -246,6 +241,8 @@ def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def stored_name(name: str) -> str:
     """What a checkpoint calls a parameter, whichever classes the model is built of."""
-    for own, stored in _NORM_NAMES.items():
+    from megatron_neobert.model.layer_specs import NORM_NAMES  # megatron.core, which conversion does without
+
+    for own, stored in NORM_NAMES.items():
         name = name.replace(own, stored)
     return name

@@ -6,6 +6,7 @@ resemble each other stay too.
 """
 
 import unicodedata
+from collections.abc import Iterable
 
 _JOINERS = ("\u200c", "\u200d")
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format, half a surrogate pair, separators of lines, of paragraphs
@@ -28,6 +29,12 @@ def visible(text: str, *, keep: str = "") -> str:
 def counted(number: int, one: str, several: str | None = None) -> str:
     """1 file, 2 files."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def listed(names: Iterable[str], *, most: int = 4) -> str:
+    """The first names, and the number of the others: a, b, c, d and 12 more."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
 
 
 def percent(share: float, *, digits: int = 1) -> str:

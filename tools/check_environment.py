@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +116,11 @@ class Finding(NamedTuple):
 
 def main() -> int:
     """Looks, judges, prints; returns the exit code."""
-    arguments = _parse()
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add("--save", type=Path, metavar="DIR", help="folder that a run will write to: is it writable, is there room?")
+    add("--gpu-test", action="store_true", help="also compute on every GPU, and between them")
+    arguments = parser.parse_args()
     findings = list(find_all(arguments.save, gpu_test=arguments.gpu_test))
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
     for finding in findings:
@@ -128,14 +131,6 @@ def main() -> int:
         return EXIT_UNAVAILABLE
     print(f"Training can start; {warnings} warning(s). For a report of a bug: python -m torch.utils.collect_env")
     return 0
-
-
-def _parse() -> Namespace:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--save", type=Path, metavar="DIR", help="folder that a run will write to: is it writable, is there room?")
-    add("--gpu-test", action="store_true", help="also compute on every GPU, and between them")
-    return parser.parse_args()
 
 
 def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:

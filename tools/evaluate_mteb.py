@@ -38,6 +38,7 @@ _DEFAULTS = {
     "prompt_style": "prefix",
 }
 _NAMES = {"max_length": "length", "batch_size": "batch", "limit": "limit", "instructions": "instructions-"}
+_BENCHMARK_NAMES = {MTEB_PAPER: "", MTEB_SUCCESSOR: "v2"}
 _LONGEST_NAME = 100  # characters of the tasks in a folder's name
 
 
@@ -158,22 +159,17 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _place(arguments: argparse.Namespace, protocol: dict[str, Any]) -> str:
-    """The folder of one choice of tasks and settings; empty for the paper's benchmark with the defaults."""
-    what = (
-        _name_tasks(arguments.tasks) if arguments.tasks else {MTEB_PAPER: "", MTEB_SUCCESSOR: "v2"}[arguments.benchmark]
-    )
+    """The folder of one choice of tasks and settings; empty for the paper's benchmark with the defaults.
+
+    Tasks have the same folder in any order; where their names are too long for it, digits stand in their place.
+    """
+    what = "+".join(sorted(arguments.tasks)) if arguments.tasks else _BENCHMARK_NAMES[arguments.benchmark]
+    if len(what) > _LONGEST_NAME:
+        what = f"{len(arguments.tasks)}-tasks-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
     changed = {key: value for key, value in protocol.items() if value not in (None, _DEFAULTS[key])}
     parts = [what, *(f"{_NAMES.get(key, '')}{value}" for key, value in changed.items())]
     name = "_".join(re.sub(r"[^\w+.-]", "-", part) for part in parts if part)
     return name and f"mteb_{name}"
-
-
-def _name_tasks(tasks: list[str]) -> str:
-    """In any order the same; where that is too long for a folder, digits in place of the names."""
-    names = "+".join(sorted(tasks))
-    if len(names) <= _LONGEST_NAME:
-        return names
-    return f"{len(tasks)}-tasks-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
 
 
 def _write(

@@ -6,7 +6,6 @@ Writes DATA_DIR/KEY.parquet with the columns query, positive and negatives, whol
 are kept, so that the same command resumes. Copy the folder to where there is no network.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,11 @@ if TYPE_CHECKING:  # --help answers without importing datasets
 
 def main() -> None:
     """Reads the arguments and fetches."""
-    arguments = _parse()
+    parser = CommandParser(__doc__)
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for finetune_contrastive.py")
+    parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="folder to write to")
+    parser.add_argument("--datasets", nargs="+", metavar="KEY", help="(default: all but those with default: false)")
+    arguments = parser.parse_args()
     from megatron_neobert.evaluation.contrastive.config import read_config
 
     config = read_config(arguments.config)
@@ -59,27 +62,15 @@ def main() -> None:
 
 def _fetch(key: str, source: "DatasetSource", path: Path) -> None:
     from megatron_neobert.evaluation.contrastive.data import fetch_pairs
-    from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
+    from megatron_neobert.runtime.atomic_files import replacing
 
     if path.exists():
         print(f"kept {path}")
         return
-    pairs, temporary = fetch_pairs(key, source), own_name(path)
-    try:
+    pairs = fetch_pairs(key, source)
+    with replacing(path) as temporary:
         pairs.to_parquet(str(temporary))
-        sync_to_disk(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     print(f"wrote {path}: {len(pairs):,} pairs from {source.hub}", flush=True)
-
-
-def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for finetune_contrastive.py")
-    parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="folder to write to")
-    parser.add_argument("--datasets", nargs="+", metavar="KEY", help="(default: all but those with default: false)")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

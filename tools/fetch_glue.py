@@ -6,7 +6,6 @@ Runs where there is a network. One folder per task, one file per split; what is 
 appears whole or not at all.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,10 @@ DATA_SET = "nyu-mll/glue"
 
 def main() -> None:
     """Fetches every task that is not there, and counts its rows."""
-    arguments = _parse()
+    parser = CommandParser(__doc__)
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for a folder per task")
+    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="such as cola sst2 (default: all, and ax)")
+    arguments = parser.parse_args()
     from megatron_neobert.evaluation.glue.tasks import DIAGNOSTIC, TASKS
 
     known = {**TASKS, DIAGNOSTIC.name: DIAGNOSTIC}
@@ -42,13 +44,6 @@ def main() -> None:
                 print(f"warning: {name} {split} has {rows.get(split, 0):,} rows, the benchmark {expected:,}")
 
 
-def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for a folder per task")
-    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="such as cola sst2 (default: all, and ax)")
-    return parser.parse_args()
-
-
 def _download(name: str) -> "DatasetDict":
     import datasets
 
@@ -63,14 +58,12 @@ def _download(name: str) -> "DatasetDict":
 
 def write_splits(splits: "DatasetDict", folder: Path) -> dict[str, int]:
     """One parquet file per split; the number of rows of each."""
-    from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
+    from megatron_neobert.runtime.atomic_files import replacing
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():
-        temporary = own_name(folder / f"{name}.parquet")
-        rows.to_parquet(str(temporary))
-        sync_to_disk(temporary)
-        temporary.replace(folder / f"{name}.parquet")
+        with replacing(folder / f"{name}.parquet") as temporary:
+            rows.to_parquet(str(temporary))
     return {str(name): len(rows) for name, rows in splits.items()}
 
 

@@ -73,7 +73,8 @@ def read_documents(path: Path, *, name: str) -> Iterator[Document]:
     """The texts of one Python source file, or the README inside one package's METADATA; none if it cannot be read."""
     try:
         source = path.read_bytes().decode("utf-8")
-        texts = _metadata_texts(source) if path.name == "METADATA" else _source_texts(source)
+        # A package's long description follows the header fields after an empty line.
+        texts = [("", source.partition("\n\n")[2])] if path.name == "METADATA" else _source_texts(source)
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
         return  # some packages ship templates, Python 2 sources or sources in other encodings; they are skipped
     for anchor, text in texts:
@@ -125,11 +126,6 @@ def _documented_files(folder: Path) -> Iterator[Path]:
 
 def _keyed_hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), key=SHUFFLE_KEY, digest_size=16).digest()
-
-
-def _metadata_texts(source: str) -> list[tuple[str, str]]:
-    """The package's long description, which follows the header fields after an empty line."""
-    return [("", source.partition("\n\n")[2])]
 
 
 def _source_texts(source: str) -> list[tuple[str, str]]:

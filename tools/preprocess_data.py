@@ -235,7 +235,8 @@ def print_plan(plan: "Plan") -> None:
     )
     estimate = preview(plan)
     for text, ids in estimate.examples:
-        print(f"text  {visible(_shortened(text))}")
+        line = " ".join(text[:400].split())
+        print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
         print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")
     workers = plan.settings.workers or 1
     print(
@@ -317,11 +318,6 @@ class ProgressLine:
         if self._terminal:
             with suppress(OSError):
                 print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def _shortened(text: str, width: int = 100) -> str:
-    line = " ".join(text[: 4 * width].split())
-    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _bytes(text: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from megatron_neobert.runtime.atomic_files import own_name
+from megatron_neobert.runtime.atomic_files import replacing
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
@@ -99,9 +99,5 @@ def add_legend(place: Any, lines: Sequence[Any], names: Sequence[str], **options
 
 def save_figure(figure: Figure, path: Path, **metadata: None) -> None:
     """Writes a figure whole, in the format of the file's name, without the metadata named."""
-    temporary = own_name(path)
-    try:
+    with replacing(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

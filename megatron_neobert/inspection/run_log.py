@@ -98,13 +98,10 @@ def _parse(line: str) -> dict[str, float] | None:
         content = json.loads(line[max(line.rfind(_BEGINNING), 0) :])
     except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
         return None
-    if not isinstance(content, dict) or not _is_count(content.get("iteration")):
+    iteration = content.get("iteration") if isinstance(content, dict) else None
+    if type(iteration) is not int or not 0 <= iteration <= _LARGEST:
         return None
     return {name: value for name, value in content.items() if _NAME.fullmatch(name) and _is_number(value)}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _is_number(value: Any) -> bool:

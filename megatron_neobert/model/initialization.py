@@ -54,7 +54,9 @@ def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: 
                 set_tensor_model_parallel_attributes(param, True, dim, blocks)
             shape[dim] *= tp_size
         full = _draw(name, shape, seed=seed, init_range=init_range, vocab_size=vocab_size)
-        own = full if partition is None else _shard(full, *partition, tp_rank, tp_size)
+        own = full
+        if partition is not None:
+            own = torch.cat([block.chunk(tp_size, dim)[tp_rank] for block in full.chunk(blocks, dim)], dim)
         with torch.no_grad():
             param.copy_(own)
         if hasattr(param, "get_high_precision_init_val"):
@@ -89,7 +91,3 @@ def _draw(name: str, shape: list[int], *, seed: int, init_range: float, vocab_si
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
     full[:rows].uniform_(-init_range, init_range, generator=generator)
     return full
-
-
-def _shard(full: Tensor, dim: int, blocks: int, tp_rank: int, tp_size: int) -> Tensor:
-    return torch.cat([block.chunk(tp_size, dim)[tp_rank] for block in full.chunk(blocks, dim)], dim)

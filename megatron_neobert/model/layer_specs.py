@@ -64,6 +64,11 @@ class _Parts:
     names_in_checkpoint: dict[str, str] = field(default_factory=dict)
 
 
+# The names that norms of their own have in a checkpoint.
+NORM_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 _TRANSFORMER_ENGINE = _Parts(
     norm_before_linear=IdentityOp,  # part of the linear layer
     first_linear=TELayerNormColumnParallelLinear,
@@ -77,27 +82,13 @@ _ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttenti
 def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, or of one model chunk of an interleaved pipeline; all are of one length."""
     kernels = choose_kernels(settings)
+    norm = _LOCAL_NORMS[settings.model.normalization]
+    parts = _Parts(norm, ColumnParallelLinear, RowParallelLinear, final_norm=norm, names_in_checkpoint=NORM_NAMES)
     if kernels.transformer_impl == "transformer_engine":
         parts = _TRANSFORMER_ENGINE
-    else:
-        parts = _local_parts(settings.model.normalization)
     layer = _layer(parts, attention=_ATTENTION[kernels.attention])
     # The final norm does not come from the layer's spec: without it here it would be the norm that Megatron finds.
     return TransformerBlockSubmodules(layer_specs=[layer] * settings.layers_per_stage, layer_norm=parts.final_norm)
-
-
-def _local_parts(normalization: str) -> _Parts:
-    norm = _LOCAL_NORMS[normalization]
-    return _Parts(
-        norm_before_linear=norm,
-        first_linear=ColumnParallelLinear,
-        second_linear=RowParallelLinear,
-        final_norm=norm,
-        names_in_checkpoint={
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-        },
-    )
 
 
 def _layer(parts: _Parts, *, attention: type[nn.Module]) -> ModuleSpec:

@@ -40,14 +40,21 @@ def sha256_of(path: Path) -> str:
 
 
 def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
-    """Writes a small file so that a reader sees the old or the new content and nothing between.
+    """Writes a small text file; see `replacing`."""
+    with replacing(path, sync=sync) as temporary:
+        temporary.write_text(content, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
+    """A file to write that takes its name when the block ends well: readers see the old or the new content whole.
 
     Of processes that write the same file together, one wins. Without `sync` this holds as long as the machine lives;
     after its crash the file may have any content.
     """
     temporary = own_name(path)
     try:
-        temporary.write_text(content, encoding="utf-8")
+        yield temporary
         if sync:
             sync_to_disk(temporary)
         temporary.replace(path)

@@ -144,7 +144,10 @@ class FusedAdam(torch.optim.Optimizer):
             params = [param for param in group["params"] if param.grad is not None]
             if not params:  # a rank of the distributed optimizer may hold none of a group
                 continue
-            states = [self._state_of(param) for param in params]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            states = [self.state[param] for param in params]
             adam(
                 params,
                 [param.grad for param in params],
@@ -163,10 +166,3 @@ class FusedAdam(torch.optim.Optimizer):
                 maximize=False,
                 decoupled_weight_decay=self.adam_w_mode,
             )
-
-    def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[param]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        return state

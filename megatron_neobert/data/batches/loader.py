@@ -33,19 +33,16 @@ class _Steps(IterableDataset[StepBatches]):
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def __iter__(self) -> Iterator[StepBatches]:
+    def __iter__(self) -> Iterator[Any]:
+        """Of a worker its steps, and then the error that ends them as a value: DataLoader would make it a traceback."""
         worker = get_worker_info()
         if worker is None:
-            return self.stream.steps()
-        return _with_error(self.stream.steps(first=worker.id, every=worker.num_workers))
-
-
-def _with_error(steps: Iterator[StepBatches]) -> Iterator[Any]:
-    """The steps and then the error that ends them, as a value: DataLoader would make a traceback its message."""
-    try:
-        yield from steps
-    except NeoBERTError as error:
-        yield error
+            yield from self.stream.steps()
+            return
+        try:
+            yield from self.stream.steps(first=worker.id, every=worker.num_workers)
+        except NeoBERTError as error:
+            yield error
 
 
 class _Loader(DataLoader[StepBatches]):

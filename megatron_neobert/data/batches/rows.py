@@ -146,7 +146,9 @@ class RowReader:
             stop = min(first + count, len(rows))
             parts.append(rows.take(first, stop))
             count -= stop - first
-            self._move_to(stop, rows_of_window=len(rows))
+            self.cursor = replace(self.cursor, row=stop)
+            if stop == len(rows):
+                self.cursor, self._rows = next_window(self.sources, self.settings, self.cursor), None
         return join_rows(parts)
 
     def _rows_of_window(self) -> PackedRows:
@@ -160,11 +162,6 @@ class RowReader:
                     "run."
                 )
         return self._rows
-
-    def _move_to(self, row: int, *, rows_of_window: int) -> None:
-        self.cursor = Cursor(self.cursor.epoch, self.cursor.window, row)
-        if row >= rows_of_window:
-            self.cursor, self._rows = next_window(self.sources, self.settings, self.cursor), None
 
 
 def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:

@@ -18,6 +18,7 @@ from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, 
 from megatron_neobert.data.corpus.volumes import MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.text import listed
 
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -323,10 +324,9 @@ def _read_complete(files: CorpusFiles) -> Manifest:
 
 
 def _incomplete(prefix: Path, missing: Sequence[Path]) -> DataError:
-    names = [path.name for path in missing[:4]] + ([f"{len(missing) - 4:,} more files"] if len(missing) > 4 else [])
     return DataError(
-        f"{prefix}: {' and '.join(names)} missing beside the rest; the run that wrote it was stopped, or the copy is "
-        "incomplete. Copy again, or preprocess again with --overwrite"
+        f"{prefix}: {listed(path.name for path in missing)} missing beside the rest; the run that wrote it was stopped, "
+        "or the copy is incomplete. Copy again, or preprocess again with --overwrite"
     )
 
 

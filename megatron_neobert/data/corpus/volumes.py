@@ -62,7 +62,11 @@ class VolumesWriter:
                 continue
             stop = max(stop, first + 1)
             end = int(ends[stop - 1])
-            self._write(ids[begin:end], lengths[first:stop])
+            if self._ids is None:
+                self._ids = _HashedFile(self._path("bin"))
+                self._lengths = self._path("lengths").open("wb")
+            self._ids.write(ids[begin:end])
+            self._lengths.write(lengths[first:stop].astype("<i4", copy=False).data)
             first, begin = stop, end
 
     def link(self, ids: Path, lengths: Path, *, sha256: str) -> None:
@@ -94,13 +98,6 @@ class VolumesWriter:
 
     def _path(self, end: str) -> Path:
         return self.folder / f"{len(self._finished)}.{end}"
-
-    def _write(self, ids: memoryview, lengths: NDArray[np.int32]) -> None:
-        if self._ids is None:
-            self._ids = _HashedFile(self._path("bin"))
-            self._lengths = self._path("lengths").open("wb")
-        self._ids.write(ids)
-        self._lengths.write(lengths.astype("<i4", copy=False).data)
 
     def _finish(self, lengths: Path, ids: FileRecord) -> None:
         for chunk in read_chunks(lengths, "<i4"):

@@ -34,6 +34,7 @@ from megatron_neobert.data.corpus.format import (
 from megatron_neobert.data.corpus.volumes import VolumesWriter, read_chunks
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.text import listed
 
 _WINDOW_DOCUMENTS = 1 << 18  # read at a time, and
 _WINDOW_BYTES = 4 << 20  # of ids; a longer document is read whole
@@ -120,9 +121,8 @@ def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
     manifests = [one.manifest for one in both if one.manifest.exists()]
     existing = [str(file) for file in [volume for one in both for volume in one.existing_volumes()] + manifests]
     if existing and not overwrite:
-        shown = existing[:4] + ([f"{len(existing) - 4:,} more files"] if len(existing) > 4 else [])
         raise OutputError(
-            f"{' and '.join(shown)} exist{'s' if len(existing) == 1 else ''} already; "
+            f"{listed(existing)} exist{'s' if len(existing) == 1 else ''} already; "
             "choose another --output-prefix, or replace with --overwrite"
         )
 

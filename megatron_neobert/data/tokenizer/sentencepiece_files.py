@@ -45,7 +45,9 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
         ModuleNotFoundError: The package sentencepiece, or protobuf, is not installed.
     """
     model = _read_model(path)
-    symbols = _user_defined(model)
+    # Cut out of any text, longest first. One with a space in it is never found in a text.
+    user_defined = (entry.piece for entry in model.pieces if entry.type == _USER_DEFINED and " " not in entry.piece)
+    symbols = sorted(user_defined, key=len, reverse=True)
     try:
         backend = _build_backend(model, symbols)
     except BaseException as error:
@@ -74,12 +76,6 @@ def _choose_names(model: Any, declared: dict[str, str]) -> dict[str, str]:
         usual = [bert, own.get(role, roberta), roberta]
         names[role] = declared.get(role) or next((name for name in usual if name in known), roberta)
     return names
-
-
-def _user_defined(model: Any) -> list[str]:
-    """Symbols that are cut out of any text, longest first. One with a space in it is never found in a text."""
-    texts = (entry.piece for entry in model.pieces if entry.type == _USER_DEFINED and " " not in entry.piece)
-    return sorted(texts, key=len, reverse=True)
 
 
 def _build_backend(model: Any, symbols: list[str]) -> tokenizers.Tokenizer:
