@@ -241,7 +241,7 @@ def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def stored_name(name: str) -> str:
     """What a checkpoint calls a parameter, whichever classes the model is built of."""
-    from megatron_neobert.model.layer_specs import NORM_NAMES  # megatron.core, which conversion does without
+    from megatron_neobert.model.transformer_config import NORM_NAMES  # megatron.core, which conversion does without
 
     for own, stored in NORM_NAMES.items():
         name = name.replace(own, stored)

@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.attention import pack_row, positions_in_documents
 from megatron_neobert.model.initialization import initialize_weights
-from megatron_neobert.model.layer_specs import layer_spec
 from megatron_neobert.model.loss import masked_token_losses
-from megatron_neobert.model.transformer_config import to_transformer_config
+from megatron_neobert.model.transformer_config import layer_spec, to_transformer_config
 
 
 class NeoBERTModel(GPTModel):

@@ -11,7 +11,7 @@ micro-batch that exceeds it gets the next multiple of that length.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np

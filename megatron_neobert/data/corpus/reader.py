@@ -325,8 +325,8 @@ def _read_complete(files: CorpusFiles) -> Manifest:
 
 def _incomplete(prefix: Path, missing: Sequence[Path]) -> DataError:
     return DataError(
-        f"{prefix}: {listed(path.name for path in missing)} missing beside the rest; the run that wrote it was stopped, "
-        "or the copy is incomplete. Copy again, or preprocess again with --overwrite"
+        f"{prefix}: {listed(path.name for path in missing)} missing beside the rest; the run that wrote it was "
+        "stopped, or the copy is incomplete. Copy again, or preprocess again with --overwrite"
     )
 
 

@@ -21,8 +21,16 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.encoders import LoadOptions, load_model, load_tokenizer, longest_input
-from megatron_neobert.evaluation.glue.data import GlueSplit, check_rows, find_task, read_split
-from megatron_neobert.evaluation.glue.tasks import DIAGNOSTIC, TASKS, GlueTask, Protocol
+from megatron_neobert.evaluation.glue.tasks import (
+    DIAGNOSTIC,
+    TASKS,
+    GlueSplit,
+    GlueTask,
+    Protocol,
+    check_rows,
+    find_task,
+    read_split,
+)
 from megatron_neobert.runtime.atomic_files import replace_file
 
 EVALUATION_BATCH = 32

@@ -15,10 +15,9 @@ from typing import Any
 
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer, longest_input
-from megatron_neobert.evaluation.glue.data import check_rows, read_split
 from megatron_neobert.evaluation.glue.predictions import load_classifier, read_test_sets
 from megatron_neobert.evaluation.glue.results import BEST, Result, TaskStudy, save_result, summarise, write_results
-from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol
+from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol, check_rows, read_split
 from megatron_neobert.evaluation.glue.training import Outcome, Point, Run, run_all
 from megatron_neobert.evaluation.records import hold
 from megatron_neobert.evaluation.reported_numbers import GLUE_BEST_POINTS

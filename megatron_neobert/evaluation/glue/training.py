@@ -32,9 +32,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_neobert.errors import EXIT_UNAVAILABLE, print_warnings_as_sentences, short_reason
 from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer, longest_input
-from megatron_neobert.evaluation.glue.data import read_split
 from megatron_neobert.evaluation.glue.predictions import EVALUATION_BATCH, average, compute_scores, load_classifier
-from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol
+from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol, read_split
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # shares of the steps, and of the peak
 MODEL = "model"  # folder of the best weights within a run's

@@ -6,8 +6,7 @@ import datasets
 import pytest
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.glue.data import GlueSplit, check_rows, read_split
-from megatron_neobert.evaluation.glue.tasks import DIAGNOSTIC, TASKS
+from megatron_neobert.evaluation.glue.tasks import DIAGNOSTIC, TASKS, GlueSplit, check_rows, read_split
 
 PAIRS = [("a cat", "cats"), ("a mat", "cats"), ("on", "off")]
 

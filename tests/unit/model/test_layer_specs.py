@@ -7,8 +7,7 @@ import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_neobert.config.schema import ModelConfig, ParallelConfig, Settings
-from megatron_neobert.model.layer_specs import LocalLayerNorm, LocalRMSNorm, layer_spec
-from megatron_neobert.model.transformer_config import to_transformer_config
+from megatron_neobert.model.transformer_config import LocalLayerNorm, LocalRMSNorm, layer_spec, to_transformer_config
 from megatron_neobert.runtime import distributed
 
 

@@ -12,8 +12,7 @@ from unit.evaluation.glue_place import make_place
 from unit.tools.commands import ENVIRONMENT, command_line, import_tool, run
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.glue.data import read_split
-from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation.glue.tasks import TASKS, read_split
 
 SETTINGS = ("--tasks", "rte", "--no-transfer", "--epochs", "1", "--batch-size", "8", "--learning-rate", "3e-3")
 
