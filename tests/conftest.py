@@ -1,27 +1,18 @@
 """Fixtures that several test folders share."""
 
-import json
 import os
 import random
 import signal
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from tests_tiny import TinyCorpus, build_corpus
 
 # A job that a shell starts in the background ignores Ctrl-C, and so would every process that these tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-class TinyCorpus(NamedTuple):
-    """A corpus of made-up words and the tokenizer it was written with."""
-
-    prefix: str
-    tokenizer: str
-    vocab_size: int
 
 
 @pytest.fixture(scope="session")
@@ -36,26 +27,13 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     """600 documents of 1 to 160 words, Zipf-like, written by the real tools."""
-    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
-    from megatron_neobert.data.preprocessing.run import preprocess
-    from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
-
-    folder = tmp_path_factory.mktemp("tiny_corpus")
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(400)]
     weights = [1 / (rank + 1) for rank in range(len(words))]
     texts = [
         " ".join(rng.choices(words, weights, k=min(160, int(rng.lognormvariate(3.2, 0.8)) + 1))) for _ in range(600)
     ]
-    shard = folder / "shard.jsonl"
-    shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
-    tokenizer = train_wordpiece(texts, vocab_size=300, lowercase=True, min_frequency=2)
-    tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
-    settings = PreprocessSettings(
-        inputs=(str(shard),), output_prefix=str(folder / "tiny"), tokenizer_model=str(folder / "tokenizer")
-    )
-    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
-    return TinyCorpus(str(folder / "tiny_content_document"), str(folder / "tokenizer"), tokenizer.vocab_size)
+    return build_corpus(tmp_path_factory.mktemp("tiny_corpus"), texts, name="tiny", vocab_size=300)
 
 
 @pytest.fixture

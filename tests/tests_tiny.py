@@ -1,7 +1,9 @@
-"""The tiny model that tests train: 2 layers x 64, rows of 128 tokens, 8 rows per iteration."""
+"""The tiny model that tests train, 2 layers x 64, rows of 128 tokens, 8 rows per iteration; and corpora for it."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_neobert.config.schema import (
     CheckpointConfig,
@@ -31,3 +33,28 @@ def tiny_settings(corpus: Any, *, save: Path | None = None, **sections: dict[str
     for name, changes in sections.items():
         settings = settings.with_section(name, **changes)
     return settings
+
+
+class TinyCorpus(NamedTuple):
+    """A corpus and the tokenizer it was written with."""
+
+    prefix: str
+    tokenizer: str
+    vocab_size: int
+
+
+def build_corpus(folder: Path, texts: Sequence[str], *, name: str, vocab_size: int) -> TinyCorpus:
+    """Written by the real tools, with a tokenizer learned from the texts."""
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
+    from megatron_neobert.data.preprocessing.run import preprocess
+    from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
+
+    shard = folder / "shard.jsonl"
+    shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
+    tokenizer = train_wordpiece(texts, vocab_size=vocab_size, lowercase=True, min_frequency=2)
+    tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
+    settings = PreprocessSettings(
+        inputs=(str(shard),), output_prefix=str(folder / name), tokenizer_model=str(folder / "tokenizer")
+    )
+    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    return TinyCorpus(str(folder / f"{name}_content_document"), str(folder / "tokenizer"), tokenizer.vocab_size)

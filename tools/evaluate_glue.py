@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.errors import CommandParser, ConfigError, run_command
-from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, choose_tasks
+from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, Protocol, choose_tasks
 from megatron_neobert.evaluation.options import positive
 from megatron_neobert.runtime.atomic_files import require_folder
 
@@ -28,73 +28,6 @@ def main() -> None:
     """Reads the arguments, runs what has not been run, and prints the table."""
     arguments = _parse()
     _check(arguments)
-    _evaluate(arguments)
-
-
-def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
-    parser.add_argument(
-        "--data-dir", required=True, type=Path, metavar="DIR", help="a folder per task: TSV, parquet or saved data set"
-    )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
-    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="such as cola sst2 (default: all but wnli)")
-    parser.add_argument(
-        "--grid",
-        choices=("paper", "small", "best"),
-        default="best",
-        help="paper: 60 points per task; small: the 6 of its ablations; best: the one that it found best for its model "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--batch-size", nargs="+", type=positive, metavar="N", help="replaces the grid's")
-    parser.add_argument("--learning-rate", nargs="+", type=float, metavar="X", help="replaces the grid's")
-    parser.add_argument("--weight-decay", nargs="+", type=float, metavar="X", help="replaces the grid's")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="default: 0")
-    parser.add_argument("--epochs", type=positive, default=10, help="at most (default: %(default)s)")
-    parser.add_argument(
-        "--max-length",
-        type=positive,
-        default=1024,
-        metavar="N",
-        help="cut inputs after N tokens (default: %(default)s)",
-    )
-    parser.add_argument("--limit", type=positive, metavar="N", help="only N rows of every split, for a quick look")
-    parser.add_argument(
-        "--jobs", type=positive, default=1, metavar="N", help="runs at a time, on one GPU each (default: 1)"
-    )
-    transfer = parser.add_mutually_exclusive_group()
-    transfer.add_argument(
-        "--transfer-from",
-        default="mnli",
-        metavar="mnli|DIR",
-        help="where RTE, MRPC, STS-B and QNLI start: the best MNLI model of this output, or a folder (default: mnli)",
-    )
-    transfer.add_argument("--no-transfer", action="store_true", help="start every task from --model")
-    parser.add_argument(
-        "--predict", action="store_true", help="write OUTPUT/MODEL/glue/submission/*.tsv for the GLUE server as well"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of the passes; weights stay float32; the paper's code took float16 (default: %(default)s)",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--attention", metavar="NAME", help="eager, sdpa, flash_attention_2 (default: transformers')")
-    return parser.parse_args()
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    for name in ("learning_rate", "weight_decay", "seeds"):
-        if (values := getattr(arguments, name)) and min(values) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {min(values)} is below 0.")
-    arguments.tasks = choose_tasks(arguments.tasks, PAPER_TASKS)
-    fetch = "on a machine with network: python tools/fetch_glue.py --output DIR"
-    require_folder("--data-dir", arguments.data_dir, remedy=fetch)
-    require_folder("--model", arguments.model, holding="config.json")
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
     from megatron_neobert.evaluation.glue.predictions import write_submission
     from megatron_neobert.evaluation.glue.run import best_model, evaluate
 
@@ -110,9 +43,66 @@ def _evaluate(arguments: argparse.Namespace) -> None:
                 print(f"wrote {path}")
 
 
+def _parse() -> argparse.Namespace:
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
+    add("--data-dir", required=True, type=Path, metavar="DIR", help="a folder per task: TSV, parquet or saved data set")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
+    add("--tasks", nargs="+", metavar="NAME", help="such as cola sst2 (default: all but wnli)")
+    add(
+        "--grid",
+        choices=("paper", "small", "best"),
+        default="best",
+        help="paper: 60 points per task; small: the 6 of its ablations; best: the one that it found best for its model "
+        "(default: %(default)s)",
+    )
+    add("--batch-size", nargs="+", type=positive, metavar="N", help="replaces the grid's")
+    add("--learning-rate", nargs="+", type=float, metavar="X", help="replaces the grid's")
+    add("--weight-decay", nargs="+", type=float, metavar="X", help="replaces the grid's")
+    add("--seeds", nargs="+", type=int, default=[0], metavar="N", help="default: 0")
+    add("--epochs", type=positive, default=10, help="at most (default: %(default)s)")
+    add(
+        "--max-length",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="cut inputs after N tokens (default: %(default)s)",
+    )
+    add("--limit", type=positive, metavar="N", help="only N rows of every split, for a quick look")
+    add("--jobs", type=positive, default=1, metavar="N", help="runs at a time, on one GPU each (default: 1)")
+    transfer = parser.add_mutually_exclusive_group()
+    transfer.add_argument(
+        "--transfer-from",
+        default="mnli",
+        metavar="mnli|DIR",
+        help="where RTE, MRPC, STS-B and QNLI start: the best MNLI model of this output, or a folder (default: mnli)",
+    )
+    transfer.add_argument("--no-transfer", action="store_true", help="start every task from --model")
+    add("--predict", action="store_true", help="write OUTPUT/MODEL/glue/submission/*.tsv for the GLUE server as well")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the passes; weights stay float32; the paper's code took float16 (default: %(default)s)",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--attention", metavar="NAME", help="eager, sdpa, flash_attention_2 (default: transformers')")
+    return parser.parse_args()
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("learning_rate", "weight_decay", "seeds"):
+        if (values := getattr(arguments, name)) and min(values) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {min(values)} is below 0.")
+    arguments.tasks = choose_tasks(arguments.tasks, PAPER_TASKS)
+    fetch = "on a machine with network: python tools/fetch_glue.py --output DIR"
+    require_folder("--data-dir", arguments.data_dir, remedy=fetch)
+    require_folder("--model", arguments.model, holding="config.json")
+
+
 def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
     from megatron_neobert.evaluation.glue.run import SOURCE, Evaluation, choose_grid
-    from megatron_neobert.evaluation.glue.tasks import Protocol
     from megatron_neobert.evaluation.glue.training import visible_gpus
 
     gpus = visible_gpus()  # choose_device would start CUDA, and one GPU could not be picked any more

@@ -58,8 +58,9 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--benchmark", choices=MTEB_BENCHMARKS, default=MTEB_PAPER, help="all its tasks (default: %(default)s)"
@@ -67,41 +68,32 @@ def _parse() -> argparse.Namespace:
     what.add_argument(
         "--tasks", nargs="+", metavar="NAME", help="these tasks; local:NAME reads the files of DATA_DIR/NAME"
     )
-    parser.add_argument(
+    add(
         "--data-dir",
         required=True,
         type=Path,
         metavar="DIR",
         help="what fetch_mteb.py wrote, and folders of local tasks",
     )
-    parser.add_argument(
-        "--skip-missing", action="store_true", help="evaluate the tasks whose data is there; the others are named"
-    )
-    parser.add_argument(
+    add("--skip-missing", action="store_true", help="evaluate the tasks whose data is there; the others are named")
+    add(
         "--instructions",
         metavar="FILE",
         help="YAML with a text per task or type, such as examples/mteb_instructions.yaml (default: none)",
     )
-    parser.add_argument(
+    add(
         "--prompt-style",
         choices=["prefix", "paper"],
         help="prefix: instruction, space, text; not before documents. paper: instruction [SEP] [CLS] text, before "
         "documents too (default: %(default)s)",
     )
-    parser.add_argument("--pooling", choices=["mean", "cls"], help="default: %(default)s")
-    parser.add_argument(
-        "--max-length", type=positive, metavar="N", help="cut texts after N tokens (default: %(default)s)"
-    )
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="texts at once (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="(default: %(default)s)")
-    parser.add_argument("--device", help="such as cuda:1 (default: cuda if there is one, else cpu)")
-    parser.add_argument("--attention", metavar="NAME", help="transformers' attn_implementation (default: its choice)")
-    parser.add_argument(
-        "--limit",
-        type=positive,
-        metavar="N",
-        help="only N examples or queries per task: a quick look, not a result",
-    )
+    add("--pooling", choices=["mean", "cls"], help="default: %(default)s")
+    add("--max-length", type=positive, metavar="N", help="cut texts after N tokens (default: %(default)s)")
+    add("--batch-size", type=positive, metavar="N", help="texts at once (default: %(default)s)")
+    add("--dtype", choices=["float32", "float16", "bfloat16"], help="(default: %(default)s)")
+    add("--device", help="such as cuda:1 (default: cuda if there is one, else cpu)")
+    add("--attention", metavar="NAME", help="transformers' attn_implementation (default: its choice)")
+    add("--limit", type=positive, metavar="N", help="only N examples or queries per task: a quick look, not a result")
     parser.set_defaults(**_DEFAULTS)
     return parser.parse_args()
 

@@ -29,81 +29,6 @@ def main() -> None:
     """Reads the arguments, measures one model after the other, and draws their curves."""
     arguments = _parse()
     _check(arguments)
-    _evaluate(arguments)
-
-
-def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    parser.add_argument("--model", nargs="+", required=True, type=Path, metavar="DIR", help="Hugging Face folders")
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="parquet, Arrow, JSON or text; globs and folders as well",
-    )
-    parser.add_argument("--text-key", default="content", metavar="KEY", help="column or key (default: %(default)s)")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
-    parser.add_argument(
-        "--positions-per-doc",
-        type=positive,
-        metavar="K",
-        help="mask K tokens of each document, drawn (default: all)",
-    )
-    parser.add_argument(
-        "--max-length",
-        type=positive,
-        metavar="N",
-        help="cut documents after N tokens (default: the model's longest input)",
-    )
-    parser.add_argument(
-        "--min-length",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="leave out shorter documents (default: %(default)s tokens)",
-    )
-    parser.add_argument(
-        "--length-bins",
-        type=positive,
-        nargs="+",
-        default=list(LENGTH_BINS),
-        metavar="N",
-        help=f"upper ends, in tokens, of the lengths that are averaged (default: {' '.join(map(str, LENGTH_BINS))})",
-    )
-    parser.add_argument(
-        "--documents-per-bin", type=positive, metavar="N", help="only the first N of each length (default: all)"
-    )
-    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N documents (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of --positions-per-doc (default: %(default)s)")
-    parser.add_argument(
-        "--batch-tokens",
-        type=positive,
-        default=BATCH_TOKENS,
-        metavar="N",
-        help="of one batch, at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s"
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    parser.add_argument(
-        "--attention", metavar="NAME", help="eager, sdpa, flash_attention_2 (default: transformers' choice)"
-    )
-    return parser.parse_args()
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    bins = arguments.length_bins
-    if any(low >= high for low, high in pairwise(bins)):
-        raise ConfigError(f"--length-bins {' '.join(map(str, bins))} must increase.")
-    name_models(arguments.model)
-    from megatron_neobert.data.shards.find import find_shards
-
-    find_shards(arguments.data)  # refuses what is not there, before seconds of imports
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
     import torch
 
     from megatron_neobert.data.shards.reading import ReadSettings
@@ -138,6 +63,67 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         print(f"{name}: pseudo-perplexity {value}{drawn}, {found['documents']:,} documents", flush=True)
     write_curves(arguments.output, results)
     print(f"wrote {arguments.output / 'pseudo_perplexity.csv'}, .md and .png")
+
+
+def _parse() -> argparse.Namespace:
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add("--model", nargs="+", required=True, type=Path, metavar="DIR", help="Hugging Face folders")
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="parquet, Arrow, JSON or text; globs and folders as well",
+    )
+    add("--text-key", default="content", metavar="KEY", help="column or key (default: %(default)s)")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
+    add("--positions-per-doc", type=positive, metavar="K", help="mask K tokens of each document, drawn (default: all)")
+    add(
+        "--max-length",
+        type=positive,
+        metavar="N",
+        help="cut documents after N tokens (default: the model's longest input)",
+    )
+    add(
+        "--min-length",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="leave out shorter documents (default: %(default)s tokens)",
+    )
+    add(
+        "--length-bins",
+        type=positive,
+        nargs="+",
+        default=list(LENGTH_BINS),
+        metavar="N",
+        help=f"upper ends, in tokens, of the lengths that are averaged (default: {' '.join(map(str, LENGTH_BINS))})",
+    )
+    add("--documents-per-bin", type=positive, metavar="N", help="only the first N of each length (default: all)")
+    add("--limit", type=positive, metavar="N", help="only the first N documents (default: all)")
+    add("--seed", type=int, default=0, help="of --positions-per-doc (default: %(default)s)")
+    add(
+        "--batch-tokens",
+        type=positive,
+        default=BATCH_TOKENS,
+        metavar="N",
+        help="of one batch, at most (default: %(default)s)",
+    )
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s")
+    add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    add("--attention", metavar="NAME", help="eager, sdpa, flash_attention_2 (default: transformers' choice)")
+    return parser.parse_args()
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    bins = arguments.length_bins
+    if any(low >= high for low, high in pairwise(bins)):
+        raise ConfigError(f"--length-bins {' '.join(map(str, bins))} must increase.")
+    name_models(arguments.model)
+    from megatron_neobert.data.shards.find import find_shards
+
+    find_shards(arguments.data)  # refuses what is not there, before seconds of imports
 
 
 @contextmanager

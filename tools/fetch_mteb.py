@@ -42,7 +42,8 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to fill")
+    add = parser.add_argument
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to fill")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--benchmark", choices=MTEB_BENCHMARKS, default=MTEB_PAPER, help="all its tasks (default: %(default)s)"

@@ -47,12 +47,13 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
+    add(
         "--config", required=True, type=Path, metavar="FILE", help="settings and datasets, as examples/contrastive.yaml"
     )
-    parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="a file or folder per dataset")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="of results")
+    add("--data-dir", required=True, type=Path, metavar="DIR", help="a file or folder per dataset")
+    add("--output", required=True, type=Path, metavar="DIR", help="of results")
     overrides = parser.add_argument_group("instead of the settings of the file")
     overrides.add_argument("--steps", type=int, metavar="N")
     overrides.add_argument("--batch-size", type=int, metavar="PAIRS", help="per process, before a dataset's divisor")
@@ -60,29 +61,26 @@ def _parse() -> argparse.Namespace:
     overrides.add_argument("--instructions", choices=["query", "both", "none"], help="texts they are put before")
     overrides.add_argument("--max-length", type=int, metavar="TOKENS")
     overrides.add_argument("--save-interval", type=int, metavar="STEPS")
-    parser.add_argument(
-        "--limit-datasets",
-        nargs="+",
-        metavar="KEY",
-        help="use only these (default: all but those with default: false)",
+    add(
+        "--limit-datasets", nargs="+", metavar="KEY", help="use only these (default: all but those with default: false)"
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="first N pairs of each dataset: a quick look")
-    parser.add_argument("--skip-missing", action="store_true", help="train without the datasets that are not there")
-    parser.add_argument(
+    add("--limit", type=positive, metavar="N", help="first N pairs of each dataset: a quick look")
+    add("--skip-missing", action="store_true", help="train without the datasets that are not there")
+    add(
         "--gradient-cache",
         type=positive,
         metavar="N",
         help="compute N texts at a time and cache gradients: large batches in little memory, about half as fast",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
-    parser.add_argument(
+    add("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    add(
         "--dtype",
         choices=["float32", "bfloat16"],
         help="to compute in; the weights stay float32 (default: bfloat16 on GPUs, else float32)",
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: a GPU if there is one)")
-    parser.add_argument("--attention", metavar="NAME", help="implementation in transformers, such as sdpa")
-    parser.add_argument(
+    add("--device", choices=["cpu", "cuda"], help="(default: a GPU if there is one)")
+    add("--attention", metavar="NAME", help="implementation in transformers, such as sdpa")
+    add(
         "--resume", action="store_true", help="resume from the newest checkpoint in --output, or start if there is none"
     )
     return parser.parse_args()

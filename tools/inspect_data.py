@@ -55,15 +55,16 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
+    add = parser.add_argument
+    add("prefix", help="path without .bin, as in PREFIX_content_document")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
     which.add_argument("--random", type=int, metavar="K", help="show K documents chosen at random")
     which.add_argument("--longest", type=int, metavar="K", help="show the K longest documents")
-    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
-    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="at most N of each (default: 200)")
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="that the corpus was written with")
-    parser.add_argument("--tokenizer-type", default="auto", metavar="TYPE", help="as in preprocessing (default: auto)")
+    add("--seed", type=int, default=0, help="of --random (default: 0)")
+    add("--tokens", type=int, default=200, metavar="N", help="at most N of each (default: 200)")
+    add("--tokenizer-model", metavar="PATH", help="that the corpus was written with")
+    add("--tokenizer-type", default="auto", metavar="TYPE", help="as in preprocessing (default: auto)")
     return parser.parse_args()
 
 

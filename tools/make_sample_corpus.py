@@ -103,9 +103,10 @@ def write_shards(documents: list[Document], output: Path, *, shards: int) -> Non
 
 def _parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the shards: a new or an empty one")
-    parser.add_argument("--megabytes", type=float, default=6.0, help="text to collect, in 10^6 bytes (default 6)")
-    parser.add_argument("--shards", type=int, default=4, help="parquet files to write (default 4)")
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="folder for the shards: a new or an empty one")
+    add("--megabytes", type=float, default=6.0, help="text to collect, in 10^6 bytes (default 6)")
+    add("--shards", type=int, default=4, help="parquet files to write (default 4)")
     arguments = parser.parse_args()
     problems = []
     if not arguments.megabytes > 0:

@@ -165,12 +165,10 @@ def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[s
 
 def documents_of(stream: Any, rows: Any) -> dict[str, list[int]]:
     """Numbers of the documents in some rows, by corpus."""
-    from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-
     found: dict[str, dict[int, None]] = {}
-    for number in rows.segments.documents_n.tolist():
-        corpus = stream.sources[number >> COMPONENT_SHIFT].corpus
-        found.setdefault(str(corpus.prefix), {})[number & ((1 << COMPONENT_SHIFT) - 1)] = None
+    segments = rows.segments
+    for component, number in zip(segments.components_n.tolist(), segments.numbers_n.tolist(), strict=True):
+        found.setdefault(str(stream.sources[component].corpus.prefix), {})[number] = None
     return {corpus: list(numbers) for corpus, numbers in found.items()}
 
 

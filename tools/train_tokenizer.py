@@ -88,21 +88,20 @@ def parse_arguments() -> argparse.Namespace:
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings
 
     parser = CommandParser(__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs, folders, URLs, @lists"
-    )
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the tokenizer's files")
-    parser.add_argument("--text-key", default="content", help="column or JSON key of the text (%(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=30522, help="upper bound of the number of ids (%(default)s)")
-    parser.add_argument("--min-frequency", type=int, default=2, help="rarer pairs of pieces stay apart (%(default)s)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs, folders, URLs, @lists")
+    add("--output", required=True, metavar="DIR", help="folder for the tokenizer's files")
+    add("--text-key", default="content", help="column or JSON key of the text (%(default)s)")
+    add("--vocab-size", type=int, default=30522, help="upper bound of the number of ids (%(default)s)")
+    add("--min-frequency", type=int, default=2, help="rarer pairs of pieces stay apart (%(default)s)")
+    add(
         "--max-error-rate",
         type=float,
         default=PreprocessSettings.max_error_rate,
         metavar="FRACTION",
         help="of the records that may be in error (malformed, no such key, null), as in preprocessing (%(default)s)",
     )
-    parser.add_argument(
+    add(
         "--lowercase",
         action=argparse.BooleanOptionalAction,
         default=True,

@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch
@@ -75,8 +74,7 @@ def rows_of(found: FoundBatch) -> Iterator[BatchRow]:
             for member in members:
                 end = int(ends[member])
                 start = end - int(segments.slots_n[member])
-                tagged = int(segments.documents_n[member])  # the component above the number
-                corpus, number = found.sources[tagged >> COMPONENT_SHIFT].corpus, tagged & ((1 << COMPONENT_SHIFT) - 1)
+                corpus, number = found.sources[segments.components_n[member]].corpus, int(segments.numbers_n[member])
                 assert isinstance(corpus, Corpus), "the inputs of a run are opened from files"
                 pieces.append(
                     Piece(

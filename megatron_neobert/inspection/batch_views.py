@@ -19,7 +19,6 @@ from rich.text import Text
 
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.data.batches.inputs import token_ids_of
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.inspection.batch_rows import EXAMPLES, MEANINGS, BatchRow, TokenView, TokenViews
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, FoundMicroBatch, Share
 from megatron_neobert.text import percent, visible
@@ -71,7 +70,7 @@ def summarize(found: FoundBatch) -> Summary:
     for part in found.parts:
         fates += _fates_of(part, found.tokenizer.mask_id, found.tokenizer.unk_id, ids.is_special_v)
     segments = [part.rows.segments for part in found.parts]
-    components_n = np.concatenate([one.documents_n >> COMPONENT_SHIFT for one in segments])
+    components_n = np.concatenate([one.components_n for one in segments])
     lengths_n = np.concatenate([one.slots_n for one in segments])
     names = [str(component) for component in parse_data_path(found.settings.data.data_path)]
     pieces_c = np.bincount(components_n, minlength=len(names)).tolist()
@@ -109,12 +108,12 @@ def _fates_of(part: FoundMicroBatch, mask: int, unknown: int, is_special_v: NDAr
 
 def _shortened(found: FoundBatch, part: FoundMicroBatch) -> int:
     segments = part.rows.segments
-    tags_n, numbers_n = segments.documents_n >> COMPONENT_SHIFT, segments.documents_n & ((1 << COMPONENT_SHIFT) - 1)
+    components_n, numbers_n = segments.components_n, segments.numbers_n
     ends_n = segments.starts_n + segments.lengths_n
     return sum(
-        int((ends_n[own] < found.sources[tag].corpus.lengths[numbers_n[own]]).sum())
-        for tag in np.unique(tags_n).tolist()
-        for own in [tags_n == tag]
+        int((ends_n[own] < found.sources[component].corpus.lengths[numbers_n[own]]).sum())
+        for component in np.unique(components_n).tolist()
+        for own in [components_n == component]
     )
 
 

@@ -1,10 +1,8 @@
 """Runs with Transformer Engine's layers and optimizer: its own Python, over the emulated extension."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import emulated_engine
@@ -15,14 +13,11 @@ from ranks import quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
 from test_layouts import CP2, TP2_SP, largest_relative_gap
 from test_megatron_lines import load_and_save
-from tests_tiny import tiny_settings
+from tests_tiny import TinyCorpus, build_corpus, tiny_settings
 from tolerances import BF16_LAYOUT_LOSS, ENGINE_DELAYED_RESUMED, ENGINE_FP8_CURVE, ENGINE_FP8_RUN, LAYOUT_LOSS
 
 from megatron_neobert.checkpoint.folder import iteration_folder
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
-from megatron_neobert.data.preprocessing.run import preprocess
-from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
 pytestmark = emulated_engine.needs_sources
 
@@ -98,19 +93,10 @@ def test_a_run_in_fp8_has_nearly_the_losses_of_bf16_and_resumes(run, recipe):
 
 
 @pytest.fixture(scope="module")
-def real_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def real_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     """2,700 passages of books."""
-    folder = tmp_path_factory.mktemp("real")
     texts = pq.read_table(sorted((shared_data / "text" / "books").glob("*.parquet"))[0])["content"].to_pylist()
-    shard = folder / "books.jsonl"
-    shard.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
-    tokenizer = train_wordpiece(texts, vocab_size=4000, lowercase=True, min_frequency=2)
-    tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
-    settings = PreprocessSettings(
-        inputs=(str(shard),), output_prefix=str(folder / "books"), tokenizer_model=str(folder / "tokenizer")
-    )
-    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
-    return SimpleNamespace(prefix=str(folder / "books_content_document"), tokenizer=str(folder / "tokenizer"))
+    return build_corpus(tmp_path_factory.mktemp("real"), texts, name="books", vocab_size=4000)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.philox import Stream, draw_words
 
 ADDED_TOKENS = 2  # [CLS] before and [SEP] after each segment
@@ -32,6 +33,16 @@ class Segments:
     lengths_n: NDArray[np.int64]  # tokens of the document, without [CLS] and [SEP]
     has_cls_n: NDArray[np.bool_]  # whether [CLS] stands before the tokens; only a concatenated row begins without
     has_sep_n: NDArray[np.bool_]  # and [SEP] behind them
+
+    @property
+    def components_n(self) -> NDArray[np.int64]:
+        """The component of the blend that each is of; 0 of a single corpus."""
+        return self.documents_n >> COMPONENT_SHIFT
+
+    @property
+    def numbers_n(self) -> NDArray[np.int64]:
+        """The document's number inside its corpus."""
+        return self.documents_n & ((1 << COMPONENT_SHIFT) - 1)
 
     @property
     def slots_n(self) -> NDArray[np.int64]:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_neobert.data.batches.masking import mask_tokens
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.packing import PackedRows, Segments
 from megatron_neobert.data.batches.rows import (
     IGNORED_LABEL,
@@ -164,7 +163,7 @@ class BatchStream:
         """Asks the operating system to read this rank's part of a global batch."""
         for part in self._own_micro_batches(rows):
             for corpus, members in _group_by_corpus(self.sources, part.segments):
-                corpus.will_need(_document_numbers(part.segments.documents_n[members]))
+                corpus.will_need(part.segments.numbers_n[members])
 
     def _own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
         size = self.settings.micro_batch_size
@@ -260,13 +259,8 @@ def _group_by_corpus(
     if len(corpora) == 1:
         return [(corpora[0], slice(None))]
     corpus_of_source = np.array([next(i for i, c in enumerate(corpora) if c is source.corpus) for source in sources])
-    corpus_n = corpus_of_source[segments.documents_n >> COMPONENT_SHIFT]
+    corpus_n = corpus_of_source[segments.components_n]
     return [(corpora[number], np.flatnonzero(corpus_n == number)) for number in np.unique(corpus_n).tolist()]
-
-
-def _document_numbers(documents_n: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Inside their corpora."""
-    return documents_n & ((1 << COMPONENT_SHIFT) - 1)
 
 
 def _read_text(
@@ -278,7 +272,7 @@ def _read_text(
     """Copies the tokens of every segment to its place in tokens_t."""
     for corpus, members in _group_by_corpus(sources, segments):
         own = segments[members]
-        content = corpus.gather(_document_numbers(own.documents_n), own.starts_n, own.lengths_n)
+        content = corpus.gather(own.numbers_n, own.starts_n, own.lengths_n)
         read = 0
         for start, length in zip(text_starts_n[members].tolist(), own.lengths_n.tolist(), strict=True):
             tokens_t[start : start + length] = content[read : read + length]
