@@ -10,7 +10,7 @@ from processes import run_on_ranks
 from tolerances import ENGINE_GRADIENT, ENGINE_LOSS
 
 from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
-from megatron_neobert.model import layer_specs
+from megatron_neobert.model import transformer_config
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.model.transformer_config import to_transformer_config
@@ -114,8 +114,8 @@ def test_every_architecture_gives_the_losses_and_gradients_of_float32(model):
 def compare_causal_attention() -> None:
     distributed.initialize(Settings())
     exact = losses_and_gradients(build(LOCAL, bf16=False))
-    mask = layer_specs.AttnMaskType
-    layer_specs.AttnMaskType = type("Causal", (), {"padding": mask.padding_causal})
+    mask = transformer_config.AttnMaskType
+    transformer_config.AttnMaskType = type("Causal", (), {"padding": mask.padding_causal})
     _, gradient = gaps(losses_and_gradients(build(ENGINE)), exact)
     print(f"causal: {gradient:.2e}")
     assert gradient > 10 * ENGINE_GRADIENT["bf16"].gate
