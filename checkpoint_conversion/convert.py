@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 import megatron_neobert
 from megatron_neobert.config.phases import settings_at
-from megatron_neobert.errors import CommandParser, ConversionError, OutputError, run_command
-from megatron_neobert.evaluation.options import positive
+from megatron_neobert.errors import CommandParser, ConversionError, OutputError, positive, run_command
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder, sha256_of
 
 if TYPE_CHECKING:  # --help answers without importing torch

@@ -153,6 +153,13 @@ class CommandParser(argparse.ArgumentParser):
         ]
 
 
+def positive(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: which of the known ones it resembles."""
     names = {name.lstrip("-"): name for name in known}  # the hyphens that all flags share would make them alike

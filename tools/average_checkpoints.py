@@ -12,8 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, run_command
-from megatron_neobert.evaluation.options import positive
+from megatron_neobert.errors import CommandParser, positive, run_command
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 

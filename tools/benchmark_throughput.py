@@ -16,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, run_command
-from megatron_neobert.evaluation.options import name_models, positive
+from megatron_neobert.errors import CommandParser, ConfigError, positive, run_command
+from megatron_neobert.runtime.atomic_files import name_models
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = tuple(2**power for power in range(10))

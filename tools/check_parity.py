@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.errors import CommandParser, ConfigError, run_command
-from megatron_neobert.evaluation.options import positive
+from megatron_neobert.errors import CommandParser, ConfigError, positive, run_command
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from torch import Tensor

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, MissingInputError, run_command
-from megatron_neobert.evaluation.options import positive
+from megatron_neobert.errors import CommandParser, MissingInputError, positive, run_command
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER, MTEB_SUCCESSOR
 from megatron_neobert.runtime.atomic_files import require_folder
 

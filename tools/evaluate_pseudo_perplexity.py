@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, run_command
-from megatron_neobert.evaluation.options import name_models, positive
+from megatron_neobert.errors import CommandParser, ConfigError, positive, run_command
+from megatron_neobert.runtime.atomic_files import name_models
 
 LENGTH_BINS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCH_TOKENS = 16384

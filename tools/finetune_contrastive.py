@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
-from megatron_neobert.evaluation.options import positive
+from megatron_neobert.errors import CommandParser, ConfigError, OutputError, positive, run_command
 from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch

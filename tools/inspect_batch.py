@@ -32,7 +32,7 @@ def main() -> None:
     _check(arguments)
     place, settings = _choose(arguments, flags)
 
-    from megatron_neobert.inspection.found_batch import find_batch, share_of_rank  # slow: imports torch
+    from megatron_neobert.inspection.found_batch import find_batch, share_of_rank
 
     share = None
     if arguments.rank is not None:
@@ -61,7 +61,7 @@ def _check(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError, OutputError: Before anything slow.
     """
-    from megatron_neobert.inspection.saved_run import check_iteration
+    from megatron_neobert.inspection.found_batch import check_iteration
 
     check_iteration(arguments.iteration)
     if arguments.rows < 0:
@@ -80,19 +80,19 @@ def _choose(arguments: argparse.Namespace, flags: list[str]) -> tuple[Path | Non
     """The checkpoint to start from, and the settings of the run, checked."""
     from megatron_neobert.checkpoint.folder import list_checkpoints
     from megatron_neobert.config.cli import parse_command_line
-    from megatron_neobert.inspection import saved_run
+    from megatron_neobert.inspection import found_batch
 
     ranks = arguments.world_size or 1
     if arguments.rank is None:
         flags = flags + _flags_of_one_rank()
     load, place = arguments.load, None
     if load is not None and (list_checkpoints(load) or arguments.config is None):
-        place = saved_run.checkpoint_before(load, arguments.iteration)
+        place = found_batch.checkpoint_before(load, arguments.iteration)
     if arguments.config is not None or load is None:
         config = ["--config", arguments.config] if arguments.config is not None else []
         return place, parse_command_line([*config, *flags], world_size=ranks).settings
-    saved = saved_run.without_outputs(saved_run.settings_of_iteration(load, arguments.iteration))
-    return place, saved_run.replace_by_flags(saved, flags, world_size=ranks)
+    saved = found_batch.without_outputs(found_batch.settings_of_iteration(load, arguments.iteration))
+    return place, found_batch.replace_by_flags(saved, flags, world_size=ranks)
 
 
 def _flags_of_one_rank() -> list[str]:

@@ -51,7 +51,7 @@ def choose_origin(load: Path, iteration: int, *, wanted: int | None) -> tuple[Pa
         ConfigError: No iteration has that number.
         MissingInputError: The checkpoint that is wanted does not exist, or none at all.
     """
-    from megatron_neobert.inspection.saved_run import checkpoint_before
+    from megatron_neobert.inspection.found_batch import checkpoint_before
 
     place = checkpoint_before(load, iteration)
     return place if wanted is None else latest_checkpoint(load, iteration=wanted), place
@@ -64,7 +64,7 @@ def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
         ConfigError: Flags that a run would not take either.
     """
     from megatron_neobert.config.cli import read_record
-    from megatron_neobert.inspection.saved_run import replace_by_flags, without_outputs
+    from megatron_neobert.inspection.found_batch import replace_by_flags, without_outputs
 
     saved = read_record((weights or latest_checkpoint(load)) / "settings.yaml")
     saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)))

@@ -1,9 +1,13 @@
 """A global batch of a run as its ranks get it: built by the code that builds it in training, from its place on.
 
+A batch belongs to the settings of the process that trained on it, and those are in the first checkpoint that came after
+it. Of checkpoints, names and records are read, and no tensors.
+
 Without a checkpoint to start from, all rows before it are packed, which reads lengths only: some 2 M documents per
 second. Letters: `t` tokens of a micro-batch, `s` slots of one piece of a document.
 """
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.checkpoint.contents import read_train_state
-from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint
-from megatron_neobert.config.cli import read_record
+from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
+from megatron_neobert.config.cli import parse_command_line, read_record, write_record
 from megatron_neobert.config.phases import settings_at
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.packing import PackedRows
 from megatron_neobert.data.batches.phases import build_training_stream
 from megatron_neobert.data.batches.rows import Cursor, Source
 from megatron_neobert.data.batches.stream import PackedBatch
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.errors import CheckpointError, ConfigError
+from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
 NO_LABEL = -1
 
@@ -149,3 +153,59 @@ def share_of_rank(settings: Settings, *, rank: int, world_size: int) -> Share:
         context_parallel_rank=rank // tp % cp,
         context_parallel_size=cp,
     )
+
+
+def checkpoint_before(load: Path, iteration: int) -> Path | None:
+    """The newest checkpoint before an iteration; None: there is none, and the data began at iteration 1.
+
+    Raises:
+        ConfigError: No iteration has that number.
+        MissingInputError: There is none, and the data of the run began later.
+    """
+    check_iteration(iteration)
+    before = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
+    if before:
+        return before[0]
+    if read_record(latest_checkpoint(load) / "settings.yaml").checkpoint.continue_from is not None:
+        raise MissingInputError(
+            f"{load} holds no checkpoint before iteration {iteration}, and its data did not begin at iteration 1: the "
+            "run has continued another one. Name an iteration behind its first checkpoint."
+        )
+    return None
+
+
+def check_iteration(iteration: int) -> None:
+    """Raises ConfigError where no iteration has that number."""
+    if iteration < 1:
+        raise ConfigError(f"--iteration {iteration} is none; the first iteration of a run is 1.")
+
+
+def settings_of_iteration(load: Path, iteration: int) -> Settings:
+    """Those that an iteration was trained with, as far as the checkpoints record it.
+
+    Raises:
+        MissingInputError: There is no checkpoint.
+        CheckpointError: The record is damaged.
+    """
+    latest_checkpoint(load)  # raises where there is none
+    newest, *older = list_checkpoints(load)
+    behind = [folder for folder in (newest, *older) if iteration_of(folder) >= iteration]
+    return read_record((behind[-1] if behind else newest) / "settings.yaml")
+
+
+def without_outputs(settings: Settings) -> Settings:
+    """The same run as one that saves nothing, and that nothing ends early."""
+    training = replace(settings.training, exit_interval=None, exit_duration_in_mins=None)
+    return replace(settings, training=training, checkpoint=CheckpointConfig(), logging=LoggingConfig())
+
+
+def replace_by_flags(settings: Settings, flags: list[str], *, world_size: int) -> Settings:
+    """Settings in which flags, as a run takes them, replace what they name.
+
+    Raises:
+        ConfigError: Flags that a run would not take either.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "settings.yaml"
+        write_record(settings, record)
+        return parse_command_line(["--config", str(record), *flags], world_size=world_size).settings

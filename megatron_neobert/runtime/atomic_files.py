@@ -8,12 +8,12 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megatron_neobert.errors import MissingInputError, OutputError, SaveError
+from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
 
 _CHUNK_BYTES = 1 << 20
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
@@ -28,6 +28,22 @@ def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = 
     if not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
         raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
+
+
+def name_models(folders: Sequence[Path]) -> dict[str, Path]:
+    """Name in the results of an evaluation -> folder of the model.
+
+    Raises:
+        ConfigError: Two folders have one name.
+        MissingInputError: A folder is not there, or is no model's.
+    """
+    models: dict[str, Path] = {}
+    for folder in folders:
+        require_folder("--model", folder, holding="config.json")
+        if (name := folder.resolve().name) in models:
+            raise ConfigError(f"--model: two folders are called {name}, as results are; rename one of them.")
+        models[name] = folder
+    return models
 
 
 def sha256_of(path: Path) -> str:

@@ -8,7 +8,7 @@ from unit.inspection.batch_places import settings_of
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig
 from megatron_neobert.errors import ConfigError, MissingInputError
-from megatron_neobert.inspection.saved_run import (
+from megatron_neobert.inspection.found_batch import (
     checkpoint_before,
     replace_by_flags,
     settings_of_iteration,
