@@ -6,6 +6,7 @@ Writes DATA_DIR/KEY.parquet with the columns query, positive and negatives, whol
 are kept, so that the same command resumes. Copy the folder to where there is no network.
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +28,7 @@ if TYPE_CHECKING:  # --help answers without importing datasets
 
 def main() -> None:
     """Reads the arguments and fetches."""
-    parser = CommandParser(__doc__)
-    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for finetune_contrastive.py")
-    parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="folder to write to")
-    parser.add_argument("--datasets", nargs="+", metavar="KEY", help="(default: all but those with default: false)")
-    arguments = parser.parse_args()
+    arguments = _parse()
     from megatron_neobert.evaluation.contrastive.config import read_config
 
     config = read_config(arguments.config)
@@ -71,6 +68,14 @@ def _fetch(key: str, source: "DatasetSource", path: Path) -> None:
     with replacing(path) as temporary:
         pairs.to_parquet(str(temporary))
     print(f"wrote {path}: {len(pairs):,} pairs from {source.hub}", flush=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = CommandParser(__doc__)
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for finetune_contrastive.py")
+    parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="folder to write to")
+    parser.add_argument("--datasets", nargs="+", metavar="KEY", help="(default: all but those with default: false)")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
