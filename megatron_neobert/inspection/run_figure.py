@@ -5,8 +5,6 @@ a stop after which the run resumed as a tick on the lower edge. Drawn without a 
 files, each of which is replaced as a whole.
 """
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from megatron_neobert.evaluation import pages
 from megatron_neobert.evaluation.plots import COLOURS, DASHES, add_legend, save_figure
 from megatron_neobert.inspection.run_log import RunLog
 from megatron_neobert.runtime.atomic_files import replace_file
@@ -107,15 +106,13 @@ def to_csv(runs: Sequence[RunLog]) -> str:
     A name that a spreadsheet would take for a formula gets `./` before it.
     """
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", "iteration", "restarts", *metrics])
+    rows: list[dict[str, Any]] = []
     for run in runs:
         name = f"./{run.name}" if run.name.startswith(("=", "+", "-", "@")) else run.name
         for iteration, values in run.values.items():
             restarts = sum(at < iteration for at in run.restarts)
-            writer.writerow([name, iteration, restarts, *(values.get(metric, "") for metric in metrics)])
-    return text.getvalue()
+            rows.append({**values, "run": name, "iteration": iteration, "restarts": restarts})
+    return pages.to_csv(["run", "iteration", "restarts", *metrics], rows)
 
 
 def _style(number: int) -> dict[str, Any]:
