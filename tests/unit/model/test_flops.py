@@ -30,6 +30,7 @@ PUBLISHED = {
     "ablations/m8": 245_136_954,
     "ablations/m9_stage1": 245_136_954,
     "ablations/m9_stage2": 245_136_954,
+    "neobert_both_stages": 245_136_954,
     "neobert_continued": 245_136_954,
     "neobert_stage1": 245_136_954,
     "neobert_stage2": 245_136_954,
