@@ -2,10 +2,9 @@
 
     python benchmarks/roofline.py --document-tokens 1024
 
-Divides the work of a token by rates. Operations are those of megatron_neobert/model/flops.py; bytes of the local layers
-are those that tests/gpu_path counted and wrote into docs/performance.md; bytes of Transformer Engine's layers, which
-call the same elementwise functions, and of FP8 casts follow from shapes. Nothing is measured, nothing overlaps, and no
-kernel has to wait for the host: a real step is slower.
+Divides the work of a token by rates. Operations are those of megatron_neobert/model/flops.py, bytes those that
+tests/gpu_path counted and wrote into docs/performance.md; bytes of FP8 casts follow from shapes. Nothing is measured,
+nothing overlaps, and no kernel has to wait for the host: a real step is slower.
 """
 
 import re
@@ -15,13 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CommandParser, run_command
 from megatron_neobert.model.flops import training_flops_per_token
 
 PERFORMANCE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 TOKENS_PER_STEP = 2 * 65_536  # of the count
-GB_BEFORE = 1024.0  # the same count on 22 November 2026, before kernels were fused; the products and attention's as now
+GB_BEFORE = 1029.0  # the same count of local layers before kernels were fused; the products' and attention's as now
 VOCAB_SIZE, VOCAB_PADDED = 30_522, 30_592
 BF16_PEAK = 989e12  # FLOP/s of both GPUs, data sheet
 GEMM = 650e12  # bf16 products at a width of 768: four fifths of what 8192^3 reaches, an estimate
@@ -38,11 +37,11 @@ ATTENTION = {
 FP8 = {"delayed": (1.6, 4), "tensorwise": (1.6, 6), "blockwise": (1.5, 6)}
 # Which part of a step an operation of the count belongs to; the others are elementwise: norms, rotary, SwiGLU, adds.
 PARTS = {
-    "products": r"mm$",
-    "attention": r"torch_attn",
+    "products": r"mm$|generic_gemm",
+    "attention": r"torch_attn|fused_attn",
     "loss": r"compiled (logits_gradient|sum_exponentials|largest_logits)",
     "weight gradients": r"add_\.Tensor",
-    "optimizer": r"fused_adamw_|mul_\.Tensor|zero_|copy_|c10d",
+    "optimizer": r"fused_adamw_|multi_tensor_adam|(foreach_)?mul_\.|zero_|copy_|c10d",
     "other": r"others|sum\.dim_IntList",
 }
 
@@ -64,37 +63,30 @@ def main() -> None:
     print(to_table(parser.parse_args().document_tokens))
 
 
-def counted_bytes() -> dict[str, float]:
-    """Bytes per token by part, out of the count in docs/performance.md."""
+def counted_bytes(layers: str) -> dict[str, float]:
+    """Bytes per token by part, out of the count in docs/performance.md.
+
+    Args:
+        layers: "local" or "Transformer Engine", as the head of the table has it.
+    """
     text = PERFORMANCE.read_text(encoding="utf-8")
     count = text.split("<!-- counted by tests/gpu_path -->")[1].split("<!-- end of the count -->")[0]
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in count.strip().splitlines())
+    column = head.index(f"{layers}: kernels") + 1
     parts = dict.fromkeys([*PARTS, "elementwise"], 0.0)
-    for operation, gigabytes in re.findall(r"^\| ([^|]+) \| [\d,]+ \| ([\d.]+) \|$", count, flags=re.MULTILINE):
+    for operation, *cells in rows:
         if operation != "all":
             part = next((name for name, pattern in PARTS.items() if re.match(pattern, operation)), "elementwise")
-            parts[part] += float(gigabytes) * 1e9 / TOKENS_PER_STEP
+            parts[part] += float(cells[column - 1] or 0) * 1e9 / TOKENS_PER_STEP
     return parts
-
-
-def derived_bytes(model: ModelConfig) -> float:
-    """Bytes per token of the elementwise functions of all layers, forward and backward, bf16.
-
-    Elements read and written: two norms 2h and 3h each, the rotation of queries and keys 4h and 4h, the gradients of
-    queries, keys and values made one tensor 6h, four additions to the residual stream or its gradient 3h, SwiGLU
-    3f and 5f.
-    """
-    hidden, width = model.hidden_size, model.ffn_width
-    return 2.0 * model.num_layers * (10 * hidden + 8 * hidden + 6 * hidden + 12 * hidden + 8 * width)
 
 
 def steps() -> list[Step]:
     """From the local layers before their kernels were fused to FP8."""
-    counted = counted_bytes()
+    counted = counted_bytes("local")
     unfused = counted["elementwise"] + (GB_BEFORE * 1e9 / TOKENS_PER_STEP - sum(counted.values()))
-    # Transformer Engine's products add up weight gradients in fp32 themselves.
-    engine = counted | {"elementwise": derived_bytes(ModelConfig()), "weight gradients": 0.0}
     local = Step("local layers", "FA2", counted)
-    in_bf16 = Step("Transformer Engine", "cuDNN", engine)
+    in_bf16 = Step("Transformer Engine", "cuDNN", counted_bytes("Transformer Engine"))
     return [
         replace(local, name="local layers, before", bytes_by_part=counted | {"elementwise": unfused}),
         local,
