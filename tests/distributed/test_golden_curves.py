@@ -17,11 +17,17 @@ from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS, GOLDEN_MUON_GRAD_NORM, GOLDEN_MUON_LOSS
 from training_command import flags_of
 
+from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 CURVES = Path(__file__).with_name("golden_curves.json")
 STEPS = 20
+PHASES = (
+    Phase(after_iters=6, mask_prob=0.1),
+    Phase(after_iters=10, global_batch_size=16),
+    Phase(after_iters=14, seq_length=64, micro_batch_size=4),
+)
 RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "plain": (1, {}),
     "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
@@ -29,6 +35,8 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "pipeline 2, interleaved": (2, {"parallel": PP2_INTERLEAVED}),
     "context 2": (2, {"parallel": CP2}),
     "Muon": (1, MUON),
+    "WSD": (1, {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 8}}),
+    "phases": (1, {"training": {"phases": PHASES}}),
 }
 
 

@@ -31,6 +31,8 @@ def flags_of(settings: Settings) -> list[str]:
         for setting in fields(chosen):
             value = getattr(chosen, setting.name)
             if value != getattr(defaults, setting.name):
+                if setting.name == "phases":
+                    value = str(list(value))  # as YAML
                 several = value if isinstance(value, tuple) else (value,)
                 words += [f"--{setting.name.replace('_', '-')}", *map(str, several)]
     return words
