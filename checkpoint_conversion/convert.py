@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 import megatron_neobert
-from megatron_neobert.config.phases import settings_at
+from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.errors import CommandParser, ConversionError, OutputError, positive, run_command
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder, sha256_of
 

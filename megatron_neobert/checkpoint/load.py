@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
 from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
 from megatron_neobert.config.cli import read_record
-from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.resume_rules import changes, refuse_other_run
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError

@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.phases import PHASE_SETTINGS, Phase, stretches
+from megatron_neobert.config.phases import PHASE_SETTINGS, Phase
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
+from megatron_neobert.config.stretches import stretches
 from megatron_neobert.errors import CheckpointError, CommandParser, ConfigError, MissingInputError, suggestion
 
 _SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from megatron_neobert.config.compute_rules import FP8_TOKENS, compute_problems
 from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.phases import stretches
 from megatron_neobert.config.resume_rules import ALLOWABLE
 from megatron_neobert.config.schema import (
     DataConfig,
@@ -19,6 +18,7 @@ from megatron_neobert.config.schema import (
     Settings,
     flag_of,
 )
+from megatron_neobert.config.stretches import stretches
 from megatron_neobert.errors import ConfigError
 
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests

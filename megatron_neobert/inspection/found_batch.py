@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
-from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
+from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.packing import PackedRows
 from megatron_neobert.data.batches.phases import build_training_stream

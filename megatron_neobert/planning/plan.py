@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
-from megatron_neobert.config.phases import stretches
 from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
+from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.rows import count_windows, pack_window

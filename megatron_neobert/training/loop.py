@@ -11,8 +11,8 @@ import torch
 from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.dali import DaliLoader
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import StepBatches

@@ -17,8 +17,8 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu

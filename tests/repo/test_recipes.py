@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron_neobert.config.cli import parse_command_line, read_settings
-from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
 from megatron_neobert.model.flops import count_parameters

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from megatron_neobert.config.data_path import Component, parse_data_path, whole_weights
-from megatron_neobert.config.phases import stretches
 from megatron_neobert.config.schema import DataConfig, Settings
+from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source

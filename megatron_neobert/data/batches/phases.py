@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from megatron_neobert.config.phases import Stretch, stretches
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.stretches import Stretch, stretches
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings
 from megatron_neobert.data.batches.packing import PackedRows
 from megatron_neobert.data.batches.rows import Cursor, next_window

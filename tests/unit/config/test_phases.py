@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
-from megatron_neobert.config.phases import settings_at
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.errors import ConfigError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]

@@ -12,8 +12,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.folder import MANIFEST
-from megatron_neobert.config.phases import Phase, stretches
+from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import CheckpointConfig, Settings
+from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches import rows
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
