@@ -81,13 +81,13 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
     """Every reason why these settings cannot train on `world_size` ranks; empty if they can."""
     if problems := list(value_problems(settings)):  # the arithmetic below needs legal values
         return problems
+    if settings.training.phases:
+        return list(phase_problems(settings, world_size=world_size))
     layout_problems = [
         *tensor_parallel_problems(settings),
         *pipeline_problems(settings),
         *batch_problems(settings, world_size),
     ]
-    if settings.training.phases:
-        return list(phase_problems(settings, world_size=world_size))
     return [
         *need_problems(settings),
         *model_problems(settings),

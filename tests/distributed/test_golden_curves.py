@@ -1,6 +1,6 @@
 """Loss and gradient norm of every step of some runs, as they were when golden_curves.json was written.
 
-Whoever changes a number of training sees it here. `make golden` writes the file anew, and CHANGELOG.md says why.
+A change of any number of training shows here. `make golden` writes the file anew, and CHANGELOG.md says why.
 """
 
 import json
