@@ -39,7 +39,7 @@ _STATE_FORMAT = {
 def load_checkpoint(run: Run) -> Path | None:
     """Restores weights, optimizer and progress from the newest good checkpoint of --load, else of --continue-from.
 
-    From the latter, other data start anew; the same ones go on.
+    From the latter, the run continues in the same data; other data start anew.
 
     Returns:
         Its folder; None if there is no checkpoint yet (`check_folders` has judged whether that is allowed).
@@ -115,7 +115,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     if is_rank_zero():
         if has_new_data:
-            begins = "begin anew" if progress.cursor == Cursor() else f"go on at {progress.cursor}"
+            begins = "begin anew" if progress.cursor == Cursor() else f"continue at {progress.cursor}"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {begins}", flush=True)
         for change in changes(saved, run.settings, weights_only=weights_only):

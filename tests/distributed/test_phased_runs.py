@@ -126,7 +126,7 @@ def decaying(settings: Callable[..., Settings]) -> Callable[..., Settings]:
 
 
 def test_decays_of_two_lengths_branch_off_one_stable_run_as_if_each_had_been_planned(decaying, capfd):
-    """Each goes on in the data, resumes within its decay, and equals the run of its length bit for bit."""
+    """Each continues in the data, resumes within its decay, and equals the run of its length bit for bit."""
     stable = decaying("stable", train_iters=100, decay=10, exit_interval=3)
     train_on_ranks(stable)
     before = {key: read_metrics(str(stable.checkpoint.save), key) for key in RECORDED}
@@ -139,7 +139,7 @@ def test_decays_of_two_lengths_branch_off_one_stable_run_as_if_each_had_been_pla
         for _ in range(2):
             train_on_ranks(branch)
         said = capfd.readouterr().out
-        assert "the learning rate is 2.00e-03 from here, the data go on at Cursor(epoch=0, window=0, row=24)" in said
+        assert "the learning rate is 2.00e-03 from here, the data continue at Cursor(epoch=0, window=0, row=24)" in said
         for key in set(RECORDED) - {"validation_loss"}:
             own = before[key] | read_metrics(str(branch.checkpoint.save), key)
             assert own == read_metrics(str(planned.checkpoint.save), key), key

@@ -201,7 +201,7 @@ def test_a_run_beside_one_that_could_be_continued_starts_from_fresh_weights_if_i
 
 
 def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_rate(settings):
-    """Weights, optimizer state and schedule go on; another seed has an order of its own, and its start."""
+    """Weights, optimizer state and schedule continue; another seed has an order of its own, and its start."""
     first = settings("first", training={"exit_interval": STOP})
     train_on_ranks(first)
     second = settings(

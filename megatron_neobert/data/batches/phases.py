@@ -1,8 +1,8 @@
 """The batches of a run over all its phases, and what becomes of its place in the data where settings change.
 
-The order of the documents continues as long as corpora, shares, seed and block size stay. Rows of another kind then begin
-with the next window, since a window is packed as a whole: the rest of it, fewer than 4,096 documents, is not read. Of
-other documents the order has its own beginning.
+The order of the documents continues as long as corpora, shares, seed and block size stay. Rows of another kind then
+begin with the next window, since a window is packed as a whole: the rest of it, fewer than 4,096 documents, is not
+read. Of other documents the order has its own beginning.
 """
 
 from collections.abc import Iterator
