@@ -86,17 +86,20 @@ def refuse_other_run(
     if now.training.loss_normalization == "micro_batch":  # a batch is then cut into means, not only into shares
         training = (*must_be_allowed["training"], "micro_batch_size")
         must_be_allowed = {**must_be_allowed, "training": training}
-    fixed = list(_differences(saved, now, {name: names for name, names in _MUST_FIT.items() if name not in without}))
+    must_fit = _MUST_FIT
+    if "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):  # its state holds no second moments
+        must_fit = {**_MUST_FIT, "optimizer": (*_MUST_FIT["optimizer"], "optimizer")}
+    fixed = dict(_differences(saved, now, {name: names for name, names in must_fit.items() if name not in without}))
     guarded = {
         name: text
         for section, names in must_be_allowed.items()
         if section not in without
         for name, text in _differences(saved, now, {section: names})
-        if name not in allowed
+        if name not in allowed and name not in fixed
     }
     if not fixed and not guarded:
         return
-    texts = [text for _, text in fixed] + list(guarded.values())
+    texts = [*fixed.values(), *guarded.values()]
     remedy = f"Start with the values in {folder / 'settings.yaml'}"
     if not fixed:
         remedy += f", or, to continue as another run, add --allow-changed {','.join(guarded)}"

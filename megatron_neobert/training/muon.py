@@ -31,10 +31,9 @@ def build_with_muon(build: Callable[[], ChainedOptimizer], models: Iterable[Any]
     Collective: all ranks.
     """
     named = [item for model in models for item in model.named_parameters()]
-    matrices = {name for name, parameter in named if is_matrix_of_layer(name, parameter)}
-    with _frozen(parameter for name, parameter in named if name not in matrices):
+    with _frozen(parameter for name, parameter in named if not is_matrix_of_layer(name, parameter)):
         with_muon = build()
-    with _frozen(parameter for name, parameter in named if name in matrices):
+    with _frozen(parameter for name, parameter in named if is_matrix_of_layer(name, parameter)):
         with_adamw = build()
     for optimizer in with_muon.chained_optimizers:
         groups = [
@@ -54,7 +53,7 @@ def is_matrix_of_layer(name: str, parameter: Parameter) -> bool:
 @contextmanager
 def _frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
     """Megatron leaves parameters out that require no gradient."""
-    frozen = list(parameters)
+    frozen = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad = False
     try:

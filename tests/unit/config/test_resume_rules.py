@@ -32,9 +32,14 @@ def test_other_rates_length_precision_and_ranks_are_accepted_and_said():
     ]
 
 
-def test_a_model_that_does_not_fit_is_refused_and_cannot_be_allowed():
-    now = Settings().with_section("model", hidden_size=512).with_section("checkpoint", allow_changed=("hidden_size",))
-    with pytest.raises(CheckpointError, match=r"--hidden-size was 768 and is now 512.*Start with the values") as caught:
+@pytest.mark.parametrize(
+    ("section", "name", "value", "before"),
+    [("model", "hidden_size", 512, 768), ("optimizer", "optimizer", "muon", "adamw")],
+)
+def test_weights_or_state_that_do_not_fit_are_refused_and_cannot_be_allowed(section, name, value, before):
+    now = Settings().with_section(section, **{name: value}).with_section("checkpoint", allow_changed=(name,))
+    sentence = rf"run: --{name.replace('_', '-')} was {before} and is now {value}\. Start with the values"
+    with pytest.raises(CheckpointError, match=sentence) as caught:
         refuse(now)
     assert "--allow-changed" not in str(caught.value)
 
