@@ -38,7 +38,7 @@ def test_other_rates_length_precision_and_ranks_are_accepted_and_said():
 )
 def test_weights_or_state_that_do_not_fit_are_refused_and_cannot_be_allowed(section, name, value, before):
     now = Settings().with_section(section, **{name: value}).with_section("checkpoint", allow_changed=(name,))
-    sentence = rf"run: --{name.replace('_', '-')} was {before} and is now {value}\. Start with the values"
+    sentence = rf"run: --{name.replace('_', '-')} was {before} and is now {value}\b.* Start with the values"
     with pytest.raises(CheckpointError, match=sentence) as caught:
         refuse(now)
     assert "--allow-changed" not in str(caught.value)
