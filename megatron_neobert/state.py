@@ -66,7 +66,7 @@ class Run:
     optimizer: Any  # megatron.core's MegatronOptimizer
     scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
     training_stream: TrainingStream  # from the start of the corpus; the loop moves it to `progress`
-    validation_stream: BatchStream | None
+    validation_streams: dict[str, BatchStream]  # by the name of the curve
     progress: Progress
     # Called before each micro-batch: how the hang detector sees that the run makes progress.
     tick: Callable[[], None] = lambda: None

@@ -92,7 +92,7 @@ def _missing_inputs(settings: Settings) -> list[str]:
     data = settings.data
     paths = dict.fromkeys(stretch.settings.data.data_path for stretch in stretches(settings))
     given = [(path, "--data-path") for path in paths]
-    given += [((data.valid_data_path,), "--valid-data-path")] if data.valid_data_path else []
+    given += [((entry,), "--valid-data-path") for entry in data.valid_data_path or ()]
     problems = []
     for entries, flag in given:
         try:
@@ -178,7 +178,7 @@ def _build_parser() -> argparse.ArgumentParser:
                 )
             else:
                 metavar = "|".join(item.metadata["choices"] or ()) or _METAVARS[_plain_type(item.type)[0]]
-                count = "+" if item.type == _TEXTS else None
+                count = "+" if _plain_type(item.type)[0] == _TEXTS else None
                 group.add_argument(flag_of(item.name), metavar=metavar, nargs=count, help=item.metadata["help"] + shown)
     return parser
 

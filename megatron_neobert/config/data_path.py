@@ -80,6 +80,14 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
     return tuple(number // divisor for number in numbers)
 
 
+def curve_names(entries: Sequence[str]) -> list[str]:
+    """A word for each corpus of `--valid-data-path`: the end of its path, and its place where two end alike."""
+    words = [re.sub(r"[^A-Za-z0-9]+", "_", entry.rsplit("/", 1)[-1])[-40:] for entry in entries]
+    if len(set(words)) == len(words):
+        return words
+    return [f"{word}_{place}" for place, word in enumerate(words, start=1)]
+
+
 def _shorten(text: str) -> str:
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 200 else f"{text[:200]} ..."

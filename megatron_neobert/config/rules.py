@@ -69,6 +69,10 @@ NEEDS = (
     Need("lr_wsd_decay_iters", "lr_decay_style", wanted="WSD"),
     Need("lr_wsd_decay_style", "lr_decay_style", wanted="WSD"),
     Need("loss_spike_window", "loss_spike_sigma"),
+    Need("save_initial", "save"),
+    Need("profile", "save", "the trace goes there"),
+    Need("profile_step_start", "profile"),
+    Need("profile_step_end", "profile"),
     Need("exit_interval", "save", _RESUMABLE),
     Need("exit_duration_in_mins", "save", _RESUMABLE),
     Need("keep_every", "keep_last", "alone it does nothing, because all checkpoints are kept"),
@@ -286,14 +290,18 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    paths = {"--data-path": data.data_path}
-    if data.valid_data_path is not None:
-        paths["--valid-data-path"] = (data.valid_data_path,)
-    for flag, entries in paths.items():
+    validation = data.valid_data_path or ()
+    paths = [("--data-path", data.data_path), *(("--valid-data-path", (entry,)) for entry in validation)]
+    for flag, entries in paths:
         try:
             parse_data_path(entries, flag=flag)
         except ConfigError as error:
             yield from error.problems
+    if len(set(validation)) < len(validation):
+        yield (f"--valid-data-path {' '.join(validation)} names a corpus twice; name each once.")
+    for entry in validation:
+        if entry.replace(".", "", 1).isdigit():
+            yield (f"--valid-data-path {entry} is a weight, and each corpus has a curve of its own; leave weights out.")
     if data.document_block_size > LARGEST_DOCUMENT_BLOCK:
         yield (
             f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, the documents "
@@ -346,6 +354,11 @@ def checkpoint_problems(settings: Settings) -> Iterator[str]:
 
 
 def logging_problems(logging: LoggingConfig) -> Iterator[str]:
+    if logging.profile_step_end < logging.profile_step_start:
+        yield (
+            f"--profile-step-end {logging.profile_step_end} is below --profile-step-start "
+            f"{logging.profile_step_start}; both are profiled, so end with {logging.profile_step_start + 2}."
+        )
     project = logging.wandb_project
     if project is not None and (wrong := sorted(set(project) & set(_NOT_IN_A_PROJECT))):
         yield (

@@ -166,8 +166,8 @@ class DataConfig:
         "corpus prefix as written by tools/preprocess_data.py; or several, each after its share of the documents; "
         "PREFIX:min=N:max=M takes the documents of N to M tokens",
     )
-    valid_data_path: str | None = setting(
-        None, "corpus for validation, as --split-validation of tools/preprocess_data.py holds it out; replaces --split"
+    valid_data_path: tuple[str, ...] | None = setting(
+        None, "corpora for validation, each with its own curve, as tools/preprocess_data.py holds them out; not --split"
     )
     tokenizer_model: str | None = setting(
         None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
@@ -198,7 +198,7 @@ class DataConfig:
     @property
     def share_of_data_path(self) -> str:
         """--split, or all for training where validation has a corpus of its own."""
-        return self.split if self.valid_data_path is None else "100"
+        return "100" if self.valid_data_path else self.split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +210,7 @@ class OptimizerConfig:
 
     optimizer: str = setting(
         "adamw",
-        "optimizer: AdamW, weight decay in the gradient (adam), or Muon for the matrices of the layers and AdamW for "
-        "the rest",
+        "optimizer: AdamW, weight decay in the gradient (adam), or Muon for the layers' matrices, AdamW for the rest",
         choices=("adamw", "adam", "muon"),
     )
     lr: float = setting(6e-4, "peak learning rate", minimum=0.0)
@@ -247,9 +246,7 @@ class TrainingConfig:
     """Batches, length and precision of the run."""
 
     micro_batch_size: int = setting(64, "micro-batch size: packed sequences per forward pass and rank", minimum=1)
-    global_batch_size: int = setting(
-        2048, "global batch size: packed sequences per iteration over all ranks", minimum=1
-    )
+    global_batch_size: int = setting(2048, "global batch size: packed sequences per iteration", minimum=1)
     train_iters: int = setting(1_000_000, "training iterations of the whole run", minimum=1)
     phases: tuple[Phase, ...] = setting(
         (),
@@ -264,15 +261,14 @@ class TrainingConfig:
         choices=("global", "micro_batch"),
     )
     eval_interval: int = setting(1000, "validation interval in iterations", minimum=1)
-    eval_iters: int = setting(10, "validation length in global batches; 0 does not validate", minimum=0)
+    eval_iters: int = setting(10, "validation length in global batches of each corpus; 0 does not validate", minimum=0)
     exit_interval: int | None = setting(
         None, "save and stop at each iteration that is a multiple of this, with exit code 75", minimum=1
     )
     exit_duration_in_mins: float | None = setting(None, "save and stop after so many minutes", minimum=0.0)
     loss_spike_sigma: float | None = setting(
         None,
-        "skip an update whose loss or gradient norm exceeds the mean of the last updates by so many standard "
-        "deviations; 6 is usual; default: none is skipped for this",
+        "skip an update whose loss or gradient norm is so many standard deviations above the last ones; 6 is usual",
         minimum=1.0,
     )
     loss_spike_window: int = setting(128, "updates whose mean and deviation are compared with", minimum=8)
@@ -304,6 +300,7 @@ class CheckpointConfig:
     allow_changed: tuple[str, ...] = setting(
         (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
     )
+    save_initial: bool = setting(False, "save the initial weights too, as the checkpoint of iteration 0")
     save_interval: int = setting(1000, "checkpoint interval in iterations", minimum=1)
     async_save: bool = setting(
         False, "asynchronous checkpoints: written from a copy in host memory while training continues"
@@ -335,10 +332,11 @@ class LoggingConfig:
     """What the run logs and where."""
 
     log_interval: int = setting(100, "log interval in iterations", minimum=1)
+    profile: bool = setting(False, "profile of some iterations of rank 0: a trace in SAVE/profile, NVTX ranges on GPUs")
+    profile_step_start: int = setting(10, "first iteration of the profile", minimum=1)
+    profile_step_end: int = setting(12, "last iteration of the profile", minimum=1)
     tensorboard_dir: str | None = setting(None, "TensorBoard folder; default SAVE/tensorboard")
-    wandb_project: str | None = setting(
-        None, "Weights & Biases project to log to as well; its own variables (WANDB_MODE, WANDB_ENTITY) hold"
-    )
+    wandb_project: str | None = setting(None, "Weights & Biases project to log to as well; WANDB_MODE etc. hold")
     wandb_exp_name: str | None = setting(None, "Weights & Biases run name; default: that of the --save folder")
 
 

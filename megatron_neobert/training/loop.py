@@ -2,13 +2,14 @@
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
 
-from megatron_neobert.checkpoint.folder import check_folders, claim
+from megatron_neobert.checkpoint.folder import check_folders, claim, list_checkpoints
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
@@ -24,7 +25,8 @@ from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, is_rank_ze
 from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank
 from megatron_neobert.state import Progress, RankStatus, Run, StepReport
 from megatron_neobert.training.hang_detector import HangDetector
-from megatron_neobert.training.metrics import Averages, Monitor, add_sums
+from megatron_neobert.training.metrics import Monitor, add_sums
+from megatron_neobert.training.profile import profiled
 from megatron_neobert.training.setup import build_run, join
 from megatron_neobert.training.skip_update import count_update, too_many_skips
 from megatron_neobert.training.step import share_status, train_step, validation_step
@@ -93,7 +95,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         return _exit_code(run, monitor, following)
     detector.mark("waiting for data", run.progress.iteration + 1)
     attention: str | None = None
-    for batches in monitor.clocked(_training_batches(run)):
+    for batches in monitor.clocked(profiled(_training_batches(run), run, log=monitor.log)):
         _announce_phase(run, monitor)
         detector.mark("training", run.progress.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
@@ -135,7 +137,9 @@ def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detect
     run.own_status = functools.partial(own_status, has_trained=False)
     status = share_status(run)  # collective: all ranks
     run.own_status = own_status
-    training, iteration = run.settings.training, run.progress.iteration
+    training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.progress.iteration
+    if checkpoint.save_initial and iteration == 0 and not list_checkpoints(Path(checkpoint.save or "")):
+        saver.save()
     following = Next(
         stop=reason_to_stop(training, iteration=iteration, agreed_code=status.stop_code),
         is_last=iteration >= training.train_iters,
@@ -174,7 +178,7 @@ def _finish_save(saver: Saver, report: StepReport) -> None:
 
 
 def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, following: Next) -> Next:
-    """Logs the loss over the first `eval_iters` batches of the held-out documents, the same ones at every call.
+    """Logs the loss over the first `eval_iters` batches of each held-out corpus, the same ones at every call.
 
     Returns:
         What follows: that the run stops, if somebody asks for that meanwhile. Nothing is logged then; the validation is
@@ -182,16 +186,15 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
 
     Collective: all ranks.
     """
-    assert run.validation_stream is not None
     training, iteration = run.settings.training, run.progress.iteration
-    sums: tuple[float, ...] | None = None
+    sums: dict[str, tuple[float, ...]] = {}
     stop: str | None = None
     for model in run.models:
         model.eval()
-    for _, batches in zip(range(training.eval_iters), run.validation_stream.steps(), strict=False):
+    for name, batches in _validation_batches(run):
         detector.mark("validating", iteration)
         report = validation_step(run, batches)
-        sums = add_sums(sums, report.sums)
+        sums[name] = add_sums(sums.get(name), report.sums)
         _finish_save(saver, report)
         stop = reason_to_stop(training, iteration=iteration, agreed_code=report.status.stop_code)
         if stop is not None:
@@ -200,16 +203,21 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
         model.train()
     if stop is not None:
         return replace(following, stop=stop, saves=run.settings.checkpoint.save is not None)
-    assert sums is not None
     run.progress = replace(run.progress, validated_iteration=iteration)
-    monitor.report_validation(run.progress, Averages.of(sums))
+    monitor.report_validation(run.progress, sums)
     return following
+
+
+def _validation_batches(run: Run) -> Iterator[tuple[str, StepBatches]]:
+    for name, stream in run.validation_streams.items():
+        for batches in islice(stream.steps(), run.settings.training.eval_iters):
+            yield name, batches
 
 
 def _validation_is_due(run: Run) -> bool:
     iteration, training = run.progress.iteration, run.settings.training
     return (
-        run.validation_stream is not None
+        bool(run.validation_streams)
         and iteration > run.progress.validated_iteration
         and (iteration == training.train_iters or _due(iteration, training.eval_interval))
     )

@@ -4,11 +4,12 @@ The reports of steps are over all ranks already, so nothing here is a collective
 happens; its loss enters no average, its tokens count.
 """
 
+import functools
 import math
 import operator
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -222,11 +223,22 @@ class Monitor:
         self.restart_clock()
         return progress
 
-    def report_validation(self, progress: Progress, averages: Averages) -> None:
-        """Logs a validation."""
-        quality = quality_of(averages.loss, averages.accuracy)
-        self.log(f"{self._place(progress)} | validation {quality} | {averages.tokens:,} tokens")
-        self._record(progress, {"validation_loss": averages.loss, "validation_accuracy": averages.accuracy})
+    def report_validation(self, progress: Progress, sums: Mapping[str, Sequence[float]]) -> None:
+        """Logs a validation: over all corpora, and over each where there are several.
+
+        Args:
+            sums: Those of the steps' reports, by the name of the curve.
+        """
+        curves = {"": functools.reduce(add_sums, sums.values()), **(sums if len(sums) > 1 else {})}
+        values: dict[str, float] = {}
+        for name, own in curves.items():
+            averages = Averages.of(own)
+            quality = quality_of(averages.loss, averages.accuracy)
+            corpus = f" on {name}" if name else ""
+            self.log(f"{self._place(progress)} | validation{corpus} {quality} | {averages.tokens:,} tokens")
+            suffix = f"_{name}" if name else ""
+            values |= {f"validation_loss{suffix}": averages.loss, f"validation_accuracy{suffix}": averages.accuracy}
+        self._record(progress, values)
 
     def restart_clock(self) -> None:
         """Starts a new interval now, so that saving and validating do not count as training."""

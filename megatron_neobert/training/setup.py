@@ -42,7 +42,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
 
 def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
     """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
-    training_stream, validation_stream = build_streams(settings, inputs)
+    training_stream, validation_streams = build_streams(settings, inputs)
     tokenizer = inputs[0].tokenizer
     models = build_models(settings, device, vocab_size=tokenizer.vocab_size)
     optimizer = build_optimizer(settings, models)
@@ -54,15 +54,15 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
         optimizer=optimizer,
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
-        validation_stream=validation_stream,
+        validation_streams=validation_streams,
         progress=Progress(corpus_sha256=inputs[0].identity),
     )
 
 
-def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStream, BatchStream | None]:
-    """This rank's batches for training and, if wanted, for validation, both from their start.
+def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStream, dict[str, BatchStream]]:
+    """This rank's batches for training and, if wanted, for each validation, all from their start.
 
-    Validation keeps the settings and the documents that the run begins with, in all phases: its curve is of one kind.
+    Validation keeps the settings and the documents that the run begins with, in all phases: a curve is of one kind.
     """
     training = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
         data_parallel_rank=distributed.data_parallel_rank(),
@@ -70,9 +70,9 @@ def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStr
         context_parallel_rank=distributed.context_parallel_rank(),
         context_parallel_size=distributed.context_parallel_size(),
     )
-    if inputs[0].validation is None or not settings.training.eval_iters:
-        return training, None
-    return training, replace(training.legs[0].stream, sources=inputs[0].validation)
+    first = training.legs[0].stream
+    validation = inputs[0].validation if settings.training.eval_iters else {}
+    return training, {name: replace(first, sources=sources) for name, sources in validation.items()}
 
 
 def build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:

@@ -1,5 +1,6 @@
 """What real runs log: the same figures whatever the layout, and Weights & Biases only where it is asked for."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -87,6 +88,33 @@ def test_operations_and_fill_are_those_of_the_documents_in_every_layout(build, p
         assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(expected)
     fills = read_metrics(run.checkpoint.save, "fill")
     assert list(fills.values()) == [batch["tokens"] / (ROWS * ROW_TOKENS) for batch in plain.documents]
+
+
+def test_each_corpus_for_validation_has_the_curve_that_it_has_alone(build, tiny_corpus):
+    def curves_of(*limits: str, suffixes: tuple[str, ...]) -> list[dict[int, float]]:
+        data = {"valid_data_path": tuple(f"{tiny_corpus.prefix}:{limit}" for limit in limits)}
+        run = build(training={"train_iters": LAST, "eval_interval": 2, "eval_iters": 2}, data=data)
+        train_on_ranks(run, world_size=2)
+        return [read_metrics(run.checkpoint.save, f"validation_loss{suffix}") for suffix in suffixes]
+
+    names = [f"_tiny_content_document_{limit}" for limit in ("max_40", "min_41")]
+    whole, short, long = curves_of("max=40", "min=41", suffixes=("", *names))
+    assert [short] == curves_of("max=40", suffixes=("",))
+    assert [long] == curves_of("min=41", suffixes=("",))
+    assert list(short) == [2, 3]
+    assert all(min(short[one], long[one]) < whole[one] < max(short[one], long[one]) for one in short)
+
+
+def test_a_profile_is_a_trace_of_its_iterations_and_changes_no_figure(build, plain):
+    run = build(logging={"profile": True, "profile_step_start": 2, "profile_step_end": 3})
+    train_on_ranks(run)
+    (trace,) = Path(run.checkpoint.save, "profile").iterdir()
+    assert trace.name == "iterations_2_to_3.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 2
+    assert "aten::mm" in names
+    assert read_metrics(run.checkpoint.save) == read_metrics(plain.save)
 
 
 def test_memory_is_that_of_the_rank_that_has_most(build, tmp_path):

@@ -12,7 +12,7 @@ from test_layouts import CP2, DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP, la
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 
-from megatron_neobert.checkpoint.folder import check_folders
+from megatron_neobert.checkpoint.folder import check_folders, list_checkpoints
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
@@ -61,6 +61,20 @@ def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, c
     save = stop_and_resume(settings, world_size=world_size, parallel=parallel, training=training, model=FOUR_LAYERS)
     for key in ("loss", "grad_norm", "consumed_tokens", "validation_loss"):
         assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_initial_weights_are_a_checkpoint_from_which_the_same_run_begins(settings, optimizer):
+    sections = {"optimizer": {"optimizer": optimizer}, "parallel": {"use_distributed_optimizer": optimizer == "adamw"}}
+    run = settings("run", **sections).with_section("checkpoint", save_initial=True)
+    train_on_ranks(run, world_size=2)
+    trained, initial = list_checkpoints(Path(run.checkpoint.save))
+    assert (trained.name, initial.name) == (f"iter_{ITERATIONS:07}", "iter_0000000")
+    again = settings("again", **sections)
+    again = again.with_section("checkpoint", load=again.checkpoint.save, resume="must")
+    shutil.copytree(initial, Path(again.checkpoint.save) / initial.name)
+    train_on_ranks(again, world_size=2)
+    assert read_metrics(again.checkpoint.save) == read_metrics(run.checkpoint.save)
 
 
 @pytest.mark.slow

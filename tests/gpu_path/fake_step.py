@@ -265,7 +265,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             optimizer=optimizer,
             scheduler=setup.build_scheduler(settings, optimizer),
             training_stream=None,  # type: ignore[arg-type]
-            validation_stream=None,
+            validation_streams={},
             progress=Progress(corpus_sha256=""),
         )
         batches = [

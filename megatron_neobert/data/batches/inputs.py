@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_neobert.config.data_path import Component, parse_data_path, whole_weights
+from megatron_neobert.config.data_path import Component, curve_names, parse_data_path, whole_weights
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
@@ -25,7 +25,8 @@ class Inputs:
 
     tokenizer: Tokenizer
     training: tuple[Source, ...]
-    validation: tuple[Source, ...] | None  # None: --split has one share, or the second is 0
+    # By the name of the curve. Empty: --split has one share, or the second is 0.
+    validation: dict[str, tuple[Source, ...]]
     identity: str  # equal for the same documents in the same proportions, under any paths; of --data-path as a whole
     description: list[str]  # a line for each component of --data-path
 
@@ -51,14 +52,15 @@ def open_inputs(data: DataConfig) -> Inputs:
         return corpus
 
     training, held_out = _split_sources(components, data.share_of_data_path, open_corpus)
-    if data.valid_data_path is not None:
-        held_out_components = parse_data_path([data.valid_data_path], flag="--valid-data-path")
-        held_out, _ = _split_sources(held_out_components, "100", open_corpus)
+    validation = {"split": held_out} if held_out else {}
+    entries = data.valid_data_path or ()
+    for name, entry in zip(curve_names(entries), entries, strict=True):
+        validation[name], _ = _split_sources(parse_data_path([entry], flag="--valid-data-path"), "100", open_corpus)
     corpora = [open_corpus(component.prefix) for component in components]
     return Inputs(
         tokenizer=tokenizer,
         training=training,
-        validation=held_out or None,
+        validation=validation,
         identity=_identity(components, corpora),
         description=[
             f"{component}: {len(source.documents):,} of {corpus.manifest.documents:,} documents "

@@ -5,6 +5,7 @@ import pytest
 from unit.data.preprocess_place import Place
 from unit.data.small_corpus import write_vocabulary
 
+from megatron_neobert.config.data_path import curve_names
 from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.data.corpus.reader import KeptDocuments
@@ -38,31 +39,41 @@ def test_one_corpus_is_cut_into_training_and_validation(place):
     inputs = open_inputs(settings(place, split="3,1"))
     documents = len(place.corpus())
     boundary = round(documents * 3 / 4)
-    (training,), (validation,) = inputs.training, inputs.validation
+    (training,), (validation,) = inputs.training, inputs.validation["split"]
     assert (training.documents, validation.documents) == (range(boundary), range(boundary, documents))
     assert validation.corpus is training.corpus
 
 
 def test_corpus_for_validation_leaves_all_of_the_other_for_training(place):
     held_out = place.corpus(end="_validation")
-    inputs = open_inputs(settings(place, valid_data_path=str(held_out.prefix), split="3,1"))
-    (training,), (validation,) = inputs.training, inputs.validation
+    inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix),), split="3,1"))
+    (training,), (validation,) = inputs.training, inputs.validation["run_content_document_validation"]
     assert training.documents == range(len(place.corpus()))
     assert validation.documents == range(len(held_out))
     assert validation.corpus.manifest == held_out.manifest != training.corpus.manifest
     assert len(training.corpus) + len(validation.corpus) == 200
 
 
+def test_each_of_several_corpora_for_validation_is_known_by_its_end_or_else_by_its_place(place):
+    held_out = place.corpus(end="_validation")
+    inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100")))
+    assert list(inputs.validation) == [f"run_content_document_validation{end}" for end in ("", "_min_100")]
+    lengths = held_out.lengths[np.arange(len(held_out))]
+    counts = [len(source.documents) for (source,) in inputs.validation.values()]
+    assert counts == [len(held_out), sum(lengths >= 100)]
+    assert curve_names(("a/web", "b/web")) == ["web_1", "web_2"]
+
+
 def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
     with pytest.raises(MissingInputError, match=r"no corpus .*nowhere"):
-        open_inputs(settings(place, valid_data_path=str(place.folder / "nowhere")))
+        open_inputs(settings(place, valid_data_path=(str(place.folder / "nowhere"),)))
     (place.folder / "other").mkdir()
     other = Place(place.folder / "other")
     write_vocabulary(other.vocab, ["hello"])
     other.add_texts("a.jsonl", "hello")
     other.run()
     with pytest.raises(DataError, match="was written with tokenizer"):
-        open_inputs(settings(place, valid_data_path=str(other.corpus().prefix)))
+        open_inputs(settings(place, valid_data_path=(str(other.corpus().prefix),)))
     with pytest.raises(DataError, match="was written with tokenizer"):
         open_inputs(settings(place, "1", prefix(place), "1", str(other.corpus().prefix)))
 
@@ -87,7 +98,7 @@ def test_a_blend_cuts_every_component_alike_and_then_chooses_by_length(place):
     limits = ((1, 10_000), (100, 10_000), (130, 180))
     for sources, documents in (
         (inputs.training, range(boundary)),
-        (inputs.validation, range(boundary, len(corpus))),
+        (inputs.validation["split"], range(boundary, len(corpus))),
     ):
         assert [source.weight for source in sources] == [1, 2, 2]
         assert all(source.corpus is corpus for source in sources)

@@ -1,0 +1,45 @@
+"""What the host and the GPU do in some iterations: a trace of torch's profiler, with Megatron's NVTX ranges on GPUs."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from megatron.core.utils import configure_nvtx_profiling
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from megatron_neobert.data.batches.stream import StepBatches
+from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.state import Run
+
+_WARM_UP = 1  # iterations before the first: the profiler's own start would be in the trace
+
+
+def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], None]) -> Iterator[StepBatches]:
+    """The same steps; rank 0 writes a trace of the iterations from --profile-step-start to --profile-step-end.
+
+    What follows an iteration until the next batch is there, a validation for one, is part of it. Of a run that begins
+    or ends between the two the trace has what there was.
+    """
+    cfg, done = run.settings.logging, run.progress.iteration
+    first, last = max(cfg.profile_step_start, done + 1 + _WARM_UP), cfg.profile_step_end
+    if not cfg.profile or not is_rank_zero() or first > last:
+        yield from steps
+        return
+    on_gpu = run.device.type == "cuda"
+    configure_nvtx_profiling(on_gpu)
+
+    def write(profiler: profile) -> None:
+        reached = min(last, run.progress.iteration)
+        path = Path(run.settings.checkpoint.save or "") / "profile" / f"iterations_{first}_to_{reached}.json.gz"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+            log(f"profile of iterations {first} to {reached}: {path}; open it at https://ui.perfetto.dev")
+        except OSError as error:
+            log(f"warning: the profile could not be written to {path}: {error}")
+
+    when = schedule(skip_first=first - _WARM_UP - done - 1, wait=0, warmup=_WARM_UP, active=last - first + 1, repeat=1)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, schedule=when, on_trace_ready=write) as profiler:
+        for step in steps:
+            yield step
+            profiler.step()
