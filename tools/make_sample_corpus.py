@@ -1,4 +1,4 @@
-"""Writes a small corpus of real English prose: the documentation texts of the Python packages installed here.
+"""Writes a small corpus of real English prose: the documentation texts of Python packages, by default those installed.
 
 Source files are parsed, never imported. A document is the docstring of a module, the docstrings of a public class and
 its methods, the docstring of a public function, or a package's own README. The shards have RefinedWeb's shape: parquet
@@ -36,12 +36,14 @@ class Document:
 
 def main() -> None:
     arguments = _parse_arguments()
-    folders = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
+    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
+    folders = [arguments.packages] if arguments.packages else installed
     documents = choose_documents(folders, budget_bytes=int(arguments.megabytes * 1e6))
     if len(documents) < arguments.shards:
         raise DataError(
             f"found {len(documents)} documentation texts below {', '.join(map(str, folders))}, fewer than --shards "
-            f"{arguments.shards}; run it with the Python of an environment that has this project installed."
+            f"{arguments.shards}; name a folder with more packages by --packages, or leave it out and run this with "
+            "the Python of an environment that has this project installed."
         )
     write_shards(documents, arguments.output, shards=arguments.shards)
     size = sum(len(document.content.encode()) for document in documents)
@@ -105,6 +107,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder for the shards: a new or an empty one")
+    add("--packages", type=Path, help="folder with packages, unpacked; by default those installed here")
     add("--megabytes", type=float, default=6.0, help="text to collect, in 10^6 bytes (default 6)")
     add("--shards", type=int, default=4, help="parquet files to write (default 4)")
     arguments = parser.parse_args()

