@@ -236,6 +236,7 @@ def count_saved_bytes(run: Any, batch: Any) -> int:
     kept: dict[int, Any] = {}  # the tensors as well: a freed one's place would be taken by another
 
     def keep(tensor: Any) -> Any:
+        tensor = tensor.detach()  # or it would keep its graph, and this graph it, for ever
         place = tensor.untyped_storage().data_ptr()
         if place not in weights:
             kept[place] = tensor

@@ -1,8 +1,10 @@
 """Fixtures that several test folders share."""
 
+import gc
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,31 @@ def only_remote_code(monkeypatch: pytest.MonkeyPatch) -> None:
     mappings = [one for one in vars(modeling_auto).values() if isinstance(one, auto_factory._LazyAutoMapping)]
     for mapping in (configuration_auto.CONFIG_MAPPING, *mappings):
         monkeypatch.setattr(mapping, "_extra_content", {})
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """The groups of one rank, in this process."""
+    from megatron_neobert.config.schema import Settings
+    from megatron_neobert.runtime import distributed
+
+    distributed.initialize(Settings())
+    yield
+    _leave_groups()
+
+
+@pytest.fixture
+def no_process_group_left() -> Iterator[None]:
+    """A run that fails leaves its process group, and the next test could not form one."""
+    yield
+    _leave_groups()
+
+
+def _leave_groups() -> None:
+    import torch
+
+    from megatron_neobert.runtime import distributed
+
+    if torch.distributed.is_initialized():
+        distributed.shut_down()
+    gc.collect()  # a model's cycles keep groups, whose threads poll: of fifteen runs they take a fifth of a core

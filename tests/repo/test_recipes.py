@@ -6,7 +6,6 @@ in this process: one that has had a process group cannot fork another that wants
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,14 +93,6 @@ def corpus(recipe: Path, request: pytest.FixtureRequest) -> Any:
     """A tiny corpus written with the kind of tokenizer that the recipe wants."""
     wants_sentencepiece = read_settings(recipe).data.tokenizer_type == "SentencePieceTokenizer"
     return request.getfixturevalue("sentencepiece_corpus" if wants_sentencepiece else "tiny_corpus")
-
-
-@pytest.fixture
-def no_process_group_left() -> Iterator[None]:
-    """A run that fails leaves its process group, and the next test could not form one."""
-    yield
-    if torch.distributed.is_initialized():
-        distributed.shut_down()
 
 
 def settings_of(recipe: Path, corpus: Any, *flags: str, data_path: tuple[str, ...] = (), ranks: int = 1) -> Settings:

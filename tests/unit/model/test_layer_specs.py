@@ -1,21 +1,13 @@
 """The local layers: their norms, and how many of them a pipeline stage gets."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_neobert.config.schema import ModelConfig, ParallelConfig, Settings
 from megatron_neobert.model.transformer_config import LocalLayerNorm, LocalRMSNorm, layer_spec, to_transformer_config
-from megatron_neobert.runtime import distributed
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    distributed.initialize(Settings())
-    yield
-    distributed.shut_down()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.parametrize(

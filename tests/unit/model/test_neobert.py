@@ -1,7 +1,7 @@
 """What the Megatron model promises: its size, its padding, its packing, its head."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.runtime import distributed
 
 VOCAB = 203  # padded to 256
 LENGTHS = (5, 1, 17, 41)
@@ -23,11 +22,7 @@ def small_settings(**training: object) -> Settings:
     return Settings(model=model).with_section("training", **training)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    distributed.initialize(Settings())
-    yield
-    distributed.shut_down()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture

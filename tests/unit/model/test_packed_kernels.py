@@ -1,7 +1,5 @@
 """Attention over packed rows, and the loss that ignores fillers."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,16 +11,11 @@ from megatron_neobert.model import loss
 from megatron_neobert.model.attention import CoreAttention, pack_row
 from megatron_neobert.model.packed_kernels import TorchAttention, attend_by_document
 from megatron_neobert.model.transformer_config import to_transformer_config
-from megatron_neobert.runtime import distributed
 
 HEADS, WIDTH = 2, 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    distributed.initialize(Settings())
-    yield
-    distributed.shut_down()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make_layers(tokens: int) -> list[torch.Tensor]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from tests_tiny import tiny_settings
@@ -16,19 +15,11 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.planning.memory import MicroBatch, micro_batches_in_flight, plan_memory
-from megatron_neobert.runtime import distributed
 from megatron_neobert.training.setup import build_run, join
 
 VOCAB = 30_522  # google-bert/bert-base-uncased
 CHUNKS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FIRST = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-
-
-@pytest.fixture
-def no_process_group_left() -> Iterator[None]:
-    yield
-    if torch.distributed.is_initialized():
-        distributed.shut_down()
 
 
 def planned(settings: Settings, batch: Any, *, vocab_size: int) -> int:

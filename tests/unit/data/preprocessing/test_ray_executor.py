@@ -105,5 +105,5 @@ def test_ray_that_does_not_start_is_a_sentence(place, monkeypatch):
     place.add_texts("a.jsonl", "hello")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(place.folder / "absent"))  # neither an OSError nor a ValueError
-    with pytest.raises(ConfigError, match=r"--executor ray: Ray does not start .*Error: .*--executor local"):
+    with pytest.raises(ConfigError, match=r"local: no Ray cluster answers or starts \(.*Error: .*--executor local"):
         place.run(**ON_RAY)
