@@ -43,7 +43,7 @@ MODULES_OF_EXTRAS = {
 }
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _KEPT = "\n\t"  # control characters in a message that only lay it out
-_SECONDS_TO_BE_ENDED = 5.0  # torchrun looks ten times a second, but ranks that started together are not equally fast
+_SECONDS_TO_BE_ENDED = 10.0  # torchrun looks ten times a second, but ranks that started together are not equally fast
 
 
 class NeoBERTError(Exception):
