@@ -141,6 +141,8 @@ def test_blend_that_means_nothing_is_refused(entries, words):
     [
         ("", ["--split '' is not a text"]),
         ("nan", ["--split nan is not one to three"]),
+        ("nan,1", ["--split nan,1 is not one to three"]),
+        ("inf", ["--split inf is not one to three"]),
         ("1e308,1e308", ["is not one to three"]),
         ("-1,2", ["is not one to three"]),
         ("0,0", ["is not one to three"]),

@@ -1,41 +1,22 @@
 """Rows cut through documents, each row attended to as a whole."""
 
 from collections import Counter, defaultdict
-from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
+from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, first_epoch, micro_batches, original_ids, stream_of
 
 from megatron_neobert.data.batches.packing import concatenate_rows
-from megatron_neobert.data.batches.stream import BatchStream, Source, StepBatches
 
+pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
-@pytest.fixture(autouse=True)
-def windows_of_40_documents(monkeypatch):
-    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
+CONCATENATED = {"batch_layout": "concatenated", "long_documents": "chunk"}
 
 
 @pytest.fixture(scope="module")
 def corpus() -> MemoryCorpus:
     """150 documents, many longer than a row of 64, some of one token."""
     return MemoryCorpus(np.random.default_rng(5).integers(1, 300, 150) ** 2 // 300 + 1)
-
-
-def stream(corpus, **settings) -> BatchStream:
-    return BatchStream(
-        (Source(corpus, range(len(corpus.lengths))),),
-        batch_settings(**{"batch_layout": "concatenated", "long_documents": "chunk", **settings}),
-    )
-
-
-def one_epoch(stream: BatchStream) -> list[StepBatches]:
-    steps = []
-    for step in stream.steps():
-        steps.append(step)
-        if step.cursor_after.epoch:
-            return steps
-    raise AssertionError("the stream ended")
 
 
 @pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
@@ -77,36 +58,28 @@ def test_a_window_holds_every_document_whole_between_one_cls_and_one_sep(corpus,
 
 
 def test_an_epoch_holds_every_token_of_every_document_once(corpus):
-    found: Counter = Counter()
-    for step in one_epoch(stream(corpus, micro_batch_size=1, global_batch_size=1)):
-        (batch,) = step.micro_batches
-        original = batch.tokens_t.clone()
-        original[batch.masked_positions_m] = batch.labels_m
-        found.update(original[: batch.real_tokens].tolist())
-    text = Counter(corpus.ids.tolist())
-    assert found == text + Counter({IDS.cls: 150, IDS.sep: 150})
+    found = Counter(id_ for batch in first_epoch(corpus, **CONCATENATED) for id_ in original_ids(batch))
+    assert found == Counter(corpus.ids.tolist()) + Counter({IDS.cls: 150, IDS.sep: 150})
 
 
 def test_a_document_is_one_row_for_attention_and_unused_slots_are_a_dummy(corpus):
-    for step in islice(stream(corpus, micro_batch_size=4).steps(), 40):
-        for batch in step.micro_batches:
-            bounds = batch.cu_seqlens_n.tolist()
-            assert (bounds[0], bounds[-1], batch.max_seqlen) == (0, 4 * 64, 64)
-            lengths = np.diff(bounds)
-            assert 1 <= lengths.min() <= lengths.max() <= 64
-            assert batch.real_tokens == bounds[4]  # four rows; what follows is unused
-            assert (batch.tokens_t[batch.real_tokens :] == IDS.pad).all()
-            assert len(bounds) == 5 + (batch.real_tokens < 256)
+    for batch in micro_batches(stream_of(corpus, micro_batch_size=4, **CONCATENATED), 40):
+        bounds = batch.cu_seqlens_n.tolist()
+        assert (bounds[0], bounds[-1], batch.max_seqlen) == (0, 4 * 64, 64)
+        lengths = np.diff(bounds)
+        assert 1 <= lengths.min() <= lengths.max() <= 64
+        assert batch.real_tokens == bounds[4]  # four rows; what follows is unused
+        assert (batch.tokens_t[batch.real_tokens :] == IDS.pad).all()
+        assert len(bounds) == 5 + (batch.real_tokens < 256)
 
 
 def test_rows_begin_inside_documents(corpus):
     """Negative control: in the packed layout every bound is followed by [CLS]."""
     starts = Counter()
     for layout in ("packed", "concatenated"):
-        for step in islice(stream(corpus, batch_layout=layout).steps(), 20):
-            for batch in step.micro_batches:
-                bounds = batch.cu_seqlens_n[batch.cu_seqlens_n < batch.real_tokens]
-                starts[layout] += int((batch.tokens_t[bounds] != IDS.cls).sum())
+        for batch in micro_batches(stream_of(corpus, batch_layout=layout, long_documents="chunk"), 20):
+            bounds = batch.cu_seqlens_n[batch.cu_seqlens_n < batch.real_tokens]
+            starts[layout] += int((batch.tokens_t[bounds] != IDS.cls).sum())
     assert starts["packed"] == 0
     assert starts["concatenated"] > 100
 
@@ -115,7 +88,7 @@ def test_a_token_has_the_same_fate_wherever_rows_cut_its_document(corpus):
     """Rows of 64 and of 40 cut documents elsewhere; which of their tokens are masked is the same."""
 
     def masked_places(seq_length: int) -> set[tuple[int, int]]:
-        own = stream(corpus, seq_length=seq_length, micro_batch_size=1, global_batch_size=1)
+        own = stream_of(corpus, seq_length=seq_length, micro_batch_size=1, global_batch_size=1, **CONCATENATED)
         found = set()
         for (rows, cursor), step in zip(own.global_batches(), own.steps(), strict=False):
             segments, (batch,) = rows.segments, step.micro_batches
@@ -135,8 +108,8 @@ def test_a_token_has_the_same_fate_wherever_rows_cut_its_document(corpus):
 def test_a_document_of_one_token_and_rows_that_hold_a_sep_alone_are_sound():
     corpus = MemoryCorpus([1, 7, 1])  # 3 + 9 + 3 slots in rows of 8: the last holds 7
     for seed in range(20):
-        steps = one_epoch(stream(corpus, seq_length=8, micro_batch_size=1, global_batch_size=1, seed=seed))
-        assert sorted(step.real_tokens for step in steps) == [7, 8]
+        rows = first_epoch(corpus, seq_length=8, seed=seed, **CONCATENATED)
+        assert sorted(row.real_tokens for row in rows) == [7, 8]
     tight = MemoryCorpus([7, 7])  # 9 + 9 slots in rows of 8: the second row ends before a [SEP]
-    steps = one_epoch(stream(tight, seq_length=8, micro_batch_size=1, global_batch_size=1))
-    assert sorted(step.real_tokens for step in steps) == [2, 8, 8]
+    rows = first_epoch(tight, seq_length=8, **CONCATENATED)
+    assert sorted(row.real_tokens for row in rows) == [2, 8, 8]

@@ -1,56 +1,30 @@
 """Several sources in fixed proportions of documents, packed together, each through its own epochs."""
 
 import hashlib
-import json
 from collections import defaultdict
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_between
 from megatron_neobert.data.batches.rows import documents_in_window, pack_window
-from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
+from megatron_neobert.data.batches.stream import BatchStream, Source
 from megatron_neobert.data.corpus.reader import KeptDocuments
 
 WEIGHTS = (1, 2, 2)
 NUMBER = (1 << COMPONENT_SHIFT) - 1  # the bits of a document's number inside its corpus
 
-
-@pytest.fixture(autouse=True)
-def windows_of_40_documents(monkeypatch):
-    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
+pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
 
-@pytest.fixture(scope="module")
-def corpora() -> tuple[MemoryCorpus, ...]:
-    return tuple(MemoryCorpus(np.random.default_rng(n).integers(1, 121, 90 + 30 * n), seed=n) for n in range(3))
-
-
-def blend(corpora, *, cursor=Cursor(), rank=0, ranks=1, weights=WEIGHTS, **settings) -> BatchStream:  # noqa: B008  frozen
+def blend(corpora, *, weights=WEIGHTS, **settings) -> BatchStream:
     sources = tuple(
         Source(corpus, range(len(corpus.lengths)), weight) for corpus, weight in zip(corpora, weights, strict=True)
     )
-    return BatchStream(
-        sources, batch_settings(**settings), cursor=cursor, data_parallel_rank=rank, data_parallel_size=ranks
-    )
-
-
-def contents(steps) -> list:
-    return [
-        (
-            step.cursor_after,
-            [
-                value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
-                for batch in step.micro_batches
-                for value in vars(batch).values()
-            ],
-        )
-        for step in steps
-    ]
+    return BatchStream(sources, batch_settings(**settings))
 
 
 def documents_of(sources: tuple[Source, ...], windows: range, **settings) -> tuple[np.ndarray, np.ndarray]:
@@ -197,23 +171,6 @@ def test_a_document_of_two_components_is_masked_differently_in_each(corpora):
     assert not any(found[0, number] & found[1, number] for number in twice)
 
 
-def test_batches_of_a_blend_do_not_depend_on_the_number_of_ranks(corpora):
-    alone = list(islice(blend(corpora).steps(), 40))
-    shared = [list(islice(blend(corpora, rank=rank, ranks=2).steps(), 40)) for rank in range(2)]
-    for step, of_ranks in zip(alone, zip(*shared, strict=True), strict=True):
-        assert {one.cursor_after for one in of_ranks} == {step.cursor_after}
-        merged = [of_ranks[j % 2].micro_batches[j // 2] for j in range(4)]
-        assert contents([step]) == contents([replace(step, micro_batches=merged)])
-
-
-def test_a_blend_resumed_at_any_step_gives_the_batches_of_an_uninterrupted_run(corpora):
-    uninterrupted = list(islice(blend(corpora).steps(), 60))
-    for stopped_after in range(1, 57, 5):
-        record = json.loads(json.dumps(asdict(uninterrupted[stopped_after - 1].cursor_after)))
-        resumed = blend(corpora, cursor=Cursor(**record))
-        assert contents(islice(resumed.steps(), 3)) == contents(uninterrupted[stopped_after : stopped_after + 3])
-
-
 def test_a_blend_of_one_part_of_a_corpus_by_length_has_only_such_documents(corpora):
     corpus = corpora[2]
     kept = KeptDocuments(corpus, range(20, 150), minimum=40, maximum=80)
@@ -223,6 +180,3 @@ def test_a_blend_of_one_part_of_a_corpus_by_length_has_only_such_documents(corpo
     filtered = numbers[numbers >> COMPONENT_SHIFT == 1] & NUMBER
     assert set(filtered.tolist()) == {n for n in range(20, 150) if 40 <= corpus.lengths[n] <= 80}
     assert not set(numbers[numbers >> COMPONENT_SHIFT == 0].tolist()) <= set(filtered.tolist())
-
-
-# --- cursors ---

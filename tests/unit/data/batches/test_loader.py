@@ -1,58 +1,72 @@
+"""The loaders: torch's with its worker processes, and DALI's, which needs its package but no GPU."""
+
 import multiprocessing
 import subprocess
+import sys
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
+from unit.data.child_processes import has_ended, wait_for
+from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of, web_like_lengths
 
+from megatron_neobert.data.batches.dali import DaliLoader
 from megatron_neobert.data.batches.loader import build_loader
-from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source, StepBatches
+from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.reader import KeptDocuments
-from megatron_neobert.errors import CheckpointError
+from megatron_neobert.errors import CheckpointError, ConfigError
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def stream() -> BatchStream:
-    return BatchStream((Source(MemoryCorpus(web_like_lengths(300)), range(300)),), batch_settings(seq_length=256))
+    return stream_of(MemoryCorpus(web_like_lengths(300)), seq_length=256)
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def contents(steps: list[StepBatches]) -> list:
-    return [
-        [step.cursor_after]
-        + [
-            value.tolist() if isinstance(value, torch.Tensor) else value
-            for batch in step.micro_batches
-            for value in vars(batch).values()
-        ]
-        for step in steps
-    ]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_read_a_blend_in_blocks_like_the_trainer_itself(num_workers):
+@pytest.fixture(scope="module")
+def blend() -> BatchStream:
+    """In blocks, and of documents chosen by length."""
     corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
     kept = KeptDocuments(corpora[1], range(250), minimum=300, maximum=None)
     sources = (Source(corpora[0], range(200), 1), Source(corpora[1], range(250), 2), Source(corpora[1], kept, 2))
-    blend = BatchStream(sources, batch_settings(seq_length=256, document_block_size=16, fixed_shapes=True))
-    loaded = list(islice(build_loader(blend, num_workers=num_workers), 9))
-    assert contents(loaded) == contents(list(islice(blend.steps(), 9)))
-    resumed = BatchStream(blend.sources, blend.settings, cursor=loaded[3].cursor_after)
-    assert contents(list(islice(build_loader(resumed, num_workers=num_workers), 5))) == contents(loaded[4:])
+    return BatchStream(sources, batch_settings(seq_length=256, document_block_size=16, fixed_shapes=True))
 
 
-def test_the_cursor_of_the_last_step_taken_continues_a_loader_whose_workers_ran_ahead(stream):
-    taken = list(islice(build_loader(stream, num_workers=2), 3))
-    resumed = BatchStream(stream.sources, stream.settings, cursor=taken[-1].cursor_after)
-    assert contents(list(islice(build_loader(resumed, num_workers=2), 3))) == contents(
-        list(islice(stream.steps(), 3, 6))
-    )
+@pytest.fixture(params=["torch", "dali"])
+def load(request):
+    if request.param == "torch":
+        return build_loader
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali-cuda130 is not installed")
+    return lambda stream, *, num_workers: DaliLoader(stream, num_workers=num_workers, device=CPU)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_steps_are_those_of_the_stream_though_all_are_kept(load, stream, num_workers):
+    expected = contents(islice(stream.steps(), 25))
+    assert len({len(labels) for _, batches in expected for _, (_, _, labels), *_ in batches}) > 1  # shapes do vary
+    assert contents(list(islice(load(stream, num_workers=num_workers), 25))) == expected
+
+
+@pytest.mark.parametrize("kind", ["stream", "blend"])
+def test_the_cursor_of_the_last_step_taken_continues_a_loader_whose_workers_ran_ahead(load, kind, request):
+    stream = request.getfixturevalue(kind)
+    taken = list(islice(load(stream, num_workers=2), 4))
+    resumed = replace(stream, cursor=taken[-1].cursor_after)
+    found = contents([*taken, *islice(load(resumed, num_workers=2), 5)])
+    assert found == contents(islice(stream.steps(), 9))
+
+
+def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(load, stream):
+    other = replace(stream, cursor=Cursor(0, 0, 9999))
+    with pytest.raises(CheckpointError, match=r"^the checkpoint continues at row 9,999 of window 0, .* new run\.$"):
+        next(iter(load(other, num_workers=1)))
+
+
+# --- worker processes
 
 
 def test_workers_run_beside_torch_distributed_on_gloo(stream, tmp_path):
@@ -69,6 +83,9 @@ def test_workers_run_beside_torch_distributed_on_gloo(stream, tmp_path):
 
 
 def test_batches_from_workers_hold_no_file_descriptors(stream):
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
     steps = iter(build_loader(stream, num_workers=1))
     kept = [next(steps)]
     before = open_files()
@@ -87,7 +104,7 @@ def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(s
     subprocess.run(["kill", f"-{stop_signal}", str(worker.pid)], check=True)
     loaded += list(islice(steps, 9))
     assert worker.is_alive()
-    assert contents(loaded) == contents(list(islice(stream.steps(), 10)))
+    assert contents(loaded) == contents(islice(stream.steps(), 10))
     worker.terminate()  # what DataLoader does to a worker that does not answer
     worker.join(timeout=600)
     assert worker.exitcode == 0
@@ -107,21 +124,24 @@ def test_workers_end_when_their_trainer_is_killed(stream):
     workers = pids.recv()
     trainer.kill()
     trainer.join()
-    deadline = time.monotonic() + 600  # they look once a second
-    while any(is_running(worker) for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [worker for worker in workers if is_running(worker)] == []
+    wait_for(lambda: all(has_ended(worker) for worker in workers), seconds=600)  # they look once a second
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an exit code that nobody has asked for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+# --- DALI
 
 
-def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(stream):
-    other = BatchStream(stream.sources, stream.settings, cursor=Cursor(0, 0, 9999))
-    with pytest.raises(CheckpointError, match=r"^the checkpoint continues at row 9,999 of window 0, .* new run\.$"):
-        next(iter(build_loader(other, num_workers=1)))
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_steps_of_dali_on_the_gpu_equal_those_of_the_default_loader(stream):
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali-cuda130 is not installed")
+    device = torch.device("cuda", 0)
+    loaded = list(islice(DaliLoader(stream, num_workers=1, device=device), 25))
+    expected = list(islice(build_loader(stream, num_workers=0), 25))
+    moved = [replace(step, micro_batches=[batch.to(device) for batch in step.micro_batches]) for step in expected]
+    assert contents(loaded) == contents(moved)
+
+
+def test_without_dali_the_package_and_its_pip_line_are_named(stream, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # as import finds it where it is not installed
+    with pytest.raises(ConfigError, match=r"nvidia-dali-cuda130; .*pip install 'megatron-neobert\[dali\]'"):
+        DaliLoader(stream, num_workers=0, device=CPU)

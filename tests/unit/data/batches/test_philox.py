@@ -31,10 +31,3 @@ def test_draws_differ_in_every_argument():
     draws += [draw(index=index) for index in (12, 11 + 2**31)]
     draws += [draw(stream=stream) for stream in Stream if stream != Stream.SELECTION]
     assert len(set(draws)) == len(draws) == 3 + 2 + 3 + 2 + 3
-
-
-def test_draws_do_not_depend_on_what_is_drawn_beside_them():
-    items = np.arange(50)
-    together = draw_words(Stream.SELECTION, seed=1, epoch=items * 3, item=items, index=items + 9)
-    alone = draw_words(Stream.SELECTION, seed=1, epoch=51, item=17, index=np.array([26]))
-    assert np.array_equal(together[17], alone[0])

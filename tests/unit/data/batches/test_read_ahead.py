@@ -1,14 +1,15 @@
 """Documents that are announced before they are read, where the corpus is shuffled in blocks."""
 
 import mmap
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings
+from unit.data.corpus.memory_corpus import contents, stream_of
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
-from megatron_neobert.data.batches.stream import BatchStream, Source, build_micro_batch
+from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.data.corpus.reader import Corpus
 
 PAGE = mmap.PAGESIZE
@@ -27,7 +28,7 @@ class RecordingMap:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Corpus:
+def volumes(tmp_path_factory) -> Corpus:
     """2,000 documents of 150 to 250 ids in several volumes, 200 KB each."""
     folder = tmp_path_factory.mktemp("corpus")
     lengths = np.random.default_rng(0).integers(150, 250, 2000)
@@ -56,44 +57,28 @@ def bytes_of(corpus: Corpus, number: int) -> tuple[int, int, int]:
     raise AssertionError(number)
 
 
-def test_every_byte_of_the_documents_is_asked_for(corpus, monkeypatch):
+def test_every_byte_of_the_documents_is_asked_for(volumes, monkeypatch):
     documents = np.random.default_rng(1).permutation(2000)[:60]
-    ranges = asked(corpus, documents, monkeypatch)
+    ranges = asked(volumes, documents, monkeypatch)
     for number in documents.tolist():
-        volume, begin, end = bytes_of(corpus, number)
+        volume, begin, end = bytes_of(volumes, number)
         assert any(start <= begin and end <= stop for start, stop in ranges[volume])
 
 
-def test_neighbours_are_asked_for_in_one_go(corpus, monkeypatch):
-    ranges = asked(corpus, np.random.default_rng(1).permutation(100) + 50, monkeypatch)
-    _, begin, _ = bytes_of(corpus, 50)
-    _, _, end = bytes_of(corpus, 149)
+def test_neighbours_are_asked_for_in_one_go(volumes, monkeypatch):
+    ranges = asked(volumes, np.random.default_rng(1).permutation(100) + 50, monkeypatch)
+    _, begin, _ = bytes_of(volumes, 50)
+    _, _, end = bytes_of(volumes, 149)
     assert ranges == [[(begin - begin % PAGE, end)], [], [], [], []]
 
 
-def test_each_step_announces_what_this_rank_reads_in_the_next(monkeypatch):
-    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
-    corpus = MemoryCorpus(np.random.default_rng(5).integers(1, 121, 150))
-    own = BatchStream(
-        (Source(corpus, range(150)),),
-        batch_settings(document_block_size=10),
-        data_parallel_rank=1,
-        data_parallel_size=2,
-    )
-    rows = [rows for rows, _ in islice(own.global_batches(), 5)]
-    for number, _ in enumerate(islice(own.steps(), 4), start=1):
-        ours = [rows[number].take(first, first + 2).segments.documents_n for first in (2, 6)]
+@pytest.mark.usefixtures("windows_of_40_documents")
+def test_each_step_announces_what_this_rank_reads_in_the_next_and_changes_no_batch(corpus):
+    own = replace(stream_of(corpus, document_block_size=10), data_parallel_rank=1, data_parallel_size=2)
+    batches = list(islice(own.global_batches(), 31))
+    for number, (step, (rows, cursor)) in enumerate(zip(own.steps(), batches[:30], strict=False), start=1):
+        following, _ = batches[number]
+        ours = [following.take(first, first + 2).segments.documents_n for first in (2, 6)]
         assert np.concatenate(corpus.announced).tolist() == np.concatenate(ours).tolist()
+        assert contents([step]) == contents([StepBatches(own.build(rows), cursor)])
         corpus.announced.clear()
-
-
-def test_reading_ahead_changes_no_batch(monkeypatch):
-    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 40)
-    corpus = MemoryCorpus(np.random.default_rng(5).integers(1, 121, 150))
-    own = BatchStream((Source(corpus, range(150)),), batch_settings(document_block_size=10))
-    for step, (rows, cursor) in zip(islice(own.steps(), 30), own.global_batches(), strict=False):
-        built = [build_micro_batch(own.sources, rows.take(at, at + 2), settings=own.settings) for at in (0, 2, 4, 6)]
-        assert step.cursor_after == cursor
-        for batch, expected in zip(step.micro_batches, built, strict=True):
-            assert batch.tokens_t.equal(expected.tokens_t)
-            assert batch.masked_positions_m.equal(expected.masked_positions_m)

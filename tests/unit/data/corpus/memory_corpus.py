@@ -1,13 +1,15 @@
-"""A corpus in memory, for tests of everything that reads one."""
+"""A corpus in memory, the batches of it, and what is in them, for tests of everything that reads one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.batches.stream import BatchSettings
+from megatron_neobert.data.batches.stream import BatchSettings, BatchStream, PackedBatch, Source, StepBatches
 
 VOCABULARY = 1000
 UNKNOWN = 4
@@ -71,3 +73,40 @@ def batch_settings(
         seed=seed,
         **more,
     )
+
+
+def stream_of(corpus: MemoryCorpus, **settings: Any) -> BatchStream:
+    """All documents of a corpus, for one rank from the beginning on."""
+    return BatchStream((Source(corpus, range(len(corpus.lengths))),), batch_settings(**settings))
+
+
+def micro_batches(stream: BatchStream, steps: int) -> Iterator[PackedBatch]:
+    for step in islice(stream.steps(), steps):
+        yield from step.micro_batches
+
+
+def first_epoch(corpus: MemoryCorpus, **settings: Any) -> Iterator[PackedBatch]:
+    """Its rows, a micro-batch each."""
+    for step in stream_of(corpus, micro_batch_size=1, global_batch_size=1, **settings).steps():
+        yield from step.micro_batches
+        if step.cursor_after.epoch:
+            return
+
+
+def original_ids(batch: PackedBatch) -> list[int]:
+    """The ids before masking, without the unused slots."""
+    original = batch.tokens_t.clone()
+    original[batch.masked_positions_m] = batch.labels_m
+    return original[: batch.real_tokens].tolist()
+
+
+def contents(steps: Iterable[StepBatches]) -> list[Any]:
+    """All that a rank trains on, to be compared, and the cursors behind it."""
+    return [(step.cursor_after, [_plain(batch) for batch in step.micro_batches]) for step in steps]
+
+
+def _plain(batch: PackedBatch) -> list[Any]:
+    return [
+        (value.dtype, value.device.type, value.tolist()) if isinstance(value, torch.Tensor) else value
+        for value in vars(batch).values()
+    ]
