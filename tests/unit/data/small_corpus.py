@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from megatron_neobert.data.corpus import writer
-from megatron_neobert.data.corpus.format import Manifest, corpus_files, draft_manifest, token_dtype
+from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, draft_manifest, token_dtype
 from megatron_neobert.data.corpus.writer import OutputSettings, PartFiles, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -80,6 +80,12 @@ def made_up_draft(parts: Sequence[PartFiles], tokenizer: Tokenizer, **facts: Any
     return draft_manifest(tokenizer, **{**given, **facts})
 
 
+def output_settings(files: CorpusFiles, **changes: Any) -> OutputSettings:
+    """One volume with all documents in it."""
+    plain = {"keep_shards": False, "shard_bytes": None, "validation_fraction": 0.0, "deduplicate": False}
+    return OutputSettings(files=files, **{**plain, **changes})
+
+
 def write_corpus(
     prefix: Path,
     documents: Sequence[Sequence[int]],
@@ -93,9 +99,7 @@ def write_corpus(
     refuse_existing(files, overwrite=overwrite)
     files.partial.mkdir()
     part = write_part(files.partial, 0, documents, tokenizer)
-    output = OutputSettings(
-        files=files, keep_shards=False, shard_bytes=shard_bytes, validation_fraction=0.0, deduplicate=False
-    )
+    output = output_settings(files, shard_bytes=shard_bytes)
     written = writer.write_corpus([part], output, made_up_draft([part], tokenizer), folder=files.partial)
     shutil.rmtree(files.partial)
     return written.manifest

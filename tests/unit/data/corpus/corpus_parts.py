@@ -1,11 +1,18 @@
 """Parts of made-up documents, and the corpora that are made of them."""
 
 import numpy as np
-from unit.data.small_corpus import FIRST_ORDINARY, made_up_draft, numbered_tokenizer, text_hash, write_part
+from unit.data.small_corpus import (
+    FIRST_ORDINARY,
+    made_up_draft,
+    numbered_tokenizer,
+    output_settings,
+    text_hash,
+    write_part,
+)
 
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.corpus.writer import OutputSettings, write_corpus
+from megatron_neobert.data.corpus.writer import write_corpus
 from megatron_neobert.errors import DataError, MissingInputError
 
 TOKENIZER = numbered_tokenizer(100)
@@ -25,17 +32,8 @@ class Place:
                 texts = [f"text {number}" for number in generator.integers(0, 15, count)]
                 documents = [self._document(text, ids_seed) for text in texts]
                 rejects = f'{{"part": {len(self.parts)}}}\n' if count % 2 else ""
-                self.parts.append(
-                    write_part(
-                        self.files.partial,
-                        len(self.parts),
-                        documents,
-                        TOKENIZER,
-                        shard=f"shard {shard}",
-                        texts=texts,
-                        rejects=rejects,
-                    )
-                )
+                number, facts = len(self.parts), {"shard": f"shard {shard}", "texts": texts, "rejects": rejects}
+                self.parts.append(write_part(self.files.partial, number, documents, TOKENIZER, **facts))
                 self.texts += texts
                 self.documents += documents
 
@@ -49,16 +47,7 @@ class Place:
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
     def write(self, on_progress=lambda _: None, *, inputs=None, **options):
-        output = OutputSettings(
-            **{
-                "files": self.files,
-                "keep_shards": False,
-                "shard_bytes": None,
-                "validation_fraction": 0.0,
-                "deduplicate": False,
-                **options,
-            }
-        )
+        output = output_settings(self.files, **options)
         draft = made_up_draft(
             self.parts,
             TOKENIZER,

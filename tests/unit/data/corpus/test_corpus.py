@@ -1,7 +1,6 @@
 """The corpus on disk: Megatron's format to the byte, and damage that is named instead of trained on."""
 
 import json
-import pickle
 
 import numpy as np
 import pytest
@@ -48,32 +47,10 @@ def test_item_type_follows_megatrons_rule_at_its_threshold():
     assert (token_dtype(65_499), token_dtype(65_500)) == (np.uint16, np.int32)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_gather_gives_the_segments_end_to_end(tmp_path, seed):
-    generator = np.random.default_rng(seed)
-    documents = random_documents(generator.integers(1, 200, 50), 1000, seed)
-    write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(1000))
-    corpus = Corpus(tmp_path / "corpus")
-    chosen = generator.integers(0, 50, 300)
-    starts = generator.integers(0, corpus.lengths[chosen])
-    lengths = generator.integers(0, corpus.lengths[chosen] - starts + 1)
-    expected = [documents[d][s : s + n] for d, s, n in zip(chosen, starts, lengths, strict=True)]
-    found = corpus.gather(chosen, starts, lengths)
-    assert found.dtype == np.uint16
-    assert np.array_equal(found, np.concatenate(expected))
-
-
 @pytest.mark.parametrize(("start", "length"), [(0, 4), (2, 2), (-1, 1)])
 def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length):
     with pytest.raises(AssertionError, match="segment 1 does not lie inside its document"):
         Corpus(prefix).gather(np.array([2, 0]), np.array([0, start]), np.array([4, length]))
-
-
-def test_pickled_corpus_maps_the_files_again_instead_of_copying_them(tmp_path):
-    write_corpus(tmp_path / "corpus", random_documents([100_000], 100), numbered_tokenizer(100))
-    pickled = pickle.dumps(Corpus(tmp_path / "corpus"))
-    assert len(pickled) < 1000
-    assert np.array_equal(pickle.loads(pickled).document(0), Corpus(tmp_path / "corpus").document(0))
 
 
 @pytest.mark.parametrize(
@@ -150,13 +127,6 @@ def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix
         Corpus(prefix)
 
 
-@pytest.mark.parametrize("end", ["bin", "idx", "json"])
-def test_one_missing_file_is_an_incomplete_corpus(prefix, end):
-    prefix.with_suffix(f".{end}").unlink()
-    with pytest.raises(DataError, match=rf"small\.{end} missing beside the rest"):
-        Corpus(prefix)
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "id_", "message"),
     [
@@ -194,10 +164,3 @@ def test_every_special_id_but_that_of_the_unknown_token_is_found_wherever_the_to
     corpus = Corpus(tmp_path / "corpus")
     allowed = [corpus.first_wrong_id(np.array([7, id_], dtype=np.uint16)) is None for id_ in range(120)]
     assert [id_ for id_ in range(120) if allowed[id_]] == sorted({*range(100)} - {*special_ids} | {unknown})
-
-
-def test_other_tokenizer_than_the_corpus_was_written_with_is_refused(prefix):
-    corpus = Corpus(prefix)
-    corpus.check_tokenizer(numbered_tokenizer(100))  # control
-    with pytest.raises(DataError, match=r"written with tokenizer [0-9a-f]{12} \(100 ids\).* \(101 ids\)"):
-        corpus.check_tokenizer(numbered_tokenizer(101))

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 from unit.data.corpus.corpus_parts import TOKENIZER, UNKNOWN, Place, documents_if_it_opens, documents_of, selected
-from unit.data.small_corpus import made_up_draft, write_part
+from unit.data.small_corpus import made_up_draft, output_settings, write_part
 
 from megatron_neobert.data.corpus import writer
 from megatron_neobert.data.corpus.format import InputRecord, corpus_files, read_manifest, validation_files
-from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing, write_corpus
+from megatron_neobert.data.corpus.writer import refuse_existing, write_corpus
 from megatron_neobert.errors import DataError, OutputError
 
 
@@ -67,16 +67,12 @@ def test_bytes_do_not_depend_on_the_parts_that_the_documents_came_in(tmp_path, o
 
 
 def test_kept_shards_are_a_volume_each_and_those_without_documents_none(place):
+    """A shard that is one whole part is linked, where the file system has links, and another copied."""
     manifest = place.write(keep_shards=True).manifest
     assert [volume.name for volume in manifest.volumes] == ["P_00000", "P_00001", "P_00002"]
     assert [volume.documents for volume in manifest.volumes] == [5, 4, 11]
     assert not (place.folder / "P.bin").exists()
-
-
-def test_shard_that_is_one_whole_part_is_linked_and_another_copied(place):
-    place.write(keep_shards=True)
-    linked = [(place.folder / f"P_{number:05d}.bin").stat().st_nlink for number in range(3)]
-    assert linked == [1, 2, 1]
+    assert [(place.folder / f"P_{number:05d}.bin").stat().st_nlink for number in range(3)] == [1, 2, 1]
     assert (place.folder / "P_00001.bin").samefile(place.parts[2].ids)
 
 
@@ -220,12 +216,9 @@ def test_split_that_leaves_one_corpus_empty_is_refused_before_the_old_corpus_is_
 def test_account_that_does_not_add_up_is_found_before_the_old_corpus_is_touched(place):
     place.write()
     before = place.corpus_bytes()
-    output = OutputSettings(
-        files=place.files, keep_shards=False, shard_bytes=None, validation_fraction=0.0, deduplicate=False
-    )
     draft = made_up_draft(place.parts, TOKENIZER, records=21)
     with pytest.raises(AssertionError, match=r"expected records 20, the sum .* found 21"):
-        write_corpus(place.parts, output, draft, folder=place.files.partial)
+        write_corpus(place.parts, output_settings(place.files), draft, folder=place.files.partial)
     assert place.corpus_bytes() == before
 
 
