@@ -1,49 +1,23 @@
-"""A tiny SentencePiece model, written field by field, and ways to spoil it."""
+"""A tiny SentencePiece model, to be spoilt."""
 
-import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-_UNKNOWN, _CONTROL = 2, 3
-
-
-def varint(value: int) -> bytes:
-    content = bytearray()
-    while value > 127:
-        content.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*content, value])
+_NORMAL, _UNKNOWN, _CONTROL, _UNIGRAM = 1, 2, 3, 1
 
 
-def number(field: int, value: int) -> bytes:
-    return varint(field << 3) + varint(value)
+def write_model(path: Path, *, change: Callable[[Any], object] = lambda model: None, tail: bytes = b"") -> Path:
+    """A Unigram model of a few letters, the last of them "c", after a change; `tail` ends the file."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-
-def message(field: int, content: bytes) -> bytes:
-    return varint(field << 3 | 2) + varint(len(content)) + content
-
-
-def piece(text: str, score: float = -1.0, kind: int = 1) -> bytes:
-    return message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)
-
-
-def write_model(
-    path: Path,
-    *,
-    score: float = -1.0,
-    letter: str = "c",
-    rules: bytes = b"",
-    model_type: int = 1,
-    unknowns: int = 1,
-    twice: bool = False,
-    tail: bytes = b"",
-) -> Path:
-    """A Unigram model of a few letters. `letter` and `score` are those of one of them; `tail` ends the file."""
-    pieces = [piece(f"<unk{n}>" if n else "<unk>", 0.0, _UNKNOWN) for n in range(unknowns)]
-    pieces += [piece(name, 0.0, _CONTROL) for name in ("<s>", "</s>")]
-    pieces += [piece(letter) for letter in ("\u2581", "a", "b", "ab")] + [piece(letter, score)]
-    pieces += [piece("a")] if twice else []
-    content = b"".join(message(1, entry) for entry in pieces)
-    content += message(2, number(3, model_type))
-    content += message(3, message(2, rules) if rules else number(3, 1))
-    path.write_bytes(content + tail)
+    model = ModelProto()
+    for text, kind in (("<unk>", _UNKNOWN), ("<s>", _CONTROL), ("</s>", _CONTROL)):
+        model.pieces.add(piece=text, score=0.0, type=kind)
+    for text in ("\u2581", "a", "b", "ab", "c"):
+        model.pieces.add(piece=text, score=-1.0, type=_NORMAL)
+    model.trainer_spec.model_type = _UNIGRAM
+    model.normalizer_spec.add_dummy_prefix = True
+    change(model)
+    path.write_bytes(model.SerializeToString() + tail)
     return path

@@ -1,6 +1,6 @@
 """Tokenizer files that would fail hours later, or never: refused when they are read, with the name of the file.
 
-What tests/unit/data/test_tokenizer*.py refuse already is not repeated here.
+Sound files, and types of tokenizer that do not fit them, are in tests/unit/data/tokenizer.
 """
 
 import base64
@@ -9,11 +9,12 @@ import struct
 
 import pytest
 from bad_inputs.refusals import assert_refused
-from bad_inputs.small_sentencepiece import message, write_model
+from bad_inputs.small_sentencepiece import write_model
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 NAMES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+IDS = {name: id_ for id_, name in enumerate(NAMES)}
 
 
 def load_and_use(path):
@@ -89,18 +90,6 @@ def test_template_without_the_text_does_not_lose_it(corpus):
     assert load_tokenizer(path).encode_batch(["w5 w6"]).ids.tolist() == expected != []
 
 
-def test_accents_that_are_kept_are_another_tokenizer(corpus):
-    """With lower case, null strips them and false does not; in a fingerprint they were alike."""
-    fingerprints = []
-    for name in ("tokenizer.json", "special_tokens_map.json"):
-        (corpus.tokenizer / name).unlink()
-    for keep in (None, False):
-        config = {"do_lower_case": True, "strip_accents": keep}
-        (corpus.tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
-        fingerprints.append(load_and_use(corpus.tokenizer))
-    assert fingerprints[0] != fingerprints[1]
-
-
 def unigram(**values):
     vocabulary = [[name, 0.0] for name in (*NAMES, "a")]
     return {"model": {"type": "Unigram", "vocab": vocabulary, "unk_id": 1, **values}}
@@ -155,6 +144,8 @@ MODELS = [
     ({"vocab": {}}, ["cannot encode a text"]),
     ({"vocab": {"[PAD]": 2**40}}, ["not a tokenizer.json"]),
     ({"vocab": {"[PAD]": 0, "[UNK]": 2**32 - 1}}, ["claims id"]),
+    ({"vocab": {**IDS, "a": 500}}, ["id 5 is missing although ids go up to 500"]),
+    ({"vocab": {**IDS, "a": 4}}, ["id 4 belongs to '", "' and to '"]),
     ({"max_input_chars_per_word": -1}, ["not a tokenizer.json"]),
 ]
 
@@ -187,24 +178,54 @@ def test_vocabulary_that_is_something_else_is_refused(tmp_path, content, words):
     assert_refused(lambda: load_and_use(path), 65, "vocab.txt", *words)
 
 
+def last_piece(name, value):
+    return lambda model: setattr(model.pieces[-1], name, value)
+
+
+def trainer(name, value):
+    return lambda model: setattr(model.trainer_spec, name, value)
+
+
+def rules(content):
+    return lambda model: setattr(model.normalizer_spec, "precompiled_charsmap", content)
+
+
+def leave_a_piece_of_bpe_unused(model):
+    model.trainer_spec.model_type = 2
+    model.pieces[-1].type = 5
+
+
 SENTENCEPIECE = [
-    pytest.param({"score": float("nan")}, ["score of a piece is not a finite number"], id="nan score"),
-    pytest.param({"rules": b"\xff" * 8}, ["normalisation rules are cut off"], id="rules of 4 GiB"),
-    pytest.param({"rules": struct.pack("<I", 4) + bytes(4) + b"\xff"}, ["the tokenizers library refuses"], id="UTF-8"),
-    pytest.param({"model_type": 3}, ["model type 3 (whole words or characters)"], id="whole words"),
-    pytest.param({"unknowns": 0}, ["0 of 7 pieces stand for unknown text"], id="no unknown"),
-    pytest.param({"letter": "x" * 1_000_000, "model_type": 2}, ["a piece has 1,000,000 characters"], id="long piece"),
-    pytest.param({"twice": True}, ["the piece 'a' occurs twice"], id="piece twice"),
-    pytest.param({"tail": b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f"}, ["cut off"], id="piece of 2^63 bytes"),
-    pytest.param({"tail": b"\x0a" + b"\xff" * 300_000}, ["not a SentencePiece model"], id="endless number"),
-    pytest.param({"tail": message(1, message(1, b"\xff"))}, ["not a SentencePiece model"], id="text that is not UTF-8"),
+    (last_piece("score", float("nan")), "a score of a piece is not a finite number"),
+    (last_piece("piece", ""), "not a SentencePiece model, or cut off"),
+    (last_piece("piece", "a"), "the piece 'a' occurs twice"),
+    (last_piece("piece", "x" * 1_000_000), "a piece has 1,000,000 characters"),
+    (lambda model: setattr(model.pieces[0], "type", 1), "0 of 8 pieces stand for unknown text"),
+    (leave_a_piece_of_bpe_unused, "1 pieces of a BPE model are marked unused"),
+    (trainer("model_type", 3), "model type 3 (whole words or characters) is not supported; train a BPE or Unigram"),
+    (trainer("treat_whitespace_as_suffix", True), "spaces at the end of pieces, or not escaped, are not supported"),
+    (lambda model: model.ClearField("trainer_spec"), "the settings are missing: cut off? Fetch it again"),
+    (rules(b"\xff" * 8), "the normalisation rules are cut off or damaged"),  # of 4 GiB
+    (rules(struct.pack("<I", 4) + bytes(4) + b"\xff"), "the tokenizers library refuses"),  # not UTF-8
+    # The lengths add up, but the first unit of the table leads to one that is not there.
+    (rules(struct.pack("<II", 4, 0x7FFFFC00) + b"x\0"), "cannot encode a text"),
 ]
 
 
-@pytest.mark.parametrize(("spoilt", "words"), SENTENCEPIECE)
-def test_sentencepiece_model_that_lies_is_refused(tmp_path, spoilt, words):
-    path = write_model(tmp_path / "tokenizer.model", **spoilt)
-    assert_refused(lambda: load_and_use(path), 65, "tokenizer.model", *words)
+@pytest.mark.parametrize(("change", "words"), SENTENCEPIECE, ids=[words[:40] for _, words in SENTENCEPIECE])
+def test_sentencepiece_model_that_lies_is_refused(tmp_path, change, words):
+    path = write_model(tmp_path / "tokenizer.model", change=change)
+    assert_refused(lambda: load_and_use(path), 65, "tokenizer.model", words)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b"\x0a" + b"\xff" * 8 + b"\x7f", b"\x0a" + b"\xff" * 300_000, b"\x0a\x03\x0a\x01\xff"],
+    ids=["piece of 2^63 bytes", "endless number", "piece that is not UTF-8"],
+)
+def test_file_that_is_no_sentencepiece_model_is_refused(tmp_path, tail):
+    path = write_model(tmp_path / "tokenizer.model", tail=tail)
+    assert_refused(lambda: load_and_use(path), 65, "tokenizer.model: not a SentencePiece model, or cut off")
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "tokenizer.model"])
@@ -213,10 +234,3 @@ def test_file_as_large_as_a_corpus_is_not_read_as_a_tokenizer(tmp_path, name):
     with path.open("wb") as file:
         file.truncate(1 << 40)
     assert_refused(lambda: load_and_use(path), 65, name, "1,099,511,627,776 bytes are more than 536,870,912")
-
-
-def test_rules_that_lead_outside_their_table_are_refused_where_they_are_used(tmp_path):
-    """The lengths add up, but the first unit of the table leads to one that is not there."""
-    rules = struct.pack("<I", 4) + struct.pack("<I", 0x7FFFFC00) + b"x\0"
-    path = write_model(tmp_path / "tokenizer.model", rules=rules)
-    assert_refused(lambda: load_and_use(path), 65, "tokenizer.model", "cannot encode a text")

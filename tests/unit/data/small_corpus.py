@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
-from tokenizers import models
+from tokenizers import models, pre_tokenizers
 
 from megatron_neobert.data.corpus import writer
 from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, draft_manifest, token_dtype
@@ -18,6 +19,7 @@ from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 FIRST_ORDINARY = len(SPECIAL)
 
 
@@ -33,6 +35,14 @@ def numbered_tokenizer(vocab_size: int) -> Tokenizer:
     backend = build_bert_backend(models.WordPiece(vocabulary, unk_token="[UNK]"), lowercase=True)
     backend.add_special_tokens(list(SPECIAL))
     return Tokenizer(backend, {name.strip("[]").lower(): name for name in SPECIAL})
+
+
+def byte_level_backend(special: Sequence[str] = ROBERTA) -> tokenizers.Tokenizer:
+    """A byte-level BPE without merges, laid out as those of RoBERTa and ModernBERT."""
+    pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = tokenizers.Tokenizer(models.BPE({piece: id_ for id_, piece in enumerate(pieces)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    return backend
 
 
 def write_part(

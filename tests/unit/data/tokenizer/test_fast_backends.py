@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
-from unit.data.small_corpus import SPECIAL, write_vocabulary
+from unit.data.small_corpus import ROBERTA, SPECIAL, write_vocabulary
 
 from megatron_neobert.data.tokenizer import fast_backends
 from megatron_neobert.data.tokenizer.fast_backends import (
@@ -36,7 +36,6 @@ PIECES = [
     "é",
     "字",
 ]
-ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 
 def wordpiece(folder, pieces: Sequence[str] = PIECES) -> Tokenizer:
@@ -89,33 +88,23 @@ def test_nanotoken_and_gigatoken_pass_the_probe(tmp_path):
     assert encoder.name.startswith("gigatoken ") and not encoder.is_reference and encoder.note is None
 
 
-def assert_same_ids(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> None:
-    assert not encoder.is_reference
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "backend"), [("bert-base-uncased/vocab.txt", "nanotoken"), ("sentencepiece-bpe-32k", "gigatoken")]
+)
+def test_every_document_of_a_shard_of_books_has_the_reference_ids(shared_data, name, backend):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = shared_data / "text/books/train-00000-of-00008.parquet"
+    texts = parquet.read_table(path, columns=["content"]).column("content").to_pylist()
+    assert len(texts) > 2000
+    tokenizer = load_tokenizer(shared_data / "tokenizers" / name)
+    encoder = open_encoder(tokenizer, "fast")
+    assert encoder.name.startswith(backend) and not encoder.is_reference
     for start in range(0, len(texts), 200):
         found, expected = (part.encode_batch(texts[start : start + 200]) for part in (encoder, tokenizer))
         assert found.lengths.dtype == np.int32
         assert np.array_equal(found.lengths, expected.lengths)
         assert np.array_equal(found.ids, expected.ids)
-
-
-def read_books(shared_data, shard: int) -> list[str]:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = shared_data / f"text/books/train-{shard:05}-of-00008.parquet"
-    texts = parquet.read_table(path, columns=["content"]).column("content").to_pylist()
-    assert len(texts) > 2000
-    return texts
-
-
-@pytest.mark.slow
-def test_every_document_of_a_shard_of_books_has_the_reference_ids_with_nanotoken(shared_data):
-    tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt")
-    assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), read_books(shared_data, 0))
-
-
-@pytest.mark.slow
-def test_every_document_of_a_shard_of_books_has_the_reference_ids_with_gigatoken(shared_data):
-    tokenizer = load_tokenizer(shared_data / "tokenizers/sentencepiece-bpe-32k")
-    assert_same_ids(tokenizer, open_encoder(tokenizer, "fast"), read_books(shared_data, 1))
 
 
 @pytest.mark.parametrize("backend", ["fast", "reference"])

@@ -9,10 +9,8 @@ import pytest
 
 from megatron_neobert.data.tokenizer.fast_backends import probe_strings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import DataError
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-sentencepiece_model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
 
 ASCII = "".join(map(chr, range(33, 127)))  # so that the letters of "<s>" are known
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -104,8 +102,8 @@ def test_32k_model_gives_sentencepieces_own_ids_on_books_and_adversarial_strings
     parquet = pytest.importorskip("pyarrow.parquet")
     path = shared_data / "tokenizers/sentencepiece-bpe-32k/tokenizer.model"
     column = parquet.read_table(shared_data / "text/books/train-00003-of-00008.parquet", columns=["content"])["content"]
-    texts = [*column.to_pylist()[::2], *probe_strings(load_tokenizer(path)), *spaced_texts()]
-    assert len(texts) > 4500
+    texts = [*column.to_pylist()[::8], *probe_strings(load_tokenizer(path)), *spaced_texts()]
+    assert len(texts) > 3900
     assert differing(path, texts) == []
     assert differing(path, ["[MASK] <s>a</s> <unk><pad>", "<0x0A>"]) == []
 
@@ -193,34 +191,3 @@ def test_saved_folder_has_the_same_fingerprint_and_ids_and_decodes(tmp_path, kin
     assert loaded.fingerprint == tokenizer.fingerprint
     assert rows(loaded, texts) == rows(tokenizer, texts)
     assert [loaded.decode(ids) for ids in rows(loaded, texts)] == texts
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model_type": "char"}, r"model type 4 .* not supported; train a BPE or Unigram model"),
-        ({"model_type": "word"}, r"model type 3 .* not supported"),
-        ({"treat_whitespace_as_suffix": True}, r"spaces at the end of pieces, or not escaped, are not supported"),
-    ],
-)
-def test_model_that_cannot_be_represented_is_refused(tmp_path, settings, message):
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(train(tmp_path, **settings))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda model: setattr(model.pieces[-1], "type", 5), r"1 pieces of a BPE model are marked unused"),
-        (lambda model: setattr(model.pieces[-1], "piece", ""), "not a SentencePiece model, or cut off"),
-        (lambda model: model.ClearField("trainer_spec"), r"the settings are missing: cut off\? Fetch it again"),
-    ],
-    ids=["unused", "empty", "cut off between two messages"],
-)
-def test_model_with_unusable_content_is_refused(tmp_path, change, message):
-    path = train(tmp_path, model_type="bpe", **IDENTITY)
-    model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
-    change(model)
-    path.write_bytes(model.SerializeToString())
-    with pytest.raises(DataError, match=rf"tokenizer\.model: {message}"):
-        load_tokenizer(path)

@@ -1,10 +1,9 @@
 """--tokenizer-type: what each type takes, and that a type is not stretched to fit a file."""
 
-import json
-
 import pytest
-from tokenizers import models, pre_tokenizers
-from unit.data.small_corpus import write_vocabulary
+from bad_inputs.small_sentencepiece import write_model
+from tokenizers import models
+from unit.data.small_corpus import SPECIAL, byte_level_backend, write_vocabulary
 
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -67,7 +66,7 @@ def save_json(path, backend):
 
 
 def test_bert_types_take_a_tokenizer_json_of_berts_pipeline_and_case(tmp_path):
-    vocabulary = {piece: id_ for id_, piece in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *UNCASED])}
+    vocabulary = {piece: id_ for id_, piece in enumerate([*SPECIAL, *UNCASED])}
     model = models.WordPiece(vocabulary, unk_token="[UNK]")
     path = save_json(tmp_path / "tokenizer.json", build_bert_backend(model, lowercase=True))
     assert load_tokenizer(path, "BertWordPieceLowerCase").fingerprint == load_tokenizer(path).fingerprint
@@ -82,30 +81,9 @@ def test_bert_types_take_a_tokenizer_json_of_berts_pipeline_and_case(tmp_path):
         load_tokenizer(path, "BertWordPieceLowerCase")
 
 
-def byte_level_json(folder):
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    state = {
-        "version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-        "model": {"type": "BPE", "vocab": {piece: i for i, piece in enumerate([*special, *alphabet])}, "merges": []},
-    }  # fmt: skip
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(state))
-    return path
-
-
-def sentencepiece_model(folder, name="tokenizer.model"):
-    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-    lines = ["the cat sat on the mat", "the hat of the cat"] * 50
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(folder / "trained"), vocab_size=16, minloglevel=2
-    )
-    return (folder / "trained.model").rename(folder / name)
-
-
 def test_file_of_another_type_is_refused_with_the_types_that_fit(uncased, tmp_path):
-    json_path, model = byte_level_json(tmp_path), sentencepiece_model(tmp_path)
+    json_path = save_json(tmp_path / "tokenizer.json", byte_level_backend())
+    model = write_model(tmp_path / "tokenizer.model")
     refused = [
         (uncased, "HuggingFaceTokenizer", r"is a WordPiece vocabulary; use auto, BertWordPieceLowerCase or"),
         (uncased, "SentencePieceTokenizer", r"is a WordPiece vocabulary"),
@@ -121,7 +99,7 @@ def test_file_of_another_type_is_refused_with_the_types_that_fit(uncased, tmp_pa
 
 
 def test_sentencepiece_model_is_recognised_by_its_content_and_taken_from_a_folder(tmp_path):
-    model = sentencepiece_model(tmp_path, "spm.bin")
+    model = write_model(tmp_path / "spm.bin")
     assert load_tokenizer(model).special_tokens["cls"] == 1
     model.rename(tmp_path / "spiece.model")
     assert load_tokenizer(tmp_path, "SentencePieceTokenizer").fingerprint == load_tokenizer(tmp_path).fingerprint
