@@ -91,6 +91,14 @@ def _change(draw: st.DrawFn, content: bytearray) -> None:
 
 
 @st.composite
+def mutated_file(draw: st.DrawFn, name: str, content: bytes) -> bytes:
+    """The content of a file of this name: of JSON the entries are changed as often as the bytes."""
+    if name.endswith(".json") and draw(st.booleans()):
+        return draw(mutated_json(json.loads(content)))
+    return draw(mutated(content))
+
+
+@st.composite
 def mutated_json(draw: st.DrawFn, state: Any) -> bytes:
     """The state with one to three of its entries replaced, removed, renamed or repeated, as text."""
     changed = json.loads(json.dumps(state))

@@ -70,6 +70,14 @@ def assert_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None
     assert all(word in sentence for word in words), f"expected {words} in: {sentence}"
 
 
+def assert_all_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None:
+    """The same where several things are wrong: all words are somewhere in what is said."""
+    code, sentences = outcome_of(call)
+    assert code == exit_code, f"ended with {code} {sentences}, expected {exit_code}"
+    assert all("\n" not in sentence and len(sentence) <= _LONGEST_SENTENCE for sentence in sentences), sentences
+    assert all(word in "\n".join(sentences) for word in words), f"expected {words} in: {sentences}"
+
+
 def start_checks(*arguments: str, world_size: int = 1) -> None:
     """What the training command checks before it starts anything."""
     settings = parse_command_line(list(arguments), world_size=world_size).settings

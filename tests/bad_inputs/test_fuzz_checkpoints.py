@@ -3,11 +3,9 @@
 No checkpoint may end a reader in anything but an error of ours: it may come from another machine, or another person.
 """
 
-import json
-
 import pytest
 import torch
-from bad_inputs.fuzzing import examples, mutated, mutated_json
+from bad_inputs.fuzzing import examples, mutated, mutated_file
 from bad_inputs.refusals import bounded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +19,6 @@ from megatron_neobert.errors import CheckpointError, NeoBERTError
 
 pytestmark = pytest.mark.slow
 
-JSON = (".json",)
 TENSORS = "rank_00000.safetensors"
 
 
@@ -38,18 +35,12 @@ def saved(tmp_path_factory):
     return model, files
 
 
-def mutation(draw, name, content):
-    if name.endswith(JSON) and draw(st.booleans()):
-        return draw(mutated_json(json.loads(content)))
-    return draw(mutated(content))
-
-
 @examples(300)
 @given(data=st.data())
 def test_mutated_checkpoint_does_not_pass_for_whole(saved, data):
     model, files = saved
     name = data.draw(st.sampled_from(sorted(files)))
-    spoilt = mutation(data.draw, name, files[name])
+    spoilt = data.draw(mutated_file(name, files[name]))
     path = model.iteration_folder / name
     path.write_bytes(spoilt)
     try:
@@ -88,7 +79,7 @@ def test_converter_refuses_or_reads_what_a_hostile_hand_has_sealed(saved, data):
     sources = sorted(name for name in files if name != "MANIFEST.json")
     name = data.draw(st.sampled_from([*sources, TENSORS, "settings.yaml"]))
     path = model.iteration_folder / name
-    path.write_bytes(mutation(data.draw, name, files[name]))
+    path.write_bytes(data.draw(mutated_file(name, files[name])))
     model.seal()
     try:
         with bounded():

@@ -4,12 +4,11 @@ Without a full check, other token ids of the same number are not seen: that is t
 validate_data --full, and the first test says so.
 """
 
-import json
 import shutil
 
 import numpy as np
 import pytest
-from bad_inputs.fuzzing import examples, mutated, mutated_json
+from bad_inputs.fuzzing import examples, mutated_file
 from bad_inputs.refusals import bounded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,13 +28,6 @@ def spoilt(sound_corpus, tmp_path_factory):
     return sound_corpus, shutil.copytree(sound_corpus.folder, tmp_path_factory.mktemp("spoilt") / "corpus")
 
 
-def mutation(draw, path):
-    content = path.read_bytes()
-    if path.suffix == ".json" and draw(st.booleans()):
-        return draw(mutated_json(json.loads(content)))
-    return draw(mutated(content))
-
-
 def everything(prefix):
     corpus = Corpus(prefix)
     return [corpus.document(number).tolist() for number in range(len(corpus))]
@@ -49,7 +41,7 @@ def test_mutated_corpus_is_refused_or_read_as_it_was_written(spoilt, data):
     files = sorted(path.name for path in sound.folder.glob(f"{name}*"))
     file = data.draw(st.sampled_from(files))
     written = everything(sound.folder / name)
-    (folder / file).write_bytes(mutation(data.draw, sound.folder / file))
+    (folder / file).write_bytes(data.draw(mutated_file(file, (sound.folder / file).read_bytes())))
     try:
         with bounded():
             corpus = Corpus(folder / name)

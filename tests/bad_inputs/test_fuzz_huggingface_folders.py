@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from bad_inputs.fuzzing import examples, mutated, mutated_json
+from bad_inputs.fuzzing import examples, mutated, mutated_file
 from bad_inputs.refusals import bounded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,8 +85,7 @@ def read_spoilt(place: Place, layout: str, name: str, content: bytes) -> Importe
 @given(data=st.data())
 def test_mutated_config_is_refused_or_describes_the_weights(place: Place, layout: str, data: st.DataObject):
     content = (place.sound[layout] / "config.json").read_bytes()
-    spoilt = data.draw(st.one_of(mutated_json(json.loads(content)), mutated(content)))
-    found = read_spoilt(place, layout, "config.json", spoilt)
+    found = read_spoilt(place, layout, "config.json", data.draw(mutated_file("config.json", content)))
     if found is not None:
         assert (found.model.num_layers, found.model.hidden_size, found.model.ffn_width) == (2, 8, 16)
 
@@ -95,8 +94,7 @@ def test_mutated_config_is_refused_or_describes_the_weights(place: Place, layout
 @given(data=st.data())
 def test_mutated_index_is_refused_or_means_the_same(place: Place, data: st.DataObject):
     content = (place.sound["neobert"] / INDEX).read_bytes()
-    spoilt = data.draw(st.one_of(mutated_json(json.loads(content)), mutated(content)))
-    found = read_spoilt(place, "neobert", INDEX, spoilt)
+    found = read_spoilt(place, "neobert", INDEX, data.draw(mutated_file(INDEX, content)))
     if found is not None:
         sound = read_folder(place.sound["neobert"]).weights
         assert all(torch.equal(found.weights[name], sound[name]) for name in sound)

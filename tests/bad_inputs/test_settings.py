@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from bad_inputs.refusals import assert_refused, outcome_of, start_checks
+from bad_inputs.refusals import assert_all_refused, assert_refused, start_checks
 
 from megatron_neobert.config.cli import parse_command_line, read_record
 from megatron_neobert.config.data_path import parse_data_path
@@ -35,9 +35,8 @@ YAML = [
     pytest.param("model:\n  num_layers: 2024-99-99\n", ["month must be in 1..12"], id="impossible date"),
     pytest.param("model:\n  num_layers: !!int x\n", ["invalid literal"], id="tag that lies about an int"),
     pytest.param("model: !!python/name:os.system\n", ["could not determine a constructor"], id="name of a function"),
-    pytest.param(
-        "model: !!python/object/new:os.system [ls]\n", ["could not determine a constr"], id="call of a function"
-    ),
+    pytest.param("training:\n  _target_: os.mkdir\n", ["unknown setting training._target_"], id="class to call"),
+    pytest.param("_target_: os.mkdir\n", ["unknown section _target_"], id="class to call, as a section"),
     pytest.param("model: &m {num_layers: 2}\ntraining: {<<: *m}\n", ["not readable", "merge"], id="merge key"),
     pytest.param("model:\n  num_layers: " + "9" * 5000, ["4300 digits"], id="5,000 digits"),
     pytest.param("model:\n  num_layers: " + "9" * 400, ["1329 bits is beyond 9223372036854775807"], id="400 digits"),
@@ -67,10 +66,7 @@ def test_yaml_that_says_no_settings_is_refused_in_short_sentences(tmp_path, text
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     flags = ["--tokenizer-model", "tokenizer"]  # and --data-path only where the file has none
     flags += [] if "data_path" in str(text) else REQUIRED[:2]
-    code, sentences = outcome_of(lambda: parse_command_line([*flags, "--config", str(path)], world_size=1))
-    assert code == 2
-    assert all("\n" not in sentence and len(sentence) <= 900 for sentence in sentences), sentences
-    assert all(word in "\n".join(sentences) for word in words), sentences
+    assert_all_refused(lambda: parse_command_line([*flags, "--config", str(path)], world_size=1), 2, *words)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +80,10 @@ def test_yaml_that_says_nothing_leaves_the_defaults(tmp_path, text):
 
 def test_a_record_that_is_no_yaml_is_a_checkpoint_error(tmp_path):
     path = tmp_path / "settings.yaml"
-    for content in (b"", b"\0", b"[" * 5000, b"model:\n  swiglu: !!bool x\n", b"# x\n" * 99_999):
+    for content in (b"\0", b"[" * 5000, b"model:\n  swiglu: !!bool x\n", b"# x\n" * 99_999):
         path.write_bytes(content)
-        if content:
-            with pytest.raises(CheckpointError, match=r"settings\.yaml: not the settings of a run"):
-                read_record(path)
+        with pytest.raises(CheckpointError, match=r"settings\.yaml: not the settings of a run"):
+            read_record(path)
 
 
 FLAGS = [
@@ -109,10 +104,7 @@ FLAGS = [
 @pytest.mark.parametrize(("arguments", "words"), FLAGS, ids=[" ".join(words)[:40] for words, _ in FLAGS])
 def test_flag_that_nobody_meant_is_refused(arguments, words):
     world_size = 7 if "7" in arguments else 1
-    code, sentences = outcome_of(lambda: parse(*arguments, world_size=world_size))
-    assert code == 2
-    assert all(len(sentence) <= 900 for sentence in sentences), sentences
-    assert all(word in "\n".join(sentences) for word in words), sentences
+    assert_all_refused(lambda: parse(*arguments, world_size=world_size), 2, *words)
 
 
 BLENDS = [
@@ -123,39 +115,32 @@ BLENDS = [
     ([*["1", "a"] * 1025], ["names 1,025 corpora, more than 1,024"]),
     (["1/3", "a", "1", "b"], ["'1/3', where the weight of a should stand, is no number"]),
     (["0." + "1" * 5000, "a", "1", "b"], ["'0.111", "is no number"]),
-    (["a", *["b"] * 5000], ["5,001 entries"]),
 ]
 
 
 @pytest.mark.parametrize(("entries", "words"), BLENDS, ids=[" ".join(entries)[:30] for entries, _ in BLENDS])
 def test_blend_that_means_nothing_is_refused(entries, words):
-    code, sentences = outcome_of(lambda: parse_data_path(entries))
-    assert code == 2
-    assert all(len(sentence) <= 900 for sentence in sentences), sentences
-    if "entries" not in words[0]:  # more than the components allowed is said alone
-        assert all(word in "\n".join(sentences) for word in words), sentences
+    assert_all_refused(lambda: parse_data_path(entries), 2, *words)
 
 
 @pytest.mark.parametrize(
-    ("split", "words"),
+    ("split", "code", "words"),
     [
-        ("", ["--split '' is not a text"]),
-        ("nan", ["--split nan is not one to three"]),
-        ("nan,1", ["--split nan,1 is not one to three"]),
-        ("inf", ["--split inf is not one to three"]),
-        ("1e308,1e308", ["is not one to three"]),
-        ("-1,2", ["is not one to three"]),
-        ("0,0", ["is not one to three"]),
-        ("1,1,1,1", ["is not one to three"]),
-        ("99:1", ["is not one to three"]),
-        ("1,1e9", ["leaves part 1"]),
-        ("0,1", ["leaves none of the 4 documents"]),
+        ("", 2, "--split '' is not a text"),
+        ("nan", 2, "--split nan is not one to three"),
+        ("nan,1", 2, "--split nan,1 is not one to three"),
+        ("inf", 2, "--split inf is not one to three"),
+        ("1e308,1e308", 2, "--split 1e308,1e308 is not one to three"),
+        ("-1,2", 2, "--split -1,2 is not one to three"),
+        ("0,0", 2, "--split 0,0 is not one to three"),
+        ("1,1,1,1", 2, "--split 1,1,1,1 is not one to three"),
+        ("99:1", 2, "--split 99:1 is not one to three"),
+        ("1,1e9", 2, "leaves part 1"),
+        ("0,1", 65, "leaves none of the 4 documents"),
     ],
 )
-def test_split_that_leaves_nothing_to_train_on_is_refused(sound_corpus, split, words):
-    code, sentences = outcome_of(lambda: start_checks(*sound_corpus.flags, f"--split={split}"))
-    assert code in (2, 65) and len(sentences) == 1
-    assert all(word in sentences[0] for word in words), sentences
+def test_split_that_leaves_nothing_to_train_on_is_refused(sound_corpus, split, code, words):
+    assert_refused(lambda: start_checks(*sound_corpus.flags, f"--split={split}"), code, words)
 
 
 def test_config_that_is_a_folder_or_nowhere_is_a_missing_input(tmp_path):

@@ -38,14 +38,3 @@ def test_record_that_calls_a_function_is_refused(
         )
     assert result.refused(78), result.output
     assert not canary.has_run
-
-
-@pytest.mark.parametrize("section", ["", "training:\n  "])
-def test_target_to_instantiate_is_an_unknown_setting(tmp_path: Path, canary: Canary, section: str):
-    path = tmp_path / "run.yaml"
-    path.write_text(f"{section}_target_: os.mkdir\n")
-    result = run_command("megatron_neobert.pretrain", "--config", path, "--dry-run")
-    assert result.code == 2
-    assert "_target_" in result.output
-    assert "Traceback" not in result.output
-    assert not canary.has_run

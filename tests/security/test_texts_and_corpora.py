@@ -86,9 +86,3 @@ def test_pickle_in_the_place_of_a_corpus_file_is_refused(
     result = run_command("megatron_neobert.pretrain", *training, "--data-path", prefix)
     assert result.refused(65), result.output
     assert not canary.has_run
-
-
-def test_manifest_of_a_corpus_cannot_name_files_elsewhere(tiny_corpus: Any):
-    """The names of a corpus's files follow from the name it is opened by; its manifest has none."""
-    content = Path(f"{tiny_corpus.prefix}.json").read_text()
-    assert Path(tiny_corpus.prefix).name not in content
