@@ -3,18 +3,14 @@
 import hashlib
 import json
 import os
-import resource
-import subprocess
-from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from unit.data.preprocess_place import WORDS, add_mixed_shards, cut_small, decoded
 from unit.data.small_corpus import write_vocabulary
-from unit.tools.commands import ENVIRONMENT, arguments_of, command_line
 
-from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.job import read_result
 from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
@@ -234,23 +230,6 @@ def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(
     total = sum(file.stat().st_size for file in place.shards.iterdir())
     assert seen[-1] == (pytest.approx(total), report.counts.documents, report.counts.errors)
     assert seen[-1][1:] == (7 * 40 + 2, 3 + 2 + 2)  # nulls, broken lines, {}
-
-
-# --- odd shards
-
-
-def test_line_of_a_gigabyte_takes_no_memory(place):
-    """In a process of its own, whose memory is bounded; over 1 GB without the bound of a document's size."""
-    good = b'{"content": "hello world"}'
-    with (place.shards / "a.jsonl").open("wb") as stream:
-        stream.write(b"\n".join([good] * 20) + b'\n{"content": "')
-        stream.seek(1 << 30, os.SEEK_CUR)  # a hole in the file: NUL bytes that need no disk
-        stream.write(b'"}\n' + good)
-    command = command_line("preprocess_data", *arguments_of(place.folder, "--max-error-rate", "0.1"))
-    limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (700 << 20, 700 << 20))
-    subprocess.run(command, env=ENVIRONMENT, preexec_fn=limit, timeout=600, check=True)
-    manifest = Corpus(place.folder / "run_content_document").manifest
-    assert (manifest.documents, manifest.rejected) == (21, {"longer than --max-document-bytes": 1})
 
 
 def test_vocabulary_above_16_bits_is_stored_in_32(place):

@@ -175,6 +175,3 @@ def test_back_end_found_wrong_stays_out_after_a_kill_and_for_the_other_tasks_of_
     place.run(merge=True)
     place.run("reference", tokenizer_backend="reference")
     assert place.contents() == place.contents("reference")
-
-
-# --- small shards

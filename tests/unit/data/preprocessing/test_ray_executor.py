@@ -1,6 +1,5 @@
 """Preprocessing on Ray: a real cluster on this machine, whose workers may die."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -11,7 +10,9 @@ from pathlib import Path
 import pytest
 from unit.data.preprocess_place import add_mixed_shards
 from unit.data.small_corpus import write_vocabulary
+from unit.tools.commands import ENVIRONMENT, arguments_of, command_line
 
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import ConfigError
@@ -19,7 +20,6 @@ from megatron_neobert.errors import ConfigError
 pytest.importorskip("ray", reason="the extra [ray] is not installed")
 psutil = pytest.importorskip("psutil")
 
-REPOSITORY = Path(__file__).resolve().parents[4]
 ON_RAY = {"executor": "ray", "ray_address": "local", "workers": 2}
 
 
@@ -39,25 +39,11 @@ def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
     (environment / "bin" / "python").symlink_to(sys.executable)
     (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
     shutil.copyfile(Path(sys.prefix) / "pyvenv.cfg", environment / "pyvenv.cfg")
-    arguments = [
-        "--input",
-        place.shards,
-        "--output-prefix",
-        place.folder / "out" / "run",
-        "--tokenizer-model",
-        place.vocab,
-    ]
-    command = [environment / "bin" / "python", REPOSITORY / "tools" / "preprocess_data.py", *arguments]
-    ended = subprocess.run(
-        [*map(str, command), "--executor", "ray", "--ray-address", "local"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    _, *words = command_line(
+        "preprocess_data", *arguments_of(place.folder, "--executor", "ray", "--ray-address", "local")
     )
-    assert ended.returncode == 0, ended.stderr
-    assert place.corpus().lengths[0] == 2
+    subprocess.run([environment / "bin" / "python", *words], env=ENVIRONMENT, timeout=600, check=True)
+    assert Corpus(place.folder / "run_content_document").lengths[0] == 2
 
 
 def ray_workers():

@@ -1,13 +1,29 @@
 """A shard read as preprocessing reads it: split into parts, and all their batches together."""
 
+import bz2
+import gzip
+import json
+import lzma
+import tracemalloc
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from backports import zstd
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.reading import BATCH_BYTES, PART_BYTES, ReadSettings, RecordBatch, Rejected, ShardPart
 
 TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
+JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text in TEXTS).encode()
+
+
+def compress_zstd(content: bytes) -> bytes:
+    return zstd.compress(content, options={zstd.CompressionParameter.checksum_flag: 1})  # as the command line tool does
+
+
+COMPRESS = {"gzip": gzip.compress, "zstd": compress_zstd, "bzip2": bz2.compress, "xz": lzma.compress}
 
 
 class Drip:
@@ -60,6 +76,15 @@ def read(path: Path | str, *, part_bytes: int = PART_BYTES, **settings) -> Readi
         # 0: a part without a record. The end of an Arrow stream is not known until it is there.
         assert progress in (0, 1) or part.format == "arrow"
     return reading
+
+
+def peak_of(results: Iterable[Any]) -> tuple[int, list[Any]]:
+    """The most bytes that Python has held meanwhile, and the results."""
+    tracemalloc.start()
+    found = list(results)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak, found
 
 
 def texts_of(path: Path | str, **settings) -> list[str]:

@@ -1,30 +1,26 @@
 """A shard is what its content says, whatever its name."""
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from backports import zstd
-from unit.data.shards.reading import TEXTS, read, texts_of
+from unit.data.shards.reading import COMPRESS, JSON_LINES, TEXTS, read, texts_of
 
 from megatron_neobert.data.shards.parts import recognise
 from megatron_neobert.data.shards.reading import MALFORMED_JSON, ReadSettings
 from megatron_neobert.errors import DataError
 
-JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text in TEXTS).encode()
 TABLE = pa.table({"content": TEXTS})
 WET = b"".join(
     b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n"
     % (len(text.encode()), text.encode())
     for text in TEXTS
 )
-COMPRESS = {"gzip": gzip.compress, "zstd": zstd.compress, "bzip2": bz2.compress, "xz": lzma.compress}
 
 
 def in_memory(write):
@@ -56,18 +52,12 @@ def found(path, **settings):
 
 
 @pytest.mark.parametrize("name", ["shard.parquet", "shard.jsonl.gz", "shard.txt", "shard"])
-@pytest.mark.parametrize("form", CONTENT)
-def test_format_is_recognised_by_content_whatever_the_name(tmp_path, name, form):
+@pytest.mark.parametrize(("form", "content"), [*CONTENT.items(), ("arrow", arrow_bytes(pa.ipc.new_file))])
+def test_format_is_recognised_by_content_whatever_the_name(tmp_path, name, form, content):
     path = tmp_path / name
-    path.write_bytes(CONTENT[form])
+    path.write_bytes(content)
     assert found(path) == (form, None)
     assert texts_of(path) == TEXTS
-
-
-def test_arrow_file_is_recognised_beside_the_arrow_stream(tmp_path):
-    (tmp_path / "shard").write_bytes(arrow_bytes(pa.ipc.new_file))
-    assert found(tmp_path / "shard") == ("arrow", None)
-    assert texts_of(tmp_path / "shard") == TEXTS
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "warc"])
@@ -240,14 +230,15 @@ def test_head_cut_within_a_character_is_no_junk(tmp_path):
         assert found(tmp_path / "shard") == ("text", None)
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_compressed_table_is_refused(tmp_path, form):
-    (tmp_path / "shard").write_bytes(gzip.compress(CONTENT[form]))
-    with pytest.raises(DataError, match=f"a gzip-compressed {form} file, which has to be decompressed"):
-        read(tmp_path / "shard")
-
-
-def test_shard_compressed_twice_is_refused(tmp_path):
-    (tmp_path / "shard").write_bytes(gzip.compress(zstd.compress(JSON_LINES)))
-    with pytest.raises(DataError, match="compressed twice"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (CONTENT["parquet"], "a gzip-compressed parquet file, which has to be decompressed"),
+        (CONTENT["arrow"], "a gzip-compressed arrow file, which has to be decompressed"),
+        (zstd.compress(JSON_LINES), "compressed twice"),
+    ],
+)
+def test_compressed_content_that_is_compressed_or_a_table_is_refused(tmp_path, content, message):
+    (tmp_path / "shard").write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match=message):
         read(tmp_path / "shard")

@@ -4,10 +4,9 @@ import gzip
 import itertools
 import json
 import random
-import tracemalloc
 
 import pytest
-from unit.data.shards.reading import TEXTS, Drip, read, texts_of
+from unit.data.shards.reading import JSON_LINES, TEXTS, Drip, peak_of, read, texts_of
 
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.reading import (
@@ -23,8 +22,6 @@ from megatron_neobert.data.shards.reading import (
 )
 from megatron_neobert.data.shards.text_files import TooLong, read_records, read_values
 from megatron_neobert.errors import DataError
-
-JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text in TEXTS).encode()
 
 
 @pytest.mark.parametrize(
@@ -186,10 +183,7 @@ def test_too_long_object_is_rejected_and_never_held(tmp_path):
     content = b'[{"content": "a"}, ' + long + b', {"content": "b"}]'
     (tmp_path / "shard").write_bytes(content)
     part = ShardPart(str(tmp_path / "shard"), "json")
-    tracemalloc.start()
-    batches = list(read_part(part, ReadSettings(max_document_bytes=1 << 20)))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    peak, batches = peak_of(read_part(part, ReadSettings(max_document_bytes=1 << 20)))
     assert [text for batch in batches for text in batch.texts] == ["a", "b"]
     (rejected,) = [record for batch in batches for record in batch.rejected]
     assert (rejected.reason, rejected.number, rejected.raw) == (TOO_LONG, 2, long[:RAW_BYTES])
@@ -266,13 +260,17 @@ def test_too_long_line_is_never_held(tmp_path):
         for _ in range(64):
             stream.write(b"x" * (1 << 20))
         stream.write(b'"}\n{"content": "short"}\n')
-    part = ShardPart(str(tmp_path / "shard"), "jsonl")
+
+    def batches_of(settings):
+        parts = split_into_parts(str(tmp_path / "shard"), settings, part_bytes=10 << 20)
+        assert len(parts) == 2  # a cut within the line is moved behind it
+        for part in parts:
+            yield from read_part(part, settings)
+
     peaks = []
     for limit in (2 << 20, 100 << 20):
-        tracemalloc.start()
-        batches = list(read_part(part, ReadSettings(max_document_bytes=limit)))
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+        peak, batches = peak_of(batches_of(ReadSettings(max_document_bytes=limit)))
+        peaks.append(peak)
         assert batches[-1].texts[-1] == "short"
     assert peaks[0] < 12 << 20 < 64 << 20 < peaks[1]  # control: the same line where it is allowed
 
@@ -316,9 +314,6 @@ def test_documents_are_numbered_as_they_stand_in_the_file(tmp_path):
 
 def test_a_string_full_of_escapes_takes_the_memory_of_its_bytes(tmp_path):
     (tmp_path / "shard.json").write_bytes(rb'[{"content": "' + rb"\"" * 2_000_000 + rb'"}]')
-    tracemalloc.start()
-    (batch,) = read_part(ShardPart(str(tmp_path / "shard.json"), "json"), ReadSettings())
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    peak, (batch,) = peak_of(read_part(ShardPart(str(tmp_path / "shard.json"), "json"), ReadSettings()))
     assert len(batch.texts[0]) == 2_000_000
     assert peak < 30 * 4_000_000  # measured: 15 times the bytes; 76 times by a pattern that knows escapes
