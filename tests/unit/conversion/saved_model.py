@@ -59,6 +59,11 @@ class SavedModel:
         load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)
         self.seal()
 
+    def record(self, settings: Settings) -> None:
+        """Replaces the settings that the weights were trained with, and renews the manifest."""
+        write_record(settings, self.iteration_folder / "settings.yaml")
+        self.seal()
+
     def seal(self) -> None:
         """Writes the manifest of the files that are there."""
         manifest = self.iteration_folder / "MANIFEST.json"
@@ -96,6 +101,11 @@ def convert(saved: SavedModel, output: Path, **options: Any) -> Checks:
     """Exports the newest checkpoint; `options` are fields of ExportOptions."""
     checkpoint = read_checkpoint(saved.save)
     return export(checkpoint, output, tokenizer=checkpoint.tokenizer, options=ExportOptions(**options))
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def assert_nothing_written(folder: Path) -> None:

@@ -3,76 +3,55 @@
 import json
 import re
 import shutil
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from saved_model import MODEL, WORDS, SavedModel, assert_nothing_written, convert
-from torch import Tensor
+from saved_model import MODEL, WORDS, assert_nothing_written, convert
+from unit.tools.commands import call
 
 from checkpoint_conversion import hf_writer
-from checkpoint_conversion.convert import main
-from checkpoint_conversion.megatron_io import read_checkpoint
-from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.errors import (
-    CheckpointError,
-    ConfigError,
-    ConversionError,
-    OutputError,
-    run_command,
+from megatron_neobert.errors import CheckpointError, ConversionError
+
+
+def exchange_queries_and_keys(tensors):
+    query, key = (f"model.layers.0.self_attn.{letter}_proj.weight" for letter in "qk")
+    tensors |= {query: tensors[key], key: tensors[query] * 2}
+
+
+def change_a_bias(tensors):
+    tensors["lm_head.bias"][3] += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (exchange_queries_and_keys, r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"),
+        (change_a_bias, r"the exported model: 1 weights .* output_layer\.bias;.* nothing was written"),
+        (lambda tensors: tensors.pop("lm_head.bias"), r"missing_keys.*lm_head.bias"),
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.bias"), r"missing_keys.*layers.1.mlp.up_proj.bias"),
+    ],
+    ids=["mapping", "one value", "head that transformers would invent", "layer that transformers would invent"],
 )
-
-
-def test_wrong_mapping_is_refused_and_leaves_nothing(
-    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_that_arrive_otherwise_are_refused_and_leave_nothing(saved, tmp_path, monkeypatch, spoil, said):
     right = hf_writer.to_published
 
-    def exchange_queries_and_keys(*arguments: Any) -> dict[str, Tensor]:
+    def wrong(*arguments):
         tensors = right(*arguments)
-        query, key = (f"model.layers.0.self_attn.{letter}_proj.weight" for letter in "qk")
-        return tensors | {query: tensors[key], key: tensors[query] * 2}
-
-    monkeypatch.setattr(hf_writer, "to_published", exchange_queries_and_keys)
-    with pytest.raises(
-        ConversionError, match=r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"
-    ):
-        convert(saved, tmp_path / "model")
-    assert_nothing_written(tmp_path)
-
-
-@pytest.mark.parametrize("difference", ["a setting", "a weight"])
-def test_difference_that_logits_do_not_show_is_refused_and_leaves_nothing(
-    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: str
-):
-    config, weights = hf_writer.build_config, hf_writer.to_published
-
-    def write_another_bias(*arguments: Any) -> dict[str, Tensor]:
-        tensors = weights(*arguments)
-        tensors["lm_head.bias"][3] += 1e-6
+        spoil(tensors)
         return tensors
 
-    if difference == "a setting":
-        monkeypatch.setattr(hf_writer, "build_config", lambda *a: {**config(*a), "rms_norm_eps": 1.0001e-5})
-    else:
-        monkeypatch.setattr(hf_writer, "to_published", write_another_bias)
-    found = {"a setting": r"norm_epsilon is 1e-05 and 1\.0001e-05", "a weight": r"1 weights .* output_layer\.bias;"}
-    with pytest.raises(ConversionError, match=f"the exported model: {found[difference]}.* nothing was written"):
+    monkeypatch.setattr(hf_writer, "to_published", wrong)
+    with pytest.raises(ConversionError, match=said):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["lm_head.bias", "model.layers.1.mlp.up_proj.bias"])
-def test_weight_that_transformers_would_invent_is_refused(
-    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    right = hf_writer.to_published
-    monkeypatch.setattr(hf_writer, "to_published", lambda *a: {k: v for k, v in right(*a).items() if k != name})
-    with pytest.raises(ConversionError, match=rf"missing_keys.*{name}"):
+def test_setting_whose_difference_logits_do_not_show_is_refused_and_leaves_nothing(saved, tmp_path, monkeypatch):
+    right = hf_writer.build_config
+    monkeypatch.setattr(hf_writer, "build_config", lambda *a: {**right(*a), "rms_norm_eps": 1.0001e-5})
+    said = r"the exported model: norm_epsilon is 1e-05 and 1\.0001e-05.* nothing was written"
+    with pytest.raises(ConversionError, match=said):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
 
@@ -83,152 +62,86 @@ def test_weight_that_transformers_would_invent_is_refused(
         ({"num_attention_heads": 0}, "--num-attention-heads 0 is below 1"),
         ({"ffn_hidden_size": -8}, "--ffn-hidden-size -8 is below 1"),
         ({"hidden_size": 2**31}, "shape"),
+        ({"num_layers": 3}, r"of 2 layers; settings.yaml has --num-layers 3\."),
+        ({"num_layers": 10**9}, r"of 2 layers; settings.yaml has --num-layers 1000000000\."),
+        ({"swiglu": False}, "iter_0000030 was trained with .*swiglu False.* have SwiGLU"),
+        ({"normalization": "LayerNorm"}, "iter_0000030 was trained with .*normalization LayerNorm.* have SwiGLU"),
     ],
 )
-def test_a_record_of_another_or_no_model_is_refused(
-    saved: SavedModel, tmp_path: Path, change: dict[str, int], said: str
-):
-    write_record(Settings(model=replace(MODEL, **change)), saved.iteration_folder / "settings.yaml")
-    saved.seal()
+def test_record_of_another_model_or_of_none_that_has_a_layout_is_refused(saved, tmp_path, change, said):
+    saved.record(Settings(model=replace(MODEL, **change)))
     with pytest.raises((CheckpointError, ConversionError), match=said):
         convert(saved, tmp_path / "model")
-
-
-@pytest.mark.parametrize("num_layers", [3, 10**9])
-def test_settings_of_another_depth_are_refused_with_both_numbers(saved: SavedModel, num_layers: int):
-    write_record(Settings(model=replace(MODEL, num_layers=num_layers)), saved.iteration_folder / "settings.yaml")
-    saved.seal()
-    with pytest.raises(ConversionError, match=rf"of 2 layers; settings.yaml has --num-layers {num_layers}\."):
-        read_checkpoint(saved.save)
-
-
-@pytest.mark.parametrize("ablation", [{"swiglu": False}, {"normalization": "LayerNorm"}])
-def test_layers_that_no_published_layout_has_are_refused_with_their_settings(
-    saved: SavedModel, tmp_path: Path, ablation: dict[str, Any]
-):
-    write_record(Settings(model=replace(MODEL, **ablation)), saved.iteration_folder / "settings.yaml")
-    saved.seal()
-    ((name, value),) = ablation.items()
-    with pytest.raises(ConversionError, match=rf"iter_0000030 was trained with .*{name} {value}.* have SwiGLU"):
-        convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["file", "folder with a file"])
-def test_existing_output_is_refused_and_kept(saved: SavedModel, tmp_path: Path, kind: str):
-    output = tmp_path / "model"
-    mine = output if kind == "file" else output / "notes.txt"
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("mine")
-    with pytest.raises(OutputError, match=r"model exists already and is not empty"):
-        convert(saved, output)
-    assert mine.read_text() == "mine"
-
-
-def test_empty_output_folder_is_filled(saved: SavedModel, tmp_path: Path):
-    (tmp_path / "model").mkdir()
-    convert(saved, tmp_path / "model")
-    assert (tmp_path / "model" / "config.json").is_file()
-
-
-# --- what is read ---
 
 
 # --- the command ---
 
 
-def test_every_checkpoint_of_a_run_is_converted_once(
-    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def to_hf(saved, output, *flags):
+    return call("convert", "megatron-to-hf", "--load", saved.save, "--output", output, *flags)
+
+
+def test_command_fills_an_empty_folder_and_prints_the_comparison(saved, tmp_path):
+    (tmp_path / "model").mkdir()
+    code, shown, complaints = to_hf(saved, tmp_path / "model")
+    assert (code, complaints) == (0, "")
+    assert "iter_0000030" in shown and "same token" in shown
+    assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", shown)
+    assert {"config.json", "conversion_report.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder with a file"])
+def test_existing_output_is_refused_and_kept(saved, tmp_path, kind):
+    output = tmp_path / "model"
+    mine = output if kind == "file" else output / "notes.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    code, _, complaint = to_hf(saved, output)
+    assert code == 73 and "model exists already and is not empty" in complaint
+    assert mine.read_text() == "mine"
+
+
+def test_every_checkpoint_of_a_run_is_converted_once(saved, tmp_path):
     output = tmp_path / "revisions"
-    arguments = ["convert.py", "megatron-to-hf", "--load", str(saved.save), "--output", str(output), "--all-iterations"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    main()
+    assert to_hf(saved, output, "--all-iterations")[0] == 0
     first = (output / "iter_0000030" / "config.json").stat().st_mtime_ns
     shutil.copytree(saved.iteration_folder, saved.save / "iter_0000040")
-    main()
-    assert "kept" in capsys.readouterr().out
+    assert "kept" in to_hf(saved, output, "--all-iterations")[1]
     assert (output / "iter_0000030" / "config.json").stat().st_mtime_ns == first
     assert json.loads((output / "iter_0000040" / "conversion_report.json").read_text())["source"]["iteration"] == 40
-    main()
-    assert "nothing new to convert" in capsys.readouterr().out
+    assert "nothing new to convert" in to_hf(saved, output, "--all-iterations")[1]
     for other in (["--dtype", "bfloat16"], ["--max-shard-size", "1MB"], ["--sentence-transformers"]):
-        monkeypatch.setattr(sys, "argv", [*arguments, *other])
-        with pytest.raises(OutputError, match=r"iter_0000030 is there, but was not made from .* with these options"):
-            main()
-
-
-@pytest.mark.parametrize("size", ["foo", "0GB", "500", "-5MB"])
-def test_a_shard_size_that_is_none_is_refused_before_anything_is_read(size: str, monkeypatch: pytest.MonkeyPatch):
-    arguments = ["convert.py", "megatron-to-hf", "--load", "nowhere", "--output", "model", f"--max-shard-size={size}"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(ConfigError, match=f"'{size}' is no size such as 500MB or 5GB"):
-        main()
-
-
-def test_command_converts_and_prints_the_comparison(
-    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    arguments = ["convert.py", "megatron-to-hf", "--load", str(saved.save), "--output", str(tmp_path / "model")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    main()
-    shown = capsys.readouterr().out
-    assert "iter_0000030" in shown
-    assert "same token" in shown
-    assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", shown)
-    assert (tmp_path / "model" / "conversion_report.json").is_file()
-
-
-def lose_a_file(saved: SavedModel) -> None:
-    (saved.iteration_folder / "rank_00000.safetensors").unlink()
-
-
-def lose_the_manifest(saved: SavedModel) -> None:
-    (saved.iteration_folder / "MANIFEST.json").unlink()
-
-
-def add_a_file(saved: SavedModel) -> None:
-    (saved.save.parent / "model").write_text("mine")
-
-
-def add_a_tokenizer(saved: SavedModel) -> None:
-    (saved.save.parent / "other.txt").write_text("\n".join([*WORDS, "dog"]))
-
-
-def link_to_itself(saved: SavedModel) -> None:
-    (saved.save.parent / "loop").symlink_to("loop")
+        code, _, complaint = to_hf(saved, output, "--all-iterations", *other)
+        assert code == 73
+        assert re.search("iter_0000030 is there, but was not made from .* with these options", complaint)
 
 
 @pytest.mark.parametrize(
-    ("flags", "change", "code", "sentence"),
+    ("flags", "lost", "code", "sentence"),
     [
         (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
         (["--load", "checkpoints/iter_0000030"], None, 66, "iter_0000030 is a checkpoint itself; name the folder"),
-        (["--load", "loop"], link_to_itself, 66, "loop holds no checkpoint"),
+        (["--load", "loop"], None, 66, "loop holds no checkpoint"),
         (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
-        ([], lose_the_manifest, 66, "checkpoints holds no checkpoint"),
-        ([], lose_a_file, 78, "rank_00000.safetensors: missing"),
-        ([], add_a_file, 73, "model exists already"),
+        ([], "MANIFEST.json", 66, "checkpoints holds no checkpoint"),
+        ([], "rank_00000.safetensors", 78, "rank_00000.safetensors: missing"),
         (["--output", "checkpoints/model"], None, 73, "which is only read; name a folder elsewhere"),
-        (["--tokenizer-model", "other.txt"], add_a_tokenizer, 78, "other.txt (14 tokens) encodes differently from the"),
+        (["--tokenizer-model", "other.txt"], None, 78, "other.txt (14 tokens) encodes differently from the"),
+        *(
+            ([f"--max-shard-size={size}"], None, 2, f"'{size}' is no size such as 500MB or 5GB")
+            for size in ("foo", "0GB", "500", "-5MB")
+        ),
     ],
 )
 def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
-    saved: SavedModel,
-    tmp_path: Path,
-    flags: list[str],
-    change: Callable[[SavedModel], None] | None,
-    code: int,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    saved, tmp_path, monkeypatch, flags, lost, code, sentence
 ):
-    if change is not None:
-        change(saved)
     monkeypatch.chdir(tmp_path)
-    command = ["convert.py", "megatron-to-hf", "--load", "checkpoints", "--output", "model", *flags]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        run_command(main)
-    assert ended.value.code == code
-    assert sentence in capsys.readouterr().err
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "other.txt").write_text("\n".join([*WORDS, "dog"]))
+    if lost:
+        (saved.iteration_folder / lost).unlink()
+    ended, _, complaint = call("convert", "megatron-to-hf", "--load", "checkpoints", "--output", "model", *flags)
+    assert ended == code and sentence in complaint
+    assert_nothing_written(tmp_path)

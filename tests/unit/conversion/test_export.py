@@ -15,9 +15,7 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from checkpoint_conversion.comparison import Checks
 from checkpoint_conversion.hf_writer import FolderSpec, build_config
-from checkpoint_conversion.mapping import NEOBERT, published_shapes
 from checkpoint_conversion.megatron_io import model_shape
-from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import CheckpointConfig, ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -89,10 +87,12 @@ def test_exported_files_can_be_read_by_the_same_people(folder: Path, tmp_path: P
     assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode & 0o777}, modes
 
 
-def test_report_names_the_source_the_files_and_the_difference(exported: Any):
+def test_report_names_the_source_its_settings_without_paths_the_files_and_the_difference(exported: Any):
     folder, checks = exported()
     report = json.loads((folder / "conversion_report.json").read_text())
-    assert report["source"]["iteration"] == 30
+    assert (report["source"]["iteration"], report["source"]["consumed_tokens"]) == (30, 9_000)
+    assert report["training"]["model"]["rotary_base"] == 5000
+    assert not {"data_path", "tokenizer_model"} & report["training"]["data"].keys()
     manifest = folder.parent / "checkpoints" / "iter_0000030" / "MANIFEST.json"
     assert report["source"]["manifest_sha256"] == sha256_of(manifest)
     assert {how: figures["max_abs"] for how, figures in report["verification"].items()} == {
@@ -139,18 +139,9 @@ def test_neobert_folder_carries_the_modelling_file_and_maps_every_class_to_it(ex
     assert all(f"class {name.removeprefix('modeling_neobert.')}(" in source for name in config["auto_map"].values())
 
 
-def test_report_of_a_trained_checkpoint_holds_its_settings_without_paths(folder: Path):
-    report = json.loads((folder / "conversion_report.json").read_text())
-    assert report["training"]["model"]["rotary_base"] == 5000
-    assert report["source"]["consumed_tokens"] == 9_000
-    assert not {"data_path", "tokenizer_model"} & report["training"]["data"].keys()
-
-
 def test_report_of_a_run_in_phases_has_the_settings_that_it_was_trained_with_last(saved: SavedModel, tmp_path: Path):
     phases = (Phase(after_iters=29, seq_length=64, data_path=("/of/a/machine",)), Phase(after_iters=30, seq_length=32))
-    settings = Settings(model=MODEL).with_section("training", phases=phases)
-    write_record(settings, saved.iteration_folder / "settings.yaml")
-    saved.seal()
+    saved.record(Settings(model=MODEL).with_section("training", phases=phases))
     convert(saved, tmp_path / "model")
     report = (tmp_path / "model" / "conversion_report.json").read_text()
     assert json.loads(report)["training"]["data"]["seq_length"] == 64
@@ -158,9 +149,7 @@ def test_report_of_a_run_in_phases_has_the_settings_that_it_was_trained_with_las
 
 
 def test_a_run_that_began_from_other_weights_says_so(saved: SavedModel, tmp_path: Path):
-    settings = Settings(model=MODEL, checkpoint=CheckpointConfig(continue_from="runs/published"))
-    write_record(settings, saved.iteration_folder / "settings.yaml")
-    saved.seal()
+    saved.record(Settings(model=MODEL, checkpoint=CheckpointConfig(continue_from="runs/published")))
     convert(saved, tmp_path / "model", base_model="chandar-lab/NeoBERT")
     report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
     assert report["source"]["continued_from"] == "published"
@@ -176,15 +165,6 @@ def test_a_run_that_began_from_other_weights_says_so(saved: SavedModel, tmp_path
 def tokenizer(tmp_path: Path) -> Tokenizer:
     (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
     return load_tokenizer(tmp_path / "vocab.txt")
-
-
-def test_neobert_folder_has_the_published_keys_and_shapes(shared_data: Path):
-    lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text().splitlines()
-    expected = {name: shape for name, shape, dtype in (line.split("\t") for line in lines)}
-    shape = model_shape(Settings(), vocab_size=30_522)
-    found = {name: str(sizes) for name, sizes in published_shapes(NEOBERT, shape).items()}
-    assert found == expected
-    assert len(found) == 172
 
 
 def test_neobert_config_has_the_published_fields(shared_data: Path):

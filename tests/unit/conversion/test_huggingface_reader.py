@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
 HEAD = ("decoder.weight", "decoder.bias")
+INDEX = "model.safetensors.index.json"
+FIRST_SHARD, SECOND_SHARD = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 WriteFolder = Callable[..., Path]
 
 
@@ -57,19 +60,15 @@ def rename(weights: dict[str, Tensor], change: Callable[[str], str]) -> None:
     weights |= renamed
 
 
-def cut_into_shards(folder: Path) -> dict[str, str]:
-    """Two files and their index in the place of one; what the index says."""
+def cut_into_shards(folder: Path, **listed: str | None) -> None:
+    """Two files and their index in the place of one; what the index says of some tensors may be given."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    weight_map = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(weights)}
+    weight_map = {name: SECOND_SHARD if number % 2 else FIRST_SHARD for number, name in enumerate(weights)}
     for shard in sorted(set(weight_map.values())):
         save_file({name: weights[name] for name in weights if weight_map[name] == shard}, folder / shard)
-    write_index(folder, weight_map)
-    return weight_map
-
-
-def write_index(folder: Path, weight_map: dict[str, str]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    weight_map = {name: shard for name, shard in (weight_map | listed).items() if shard is not None}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def refusal(folder: Path, error: type[Exception] = ConversionError) -> str:
@@ -144,14 +143,6 @@ def test_prefix_of_names_may_be_missing_or_one_too_many(
     assert found.weights.keys() == to_published(internal, SHAPE, TABLES[layout]).keys()
 
 
-def test_weight_under_two_spellings_is_refused(write: WriteFolder):
-    def double(weights: dict[str, Tensor]) -> None:
-        weights["layer_norm.weight"] = weights["model.layer_norm.weight"].clone()
-
-    message = refusal(write("neobert", double))
-    assert "'layer_norm.weight' and 'model.layer_norm.weight' are one weight" in message
-
-
 def test_rotary_tables_of_older_code_are_left_out_with_a_note(write: WriteFolder):
     def add(weights: dict[str, Tensor]) -> None:
         weights["model.freqs_cis"] = torch.zeros(64, 4, dtype=torch.complex64)
@@ -186,63 +177,32 @@ def test_shards_and_links_are_read_as_one_file_is(write: WriteFolder, tmp_path: 
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_shard_that_is_missing_is_named(write: WriteFolder):
-    folder = write("neobert")
-    cut_into_shards(folder)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    message = refusal(folder, MissingInputError)
-    assert "model-00002-of-00002.safetensors: no such file, but model.safetensors.index.json names it" in message
+def test_decoder_that_is_stored_equal_to_the_embedding_is_taken_for_tied(write):
+    def tie(weights: dict[str, Tensor]) -> None:
+        weights["decoder.weight"] = weights["model.encoder.weight"].clone()
+
+    assert read_folder(write("neobert", tie, tie_word_embeddings=True)).notes == ()
 
 
-def test_tensor_in_another_shard_than_the_index_says_is_refused(write: WriteFolder):
-    folder = write("neobert")
-    weight_map = cut_into_shards(folder)
-    write_index(folder, weight_map | {"decoder.bias": "model-00002-of-00002.safetensors"})
-    assert weight_map["decoder.bias"].startswith("model-00001")
-    message = refusal(folder)
-    assert "holds 'decoder.bias'; for that, model.safetensors.index.json names 'model-00002-of-00002" in message
+# --- what is refused: weights
 
 
-@pytest.mark.parametrize("where", ["the index", "a shard"])
-def test_index_and_shards_must_name_the_same_tensors(write: WriteFolder, where: str):
-    folder = write("neobert")
-    weight_map = cut_into_shards(folder)
-    if where == "the index":
-        write_index(folder, weight_map | {"extra": "model-00001-of-00002.safetensors"})
-        assert "does not hold 'extra', which model.safetensors.index.json lists there" in refusal(folder)
-    else:
-        del weight_map["decoder.bias"]
-        write_index(folder, weight_map)
-        assert "holds 'decoder.bias'; for that, model.safetensors.index.json names None" in refusal(folder)
+def unchanged(weights: dict[str, Tensor]) -> None:
+    pass
 
 
-def test_one_file_beside_an_index_is_refused(write: WriteFolder):
-    folder = write("neobert")
-    whole = (folder / "model.safetensors").read_bytes()
-    cut_into_shards(folder)
-    (folder / "model.safetensors").write_bytes(whole)
-    assert "model.safetensors and model.safetensors.index.json are both there" in refusal(folder)
+def add_a_second_spelling(weights: dict[str, Tensor]) -> None:
+    weights["layer_norm.weight"] = weights["model.layer_norm.weight"].clone()
 
 
-def test_what_is_not_there_is_named(write: WriteFolder, tmp_path: Path):
-    assert "without config.json" in refusal(tmp_path / "nowhere", MissingInputError)
-    folder = write("neobert")
-    (folder / "vocab.txt").rename(tmp_path / "vocab.txt")
-    assert "holds no tokenizer; put the tokenizer.json or vocab.txt into it" in refusal(folder, MissingInputError)
-    (tmp_path / "vocab.txt").rename(folder / "vocab.txt")
-    (folder / "model.safetensors").unlink()
-    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder, MissingInputError)
+def put_a_classifier(weights: dict[str, Tensor]) -> None:
+    for name in [name for name in weights if name.startswith(("lm_head.", "decoder."))]:
+        del weights[name]
+    weights["classifier.weight"] = torch.zeros(2, 32)
 
 
-@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
-def test_model_without_its_masked_language_model_head_is_refused(write: WriteFolder, layout: str):
-    head = "lm_head" if layout == "eurobert" else "decoder"
-
-    def classify(weights: dict[str, Tensor]) -> None:
-        del weights[f"{head}.weight"], weights[f"{head}.bias"]
-        weights["classifier.weight"] = torch.zeros(2, 32)
-
-    assert f"there is no {head}.weight, but 'classifier.weight'. Pre-training" in refusal(write(layout, classify))
+def lose_a_bias(weights: dict[str, Tensor]) -> None:
+    del weights["lm_head.bias"]
 
 
 def split_in_halves(weights: dict[str, Tensor], *, dtype: torch.dtype = torch.float32, keep: bool = False) -> None:
@@ -253,51 +213,80 @@ def split_in_halves(weights: dict[str, Tensor], *, dtype: torch.dtype = torch.fl
         weights[name.replace("w12", "w2")] = up.to(dtype, copy=True)
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.int8}, {"keep": True}], ids=["int8", "beside_the_whole"])
-def test_halves_of_two_dtypes_and_beside_the_whole_matrix_are_refused(write: WriteFolder, options: dict[str, Any]):
-    assert "ffn.w1.weight" in refusal(write("neobert", lambda weights: split_in_halves(weights, **options)))
+@pytest.mark.parametrize(
+    ("layout", "spoil", "fields", "said"),
+    [
+        ("neobert", add_a_second_spelling, {}, "'layer_norm.weight' and 'model.layer_norm.weight' are one weight"),
+        ("eurobert", put_a_classifier, {}, "there is no lm_head.weight, but 'classifier.weight'. Pre-training"),
+        ("neobert", put_a_classifier, {}, "there is no decoder.weight, but 'classifier.weight'. Pre-training"),
+        ("eurobert", lose_a_bias, {}, "the files lack 'lm_head.bias'; a eurobert folder of 2 layers holds 28 tensors"),
+        ("neobert", partial(split_in_halves, dtype=torch.int8), {}, "ffn.w1.weight"),
+        ("neobert", partial(split_in_halves, keep=True), {}, "ffn.w1.weight"),
+        (
+            "neobert",
+            unchanged,
+            {"tie_word_embeddings": True},
+            f"decoder.weight differs from the embedding in {13 * 32} of {13 * 32} values",
+        ),
+        ("eurobert", unchanged, {"mlp_bias": False}, "config.json has mlp_bias false, but the files hold 'model"),
+        ("neobert", unchanged, {"num_hidden_layers": 1}, "no place for 'model.transformer_encoder.1"),
+        ("neobert", unchanged, {"num_hidden_layers": 3}, "the files lack 'model.transformer_encoder.2"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused_by_name(write, layout, spoil, fields, said):
+    assert said in refusal(write(layout, spoil, **fields))
 
 
-def test_llama_without_the_head_beside_it_is_refused(write: WriteFolder):
-    folder = write("llama")
-    (folder / "mlm_head" / "model.safetensors").unlink()
-    assert "there is no mlm_head/model.safetensors" in refusal(folder)
+# --- what is refused: files
 
 
-def test_llama_with_two_decoders_is_refused(write: WriteFolder):
-    folder = write("llama")
+def lose(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def add_a_second_decoder(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"decoder.bias": torch.zeros(len(WORDS))}, folder / "model.safetensors")
-    assert "'decoder.bias' is in mlm_head as well" in refusal(folder)
 
 
-def test_decoder_that_differs_from_the_embedding_is_not_taken_for_tied(write: WriteFolder):
-    message = refusal(write("neobert", tie_word_embeddings=True))
-    assert f"decoder.weight differs from the embedding in {13 * 32} of {13 * 32} values" in message
+def lose_a_shard(folder: Path) -> None:
+    cut_into_shards(folder)
+    (folder / SECOND_SHARD).unlink()
 
 
-def test_decoder_that_is_stored_equal_to_the_embedding_is_taken_for_tied(write: WriteFolder):
-    def tie(weights: dict[str, Tensor]) -> None:
-        weights["decoder.weight"] = weights["model.encoder.weight"].clone()
-
-    assert read_folder(write("neobert", tie, tie_word_embeddings=True)).notes == ()
-
-
-def test_biases_that_transformers_would_ignore_are_refused(write: WriteFolder):
-    assert "config.json has mlp_bias false, but the files hold 'model" in refusal(write("eurobert", mlp_bias=False))
-
-
-def test_biases_that_the_config_promises_are_missed(write: WriteFolder):
-    folder = write("eurobert", lambda weights: weights.pop("lm_head.bias"))
-    assert "the files lack 'lm_head.bias'; a eurobert folder of 2 layers holds 28 tensors" in refusal(folder)
+def add_the_whole_file(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    cut_into_shards(folder)
+    (folder / "model.safetensors").write_bytes(whole)
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("layout", "damage", "error", "said"),
     [
-        ({"num_hidden_layers": 1}, "NeoBERT has no place for 'model.transformer_encoder.1"),
-        ({"num_hidden_layers": 3}, "the files lack 'model.transformer_encoder.2"),
+        ("neobert", lose("config.json"), MissingInputError, "without config.json"),
+        ("neobert", lose("vocab.txt"), MissingInputError, "holds no tokenizer; put the tokenizer.json or vocab.txt"),
+        ("neobert", lose("model.safetensors"), MissingInputError, f"neither model.safetensors nor {INDEX}"),
+        ("llama", lose("mlm_head/model.safetensors"), ConversionError, "there is no mlm_head/model.safetensors"),
+        ("llama", add_a_second_decoder, ConversionError, "'decoder.bias' is in mlm_head as well"),
+        ("neobert", lose_a_shard, MissingInputError, f"{SECOND_SHARD}: no such file, but {INDEX} names it"),
+        ("neobert", add_the_whole_file, ConversionError, f"model.safetensors and {INDEX} are both there"),
     ],
 )
-def test_sizes_that_are_not_those_of_the_weights_are_refused(write: WriteFolder, fields: dict[str, Any], reason: str):
-    assert reason in refusal(write("neobert", **fields))
+def test_files_that_are_missing_or_contradict_each_other_are_refused_by_name(write, layout, damage, error, said):
+    folder = write(layout)
+    damage(folder)
+    assert said in refusal(folder, error)
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ({"decoder.bias": SECOND_SHARD}, f"holds 'decoder.bias'; for that, {INDEX} names '{SECOND_SHARD}"),
+        ({"decoder.bias": None}, f"holds 'decoder.bias'; for that, {INDEX} names None"),
+        ({"extra": FIRST_SHARD}, f"does not hold 'extra', which {INDEX} lists there"),
+    ],
+)
+def test_index_and_shards_that_name_other_tensors_are_refused(write, listed, said):
+    folder = write("neobert")
+    cut_into_shards(folder, **listed)
+    assert said in refusal(folder)

@@ -27,25 +27,14 @@ SHAPE = ModelShape(
 )
 
 
-def build_internal(shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def build_internal(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
     """Random tensors under the internal names, zeros in the rows that pad the vocabulary."""
     torch.manual_seed(3)
     rows = expand_table(NEOBERT, shape.num_layers)
-    tensors = {row.internal: torch.randn(shape.resolve(row.internal_shape)).to(dtype) for row in rows}
+    tensors = {row.internal: torch.randn(shape.resolve(row.internal_shape)) for row in rows}
     for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
         tensors[name][shape.vocab_size :] = 0
     return tensors
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_weights_survive_the_round_trip_bit_for_bit(table: Table, dtype: torch.dtype):
-    internal = build_internal(dtype=dtype)
-    restored = to_internal(to_published(internal, SHAPE, table), SHAPE, table)
-    assert restored.keys() == internal.keys()
-    for name, tensor in internal.items():
-        assert restored[name].dtype == dtype
-        assert torch.equal(restored[name], tensor), name
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)

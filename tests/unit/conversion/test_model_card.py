@@ -101,24 +101,19 @@ def run_examples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # --- the examples ---
 
 
-def test_examples_of_the_eurobert_layout_run_without_remote_code(copy, monkeypatch, capsys):
-    folder = copy("eurobert")
+@pytest.mark.parametrize(("layout", "examples", "is_trusted"), [("eurobert", 3, False), ("neobert", 4, True)])
+def test_examples_run_with_the_folders_own_code_where_the_layout_needs_it(
+    copy, layout, examples, is_trusted, monkeypatch, capsys
+):
+    folder = copy(layout)
     write_model_card(folder)
     blocks = run_examples(folder, monkeypatch)
-    assert len(blocks) == 3
-    assert "trust_remote_code" not in text_of(folder)
+    assert len(blocks) == examples
+    assert ("trust_remote_code" in text_of(folder)) == is_trusted
+    if is_trusted:
+        assert all("trust_remote_code=True" in block for block in blocks if "peft" not in block)
     shown = capsys.readouterr().out
-    assert "'token_str'" in shown
-    assert "torch.Size([2, " in shown
-
-
-def test_examples_of_the_neobert_layout_run_its_own_code(copy, monkeypatch, capsys):
-    folder = copy("neobert")
-    write_model_card(folder)
-    blocks = run_examples(folder, monkeypatch)
-    assert len(blocks) == 4
-    assert all("trust_remote_code=True" in block for block in blocks if "peft" not in block)
-    assert "'token_str'" in capsys.readouterr().out
+    assert "'token_str'" in shown and "torch.Size([2, " in shown
 
 
 @torch.no_grad()
@@ -208,18 +203,9 @@ def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_wri
         "language": ["no", "en"],
     }
     assert {name: first[name] for name in expected} == expected
-    assert first["model-index"] == [
-        {
-            "name": "little-neobert",
-            "results": [
-                {
-                    "task": {"type": "text-classification"},
-                    "dataset": {"name": "GLUE", "type": "nyu-mll/glue", "config": "sst2"},
-                    "metrics": [{"type": "accuracy", "value": 0.875}],
-                }
-            ],
-        }
-    ]
+    (again,) = ModelCard.load(folder / "README.md").data.eval_results
+    assert again == result
+    assert first["model-index"][0]["name"] == "little-neobert"
     assert "| text-classification | GLUE sst2 | accuracy | 0.875 |" in text_of(folder)
     assert 'model_id = "ann/little-neobert"' in text_of(folder)
 

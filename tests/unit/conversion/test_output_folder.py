@@ -1,7 +1,6 @@
 """What a conversion leaves of its output when it fails, is stopped or killed: nothing, or what others put there."""
 
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +9,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from saved_model import SavedModel, assert_nothing_written, convert
+from saved_model import assert_nothing_written, convert
+from unit.tools.commands import call
 
-from checkpoint_conversion.convert import main
-from megatron_neobert.errors import (
-    OutputError,
-    run_command,
-)
+from megatron_neobert.errors import OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder
 
 
@@ -33,26 +29,16 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [100, 1000, 20_000], ids=["config", "tokenizer or head", "weights"])
 @pytest.mark.parametrize("direction", ["megatron-to-hf", "hf-to-megatron"])
-def test_a_full_disk_is_a_sentence_with_exit_code_74_and_leaves_nothing(
-    saved: SavedModel,
-    tmp_path: Path,
-    direction: str,
-    size: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_full_disk_is_a_sentence_with_exit_code_74_and_leaves_nothing(saved, tmp_path, direction, size):
     source = saved.save
     if direction == "hf-to-megatron":
         source = tmp_path / "source"
         convert(saved, source, verified=False)
-    arguments = ["convert.py", direction, "--load", str(source), "--output", str(tmp_path / "model")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as ended, largest_file(size):
-        run_command(main)
-    assert ended.value.code == 74
-    (error,) = capsys.readouterr().err.splitlines()
-    assert "model cannot be written (" in error
-    assert "File too large" in error
+    with largest_file(size):
+        code, _, complaint = call("convert", direction, "--load", source, "--output", tmp_path / "model")
+    assert code == 74
+    assert "model cannot be written (" in complaint and "File too large" in complaint
+    assert complaint.count("\n") == 1
     assert_nothing_written(tmp_path)
 
 

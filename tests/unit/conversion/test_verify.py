@@ -1,58 +1,36 @@
 """The verify command: a checkpoint and its export are equal, and two models are not."""
 
-import json
 import math
+import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from saved_model import WORDS, SavedModel
-from torch import Tensor
+from saved_model import WORDS, change_config
+from unit.tools.commands import call
 
 from checkpoint_conversion import comparison, verify
 from checkpoint_conversion.comparison import LogitModel, build_prompts, compare_logits
-from checkpoint_conversion.convert import ExportOptions, export
-from checkpoint_conversion.megatron_io import read_checkpoint
-from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.errors import ConversionError
 
 
 @pytest.fixture
-def exported(saved: SavedModel, tmp_path: Path) -> Path:
-    checkpoint = read_checkpoint(saved.save)
-    export(checkpoint, tmp_path / "model", tokenizer=checkpoint.tokenizer, options=ExportOptions())
-    return tmp_path / "model"
+def model(exported, tmp_path):
+    """The export of what `saved` holds, free to be spoilt."""
+    return shutil.copytree(exported()[0], tmp_path / "model")
 
 
-def run_verify(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["verify.py", *map(str, arguments)])
-    return verify.main()
-
-
-def test_checkpoint_and_its_export_are_equal(
-    saved: SavedModel, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    assert run_verify(monkeypatch, saved.save, exported) == 0
-    shown = capsys.readouterr().out
+def test_checkpoint_and_its_export_are_equal(saved, model):
+    code, shown, _ = call("verify", saved.save, model)
+    assert code == 0
     assert "iter_0000030 (Megatron)" in shown
     assert "model (EuroBertForMaskedLM)" in shown
     assert "logits: equal within 0.0001" in shown
     assert "settings: equal" in shown
     assert "weights: all 16 tensors equal bit for bit\nequal" in shown
-
-
-def change_epsilon(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0001e-5}))
-
-
-def change_rotary_base(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] = 5001.0
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def change_unread_row(folder: Path) -> None:
@@ -63,67 +41,65 @@ def change_unread_row(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+OTHER_BASE = {"rope_type": "default", "rope_theta": 5001.0}
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (change_epsilon, "norm_epsilon is 1e-05 and 1.0001e-05 in A and B"),
-        (change_rotary_base, "rotary_base is 5000 and 5001 in A and B"),
+        (lambda folder: change_config(folder, rms_norm_eps=1.0001e-5), "norm_epsilon is 1e-05 and 1.0001e-05 in A and"),
+        (lambda folder: change_config(folder, rope_parameters=OTHER_BASE), "rotary_base is 5000 and 5001 in A and B"),
         (change_unread_row, "1 of 16 tensors differ; most of all embedding.word_embeddings.weight, by 0."),
     ],
+    ids=["epsilon", "rotary base", "unread row"],
 )
-def test_what_the_logits_of_the_prompts_do_not_show_is_not_equal(
-    saved: SavedModel,
-    exported: Path,
-    change: Callable[[Path], None],
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_what_the_logits_of_the_prompts_do_not_show_is_not_equal(saved, model, monkeypatch, change, found):
     monkeypatch.setattr(comparison, "PROMPT_TOKENS", (3,))  # fewer than the vocabulary has, as at full size
-    change(exported)
-    assert run_verify(monkeypatch, saved.save, exported) == 1
-    shown = capsys.readouterr().out
+    change(model)
+    code, shown, _ = call("verify", saved.save, model)
+    assert code == 1
     assert "logits: equal within 0.0001" in shown
     assert found in shown
 
 
-def test_changed_weight_is_not_equal(
-    saved: SavedModel,
-    exported: Path,
-    internal: dict[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_changed_weight_is_not_equal(saved, model, internal):
     internal["decoder.layers.1.self_attention.linear_qkv.weight"][:4] *= 1.1
     saved.write(internal)
-    assert run_verify(monkeypatch, saved.save, exported) == 1
-    assert "NOT equal within 0.0001" in capsys.readouterr().out
-    assert run_verify(monkeypatch, saved.save, exported, "--tolerance", "2") == 0
+    code, shown, _ = call("verify", saved.save, model)
+    assert code == 1 and "NOT equal within 0.0001" in shown
+    assert call("verify", saved.save, model, "--tolerance", "2")[0] == 0
 
 
-def test_models_of_other_vocabularies_are_refused_with_both_sizes(exported: Path, monkeypatch: pytest.MonkeyPatch):
+def test_models_of_other_vocabularies_are_refused_with_both_sizes(model, monkeypatch):
     load = verify.load_side
 
     def load_smaller(folder: Path) -> LogitModel:
         side = load(folder)
         return replace(side, vocab_size=12) if folder.name == "smaller" else side
 
-    (exported.parent / "smaller").symlink_to(exported)
+    (model.parent / "smaller").symlink_to(model)
     monkeypatch.setattr(verify, "load_side", load_smaller)
+    monkeypatch.setattr(sys, "argv", ["verify.py", str(model), str(model.parent / "smaller")])
     with pytest.raises(ConversionError, match=r"predicts 13 tokens and .* 12; only models of one vocabulary"):
-        run_verify(monkeypatch, exported, exported.parent / "smaller")
+        verify.main()
 
 
-def test_folder_without_a_model_is_a_missing_input(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_without_a_model_is_a_missing_input(model, tmp_path):
     (tmp_path / "empty").mkdir()
-    for folder in ("empty", "nowhere"):
-        with pytest.raises(MissingInputError, match=folder):
-            run_verify(monkeypatch, exported, tmp_path / folder)
+    code, _, complaint = call("verify", model, tmp_path / "empty")
+    assert code == 66 and "empty" in complaint
 
 
-@pytest.mark.parametrize("damage", ["a weight left out", "a truncated file", "another kind of model"])
-def test_damaged_export_is_refused(exported: Path, damage: str, monkeypatch: pytest.MonkeyPatch):
-    weights = exported / "model.safetensors"
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("a weight left out", "lm_head.bias"),
+        ("a truncated file", "not a safetensors file"),
+        ("another kind of model", "cannot load it"),
+    ],
+)
+def test_damaged_export_is_refused(model, damage, said):
+    weights = model / "model.safetensors"
     if damage == "a weight left out":
         tensors = load_file(weights)
         del tensors["lm_head.bias"]
@@ -131,9 +107,9 @@ def test_damaged_export_is_refused(exported: Path, damage: str, monkeypatch: pyt
     elif damage == "a truncated file":
         weights.write_bytes(weights.read_bytes()[:-100])
     else:
-        (exported / "config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(ConversionError, match=r"lm_head\.bias|not a safetensors file|cannot load it"):
-        run_verify(monkeypatch, exported, exported)
+        (model / "config.json").write_text('{"model_type": "nothing"}')
+    code, _, complaint = call("verify", model, model)
+    assert code == ConversionError.exit_code and said in complaint
 
 
 # --- the comparison ---
