@@ -156,11 +156,7 @@ UNFIT = [
         {"rope_parameters": {"rope_theta": 9, "factor": 2.0}},
         "rope_parameters has 'factor' 2.0; NeoBERT's rotary",
     ),
-    (
-        "llama",
-        {"rope_parameters": [5000.0]},
-        "rope_parameters is of 1 entries; an object with rope_type and",
-    ),
+    ("llama", {"rope_parameters": [5000.0]}, "rope_parameters is of 1 entries; an object with rope_type and"),
     ("eurobert", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; NeoBERT rotates every channel"),
     ("eurobert", {"rope_theta": 9000}, "rope_theta 9000 and rope_parameters.rope_theta 5000 contradict each other"),
     ("neobert", {"rope_theta": 0.5}, "rope_theta is 0.5; a whole number from 2 to 2,147,483,647 is needed"),

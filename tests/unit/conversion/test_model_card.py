@@ -155,7 +155,6 @@ def test_classifier_trained_with_the_cards_lora_settings_is_the_same_after_reloa
 
 @pytest.mark.parametrize("layout", ["eurobert", "neobert"])
 def test_examples_of_a_sentence_transformers_folder_run(copy, layout, monkeypatch, capsys):
-    pytest.importorskip("sentence_transformers")
     folder = copy(layout, sentences=True)
     write_model_card(folder)
     run_examples(folder, monkeypatch)
@@ -186,23 +185,15 @@ def test_front_matter_of_a_new_folder_says_how_it_is_used_and_no_more(copy, layo
 def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_writing(copy):
     folder = copy()
     result = EvalResult("text-classification", "nyu-mll/glue", "GLUE", "accuracy", 0.875, dataset_config="sst2")
-    write_model_card(
-        folder,
-        model_id="ann/little-neobert",
-        license="apache-2.0",
-        base_model="ann/first-stage",
-        datasets=["ann/web", "ann/books"],
-        language=["no", "en"],
-        evaluations=[result],
-    )
-    first = front_matter(folder)
-    expected = {
+    declared = {
         "license": "apache-2.0",
         "base_model": "ann/first-stage",
         "datasets": ["ann/web", "ann/books"],
         "language": ["no", "en"],
     }
-    assert {name: first[name] for name in expected} == expected
+    write_model_card(folder, model_id="ann/little-neobert", evaluations=[result], **declared)
+    first = front_matter(folder)
+    assert {name: first[name] for name in declared} == declared
     (again,) = ModelCard.load(folder / "README.md").data.eval_results
     assert again == result
     assert first["model-index"][0]["name"] == "little-neobert"

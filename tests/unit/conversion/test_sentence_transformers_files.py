@@ -8,10 +8,8 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 from saved_model import MODEL, WORDS
-from torch import Tensor
-
-pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 from sentence_transformers import SentenceTransformer
+from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from checkpoint_conversion.hf_writer import write_sentence_transformers_files

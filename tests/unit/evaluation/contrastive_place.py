@@ -5,34 +5,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-import transformers
 import yaml
-from transformers import BertConfig, BertForMaskedLM
-
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from unit.evaluation.tiny_bert import write_bert
 
 WORDS = [first + second for first in "bcdfghklmn" for second in ("a", "e", "i", "o", "u")]
 INSTRUCTIONS = {"LARGE": "find :", "SMALL": "similar :", "HARD": "other :"}
 
 
 def write_encoder(folder: Path) -> Path:
-    """A masked language model of 2 layers with dropout, so that a resumed run needs the state of the generators."""
-    vocabulary = folder.parent / "vocab.txt"
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "find", "similar", "other", ":", *WORDS]
-    vocabulary.write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
-    tokenizer = load_tokenizer(vocabulary)
-    config = BertConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-    )
-    transformers.set_seed(0)
-    BertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_tokenizer_files(folder, model_max_length=32)
-    return folder
+    """With dropout, so that a resumed run needs the state of the generators."""
+    return write_bert(folder, ["find", "similar", "other", ":", *WORDS], positions=32)
 
 
 def make_pairs(count: int, *, negatives: int, seed: int) -> list[dict[str, Any]]:

@@ -5,30 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import BertConfig, BertModel
-
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from unit.evaluation.tiny_bert import write_bert
 
 WORDS = ["wing", "flow", "heat", "card", "money", "bank", "cell", "gene", "food", "health", "the", "of"]
 DIGITS = [str(digit) for digit in range(10)] + [f"##{digit}" for digit in range(10)]
 
 
-def make_encoder(folder: Path, *, positions: int = 64, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    vocabulary = folder.parent / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *DIGITS]) + "\n")
-    config = BertConfig(
-        vocab_size=5 + len(WORDS) + len(DIGITS),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=positions,
-    )
-    BertModel(config).save_pretrained(folder)
-    load_tokenizer(vocabulary).save_tokenizer_files(folder, model_max_length=positions)
-    return folder
+def make_encoder(folder: Path) -> Path:
+    return write_bert(folder, [*WORDS, *DIGITS], positions=64)
 
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:

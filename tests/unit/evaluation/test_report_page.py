@@ -2,9 +2,9 @@
 
 import base64
 import json
-from html.parser import HTMLParser
 
 import pytest
+from unit.evaluation.html_page import Page
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS
@@ -96,30 +96,6 @@ def report_of(results, tmp_path):
 
 def line_of(text, beginning):
     return next(line for line in text.splitlines() if line.startswith(beginning))
-
-
-class Page(HTMLParser):
-    """Tags with their attributes, and cells of tables."""
-
-    def __init__(self, content):
-        super().__init__()
-        self.tags, self.lines, self._in_cell = [], [], False
-        self.feed(content)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag == "tr":
-            self.lines.append([])
-        if tag == "td":
-            self.lines[-1].append("")
-            self._in_cell = True
-
-    def handle_endtag(self, tag):
-        self._in_cell = self._in_cell and tag != "td"
-
-    def handle_data(self, data):
-        if self._in_cell:
-            self.lines[-1][-1] += data.replace("\xa0", " ")
 
 
 def test_measured_numbers_name_their_run_and_reported_ones_say_so(results, tmp_path):

@@ -1,4 +1,4 @@
-"""The paper's tables: averages that are printed follow from their rows, and two transcriptions agree."""
+"""The paper's tables: complete, and as in a second transcription."""
 
 import json
 
@@ -12,7 +12,6 @@ from megatron_neobert.evaluation.reported_numbers import (
 )
 
 
-# Printed 84.0, 48.1 and 65.68, where 84.1, 48.2 and 65.58 follow from the rows.
 def test_tables_have_as_many_numbers_as_columns_and_speed_falls_with_length():
     for table in (GLUE, MTEB, MTEB_CDE):
         assert {len(row) for row in table.rows.values()} == {len(table.columns)}

@@ -11,12 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from megatron_neobert.evaluation.plots import COLOURS
-from megatron_neobert.inspection.run_figure import (
-    draw,
-    to_csv,
-    trailing_mean,
-    write_curves,
-)
+from megatron_neobert.inspection.run_figure import draw, to_csv, trailing_mean, write_curves
 from megatron_neobert.inspection.run_log import RunLog
 
 TOKENS = 1_000_000  # per iteration

@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 from processes import Ended, run_command
@@ -47,7 +48,12 @@ def run_forked(tool: str, *arguments: object) -> Ended:
 def call(tool: str, *arguments: object) -> tuple[int, str, str]:
     """The same in this process, which has imported most of it."""
     output, errors = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mock.patch.dict(os.environ),  # what a command sets there is taken back
+        redirect_stdout(output),
+        redirect_stderr(errors),
+    ):
         patch.setattr(sys, "argv", [f"{tool}.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             run_main(import_tool(tool).main)

@@ -77,14 +77,18 @@ def test_an_interrupted_acceptance_keeps_what_is_finished_and_ends_with_a_true_r
     assert list(tmp_path.glob("runs/*/iter_*")) == [], "checkpoints of a phase that has ended only take room"
 
 
-def test_a_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
-    """The fault: it goes on with another learning rate, which shows from its second iteration on."""
+def train_one_otherwise(monkeypatch, run: str, lr: float) -> None:
+    """The fault: the run of this name has another learning rate, which shows from its second iteration on."""
     train = Phase.train
 
     def with_another_rate(phase: Phase, name: str, *arguments: object, **options: object):
-        return train(phase, name, *arguments, *(("--lr", 6e-3) if name == "resumed" else ()), **options)
+        return train(phase, name, *arguments, *(("--lr", lr) if name == run else ()), **options)
 
     monkeypatch.setattr(Phase, "train", with_another_rate)
+
+
+def test_a_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
+    train_one_otherwise(monkeypatch, "resumed", 6e-3)
     phase = Phase("resume", tmp_path, "cpu")
     with pytest.raises(Failed, match=r"losses after resuming differ by \S+, more than 0"):
         phases.check_resume(phase)
@@ -149,11 +153,7 @@ def lacks_a_figure(phase: Phase) -> None:
 
 def test_a_failed_phase_stops_no_other_and_is_run_again(start, tmp_path, capsys):
     ran = []
-
-    def passes(phase: Phase) -> None:
-        ran.append(phase.name)
-
-    replaced = {"environment": fails, "speed": passes, "resume": lacks_a_figure}
+    replaced = {"environment": fails, "speed": ran.append, "resume": lacks_a_figure}
     assert start(replaced, "environment", "kernels", "speed", "resume") == 1
     last = "NOT accepted; failed: environment, resume; not run: kernels"
     assert capsys.readouterr().out.splitlines()[-1] == last
@@ -163,22 +163,18 @@ def test_a_failed_phase_stops_no_other_and_is_run_again(start, tmp_path, capsys)
     for name, problem in problems.items():
         assert results[name]["problems"] == [problem] and f"**{problem}**" in page
     assert results["environment"]["tables"] == {"figures": [{"value": 8}]} and last in page.splitlines()[0]
-    assert start({"environment": passes, "resume": passes}, "environment", "speed", "resume") == 0
-    assert ran == ["speed", "environment", "resume"], "speed has passed before, and is kept"
+    assert start({"environment": ran.append, "resume": ran.append}, "environment", "speed", "resume") == 0
+    assert [phase.name for phase in ran] == ["speed", "environment", "resume"], "speed has passed before, and is kept"
 
 
 def test_a_gpu_is_accepted_when_every_phase_has_passed_on_it_and_not_on_another(start, tmp_path, capsys):
     ran = []
-
-    def passes(phase: Phase) -> None:
-        ran.append(phase.name)
-
-    replaced = dict.fromkeys(phases.PHASES, passes)
+    replaced = dict.fromkeys(phases.PHASES, ran.append)
     assert start(replaced, "speed", gpu="NVIDIA H100") == 0
     assert "; not yet: environment, kernels" in capsys.readouterr().out.splitlines()[-1]
     assert start(replaced, *phases.PHASES, gpu="NVIDIA H200") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "accepted: NVIDIA H200"
-    assert ran == ["speed", *phases.PHASES]
+    assert [phase.name for phase in ran] == ["speed", *phases.PHASES]
     assert (tmp_path / "report.md").read_text().startswith("# Acceptance: accepted: NVIDIA H200\n")
 
 
@@ -255,16 +251,11 @@ def test_a_run_in_fp8_is_held_against_bf16(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_does_not_arrive_as_it_was_fails_the_move(tmp_path, monkeypatch):
-    """Both sides are this CPU. The fault: what comes back was trained with another learning rate meanwhile."""
+    """Both sides are this CPU."""
     phase = Phase("move", tmp_path, "cpu")
     phases.check_move(phase)
     assert phase.tables["largest gaps of the losses"] == [{"on the CPU": 0.0, "back": 0.0}]
-    train = Phase.train
-
-    def with_another_rate(phase: Phase, name: str, *arguments: object, **options: object):
-        return train(phase, name, *arguments, *(("--lr", 6e-2) if name == "on_cpu" else ()), **options)
-
-    monkeypatch.setattr(Phase, "train", with_another_rate)
+    train_one_otherwise(monkeypatch, "on_cpu", 6e-2)
     with pytest.raises(Failed, match=r"losses on the CPU or after it differ by "):
         phases.check_move(phase)
 

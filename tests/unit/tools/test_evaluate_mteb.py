@@ -4,16 +4,13 @@ Importing mteb takes seconds, so most runs of evaluate_mteb share this process.
 """
 
 import json
-import sys
 
 import pytest
-from commands import ENVIRONMENT, import_tool, run
+from commands import ENVIRONMENT, call, run
 
 pytest.importorskip("mteb")
 
 from unit.evaluation.mteb_places import make_encoder, write_hub, write_pairs
-
-from megatron_neobert.errors import NeoBERTError
 
 
 @pytest.fixture(scope="module")
@@ -27,54 +24,45 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate(place, monkeypatch, capsys):
-    """Runs the command in this process and gives its output."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE"):
-        monkeypatch.setenv(name, "1")  # as the command does itself; here it is taken back
+def evaluate(place, monkeypatch):
+    """Runs the command on the model and the data of `place`, where flags do not name others."""
     monkeypatch.chdir(place)
 
     def start(*arguments):
-        flags = ["--model", "model", "--output", "out", "--data-dir", "data", *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", ["evaluate_mteb.py", *flags])
-        import_tool("evaluate_mteb").main()
-        return capsys.readouterr().out
+        return call("evaluate_mteb", "--model", "model", "--output", "out", "--data-dir", "data", *arguments)
 
     return start
 
 
-def fetch(place, *tasks):
+def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate, capfd):
     environment = {**ENVIRONMENT, "HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
-    return run("fetch_mteb", "--output", place / "data", "--tasks", *tasks, cwd=place / "hub", env=environment)
-
-
-def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate):
-    code, output, errors = fetch(place, "SICK-R", "BIOSSES", "NFCorpus")
+    fetch = ("fetch_mteb", "--output", place / "data", "--tasks")
+    code, output, errors = run(*fetch, "SICK-R", "BIOSSES", "NFCorpus", cwd=place / "hub", env=environment)
     assert code == 66
     assert output.splitlines()[1:] == ["2/3 BIOSSES: fetched", "3/3 NFCorpus: fetched"]
     assert output.startswith("1/3 SICK-R: failed (")
     assert "1 tasks could not be fetched (SICK-R)" in errors
-    code, output, errors = fetch(place, "BIOSSES", "NFCorpus")
+    code, output, errors = call(*fetch, "BIOSSES", "NFCorpus")
     assert (code, output.count("there already")) == (0, 2), errors
-    assert "2 tasks can be read without a network" in output
+    assert "2 tasks can be read without a network" in capfd.readouterr().out  # says a process of its own
 
     tasks = ("--tasks", "NFCorpus", "BIOSSES", "local:sts")
-    output = evaluate(*tasks)
+    _, output, _ = evaluate(*tasks)
     folder = place / "out" / "model" / "mteb_BIOSSES+NFCorpus+local-sts"
     record = json.loads((folder / "mteb.json").read_text())
     assert list(record["results"]["tasks"]) == list(tasks[1:])
     assert record["results"]["missing"] == []
     assert record["results"]["categories"]["STS"]["expected"] == 2
-    assert (folder / "mteb.md").read_text() in output
     table = (folder / "mteb.md").read_text()
-    again = evaluate(*tasks)
-    assert again.count("(kept)") == 3
+    assert table in output
+    assert evaluate(*tasks)[1].count("(kept)") == 3
     assert (folder / "mteb.md").read_text() == table
 
 
 def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(evaluate):
-    with pytest.raises(NeoBERTError, match=r"no data of 1 tasks \(SICK-R\); run python tools/fetch_mteb.py"):
-        evaluate("--tasks", "local:sts", "SICK-R")
-    output = evaluate("--tasks", "local:sts", "SICK-R", "--skip-missing")
+    code, _, errors = evaluate("--tasks", "local:sts", "SICK-R")
+    assert code == 66 and "no data of 1 tasks (SICK-R); run python tools/fetch_mteb.py" in errors
+    _, output, _ = evaluate("--tasks", "local:sts", "SICK-R", "--skip-missing")
     assert "| model | missing | missing | missing | missing | missing | – (1 of 2) | missing | – (1 of 2) |" in output
     assert "without a score: SICK-R (no data)." in output
 
@@ -103,15 +91,13 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place,
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("--model", "nowhere"), 66, "--model nowhere: no such folder"),
         (("--tasks", "STS99"), 2, "no such task; did you mean"),
         (("--tasks", "local:nothing"), 66, "data/nothing is no folder"),
         (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
-        (("--device", "cuda:99"), 2, "--device cuda:99: torch sees . GPUs here"),
+        (("--device", "cuda:99"), 2, "--device cuda:99: torch sees "),
         (("--batch-size", "0"), 2, "argument --batch-size: 0 is not a whole number"),
     ],
 )
 def test_command_that_cannot_work_says_why(arguments, code, said, evaluate):
-    with pytest.raises(NeoBERTError, match=said) as caught:
-        evaluate(*arguments)
-    assert caught.value.exit_code == code
+    ended, _, errors = evaluate(*arguments)
+    assert ended == code and said in errors

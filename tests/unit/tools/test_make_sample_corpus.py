@@ -8,81 +8,70 @@ from commands import import_tool, run_forked
 
 from megatron_neobert.errors import SaveError
 
+tool = import_tool("make_sample_corpus")
 PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3
+# Each has one docstring, a little longer than PROSE.
+FUNCTIONS = {f"m{number}.py": f'def f{number}():\n    """{number} {PROSE}"""\n' for number in range(20)}
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return import_tool("make_sample_corpus")
-
-
-def write_package(folder: Path, *, files: dict[str, str]) -> Path:
+def choose(folder: Path, files: dict[str, str], *, budget_bytes: int = 10**6):
+    """Documents of a package of these files."""
     for name, source in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source, encoding="utf-8")
-    return folder
-
-
-def function(name: str, docstring: str) -> str:
-    return f'def {name}():\n    """{docstring}"""\n'
+    return tool.choose_documents([folder], budget_bytes=budget_bytes)
 
 
 def urls(documents) -> set[str]:
     return {document.url for document in documents}
 
 
-def test_package_source_is_parsed_and_never_executed(tool, tmp_path):
+def test_package_source_is_parsed_and_never_executed(tmp_path):
     witness = tmp_path / "executed"
     source = f'"""Module. {PROSE}"""\nopen({str(witness)!r}, "w")\n'
-    documents = tool.choose_documents([write_package(tmp_path / "p", files={"m.py": source})], budget_bytes=10**6)
-    assert urls(documents) == {"python-package://m.py"}
+    assert urls(choose(tmp_path / "p", {"m.py": source})) == {"python-package://m.py"}
     assert not witness.exists()
 
 
-def test_class_document_holds_its_public_members_under_their_names(tool, tmp_path):
+def test_class_document_holds_its_public_members_under_their_names(tmp_path):
     source = f'class Table:\n    """{PROSE}"""\n'
     for name in ("read", "_hidden"):
         source += f'    def {name}(self):\n        """{name} text."""\n'
-    write_package(tmp_path, files={"m.py": source})
+    (tmp_path / "m.py").write_text(source)
     (document,) = tool.read_documents(tmp_path / "m.py", name="pkg/m.py")
     assert document.url == "python-package://pkg/m.py#Table"
     assert document.content == f"Table\n{PROSE.strip()}\n\nTable.read\nread text."
 
 
-def test_readme_comes_from_behind_the_header_fields_of_metadata(tool, tmp_path):
+def test_readme_comes_from_behind_the_header_fields_of_metadata(tmp_path):
     files = {"pkg-1.0.dist-info/METADATA": f"Name: pkg\nVersion: 1.0\n\n# pkg\n\n{PROSE}\n"}
-    (document,) = tool.choose_documents([write_package(tmp_path, files=files)], budget_bytes=10**6)
+    (document,) = choose(tmp_path, files)
     assert document.content == f"# pkg\n\n{PROSE.strip()}"
 
 
-def test_texts_that_differ_in_case_and_space_only_are_kept_once(tool, tmp_path):
+def test_texts_that_differ_in_case_and_space_only_are_kept_once(tmp_path):
     files = {"a.py": f'"""{PROSE}"""\n', "b.py": f'"""{PROSE.upper().replace(" ", "  ")}"""\n'}
-    assert len(tool.choose_documents([write_package(tmp_path, files=files)], budget_bytes=10**6)) == 1
+    assert len(choose(tmp_path, files)) == 1
 
 
-def test_unreadable_source_is_passed_over(tool, tmp_path):
-    write_package(tmp_path, files={"good.py": f'"""{PROSE}"""\n', "python2.py": 'print "old"\n'})
+def test_unreadable_source_is_passed_over(tmp_path):
     (tmp_path / "latin1.py").write_bytes(b'"""caf\xe9"""\n')
-    assert urls(tool.choose_documents([tmp_path], budget_bytes=10**6)) == {"python-package://good.py"}
+    files = {"good.py": f'"""{PROSE}"""\n', "python2.py": 'print "old"\n'}
+    assert urls(choose(tmp_path, files)) == {"python-package://good.py"}
 
 
-def test_same_packages_in_another_place_give_the_same_documents(tool, tmp_path):
-    files = {f"m{number}.py": function(f"f{number}", f"{number} {PROSE}") for number in range(20)}
-    first, second = (
-        tool.choose_documents([write_package(tmp_path / place, files=files)], budget_bytes=10**6) for place in "ab"
-    )
+def test_same_packages_in_another_place_give_the_same_documents(tmp_path):
+    first, second = (choose(tmp_path / place, FUNCTIONS) for place in "ab")
     assert first == second
     assert [document.url for document in first] != sorted(urls(first))  # shuffled: a contiguous part is a fair sample
 
 
-def test_collection_stops_at_the_first_file_that_reaches_the_budget(tool, tmp_path):
-    files = {f"m{number}.py": function(f"f{number}", f"{number} {PROSE}") for number in range(20)}
-    documents = tool.choose_documents([write_package(tmp_path, files=files)], budget_bytes=3 * len(PROSE))
-    assert len(documents) == 3  # each is a little longer than PROSE
+def test_collection_stops_at_the_first_file_that_reaches_the_budget(tmp_path):
+    assert len(choose(tmp_path, FUNCTIONS, budget_bytes=3 * len(PROSE))) == 3
 
 
-def test_shards_hold_every_document_once_in_order(tool, tmp_path):
+def test_shards_hold_every_document_once_in_order(tmp_path):
     documents = [tool.Document(content=f"text {number}", url=f"u{number}") for number in range(10)]
     tool.write_shards(documents, tmp_path / "corpus", shards=3)
     paths = sorted((tmp_path / "corpus").iterdir())
@@ -91,7 +80,7 @@ def test_shards_hold_every_document_once_in_order(tool, tmp_path):
     assert rows == [{"content": document.content, "url": document.url} for document in documents]
 
 
-def test_failure_while_writing_leaves_no_folder(tool, tmp_path, monkeypatch):
+def test_failure_while_writing_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(pq, "write_table", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(SaveError, match="disk full"):
         tool.write_shards([tool.Document(content="c", url="u")], tmp_path / "corpus", shards=1)

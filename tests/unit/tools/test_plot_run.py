@@ -1,15 +1,10 @@
 """The command that draws the curves of runs, as a user starts it."""
 
 import json
-import sys
 from xml.etree import ElementTree
 
 import pytest
-from unit.tools.commands import call, import_tool
-
-from megatron_neobert.errors import ConfigError, MissingInputError, OutputError
-
-tool = import_tool("plot_run")
+from unit.tools.commands import call
 
 
 def write_run(folder, *, last=40, killed_at=None):
@@ -20,18 +15,6 @@ def write_run(folder, *, last=40, killed_at=None):
     lines = [{"iteration": at, "loss": 10 / at, "lr": 1e-3, "consumed_tokens": 100 * at} for at in iterations]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iteration": 5')
     return folder
-
-
-@pytest.fixture
-def plot(monkeypatch, capsys):
-    """The command in this process; gives what it prints and what it warns of."""
-
-    def run_here(*arguments):
-        monkeypatch.setattr(sys, "argv", ["plot_run.py", *map(str, arguments)])
-        tool.main()
-        return capsys.readouterr()
-
-    return run_here
 
 
 def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
@@ -46,42 +29,46 @@ def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
     assert names == ["curves.csv", "curves.png", "curves.svg"]
 
 
-def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path, plot):
-    said = plot(write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run"), "--output", tmp_path).out
+def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path):
+    runs = [write_run(tmp_path / parent / "run") for parent in "ab"]
+    _, said, _ = call("plot_run", *runs, "--output", tmp_path)
     assert [line.split(":")[0] for line in said.splitlines()[:2]] == ["a/run", "b/run"]
 
 
-def test_unreadable_lines_are_warned_of(tmp_path, plot):
+def test_unreadable_lines_are_warned_of(tmp_path):
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write("\n\n")
-    assert plot(folder, "--output", tmp_path).err == "warning: a: unreadable lines that were left out: 1\n"
+    _, _, errors = call("plot_run", folder, "--output", tmp_path)
+    assert errors == "warning: a: unreadable lines that were left out: 1\n"
 
 
-def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_the_files(tmp_path, plot):
+def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_the_files(tmp_path):
     folder = write_run(tmp_path / "\x1b[31mred\udc80\u5b9f")
     hostile = {"iteration": 50, "loss": 1.0, "consumed_tokens": 5000, "\x1b]0;owned\x07": 1.0, "a\ud800b": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(hostile) + "\n")
     with pytest.warns(UserWarning, match="Glyph 23455 .* missing from font"):
-        said = plot(folder, "--output", tmp_path)
-    assert said.out.startswith(r"\x1b[31mred\udc80") and "\x1b" not in said.out
+        _, said, _ = call("plot_run", folder, "--output", tmp_path)
+    assert said.startswith(r"\x1b[31mred\udc80") and "\x1b" not in said
     ElementTree.parse(tmp_path / "curves.svg")  # raises where a name has brought a control character
-    with pytest.raises(ConfigError, match="they have loss, consumed_tokens"):
-        plot(folder, "--output", tmp_path, "--metrics", "nope")
+    _, _, errors = call("plot_run", folder, "--output", tmp_path, "--metrics", "nope")
+    assert "they have loss, consumed_tokens" in errors
 
 
-def test_what_cannot_be_drawn_is_refused_with_the_reason(tmp_path, plot):
-    folder = write_run(tmp_path / "a")
-    with pytest.raises(MissingInputError, match="holds no metrics"):
-        plot(tmp_path, "--output", tmp_path / "p")
-    with pytest.raises(ConfigError, match="--metrics bleu was not logged by any of these runs; they have loss, lr"):
-        plot(folder, "--output", tmp_path / "p", "--metrics", "bleu")
-    with pytest.raises(ConfigError, match="--smooth 0 is below 1"):
-        plot(folder, "--output", tmp_path / "p", "--smooth", 0)
-    with pytest.raises(ConfigError, match="is named more than once"):
-        plot(folder, folder / "metrics.jsonl", "--output", tmp_path / "p")
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        ((".",), 66, "holds no metrics"),
+        (("a", "--metrics", "bleu"), 2, "--metrics bleu was not logged by any of these runs; they have loss, lr"),
+        (("a", "--smooth", 0), 2, "--smooth 0 is below 1"),
+        (("a", "a/metrics.jsonl"), 2, "is named more than once"),
+        (("a", "--output", "a/metrics.jsonl/p"), 73, "cannot be written"),
+        (("a", "--output", "/proc"), 73, "--output /proc cannot be written"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_the_reason(tmp_path, monkeypatch, words, code, reason):
+    write_run(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    ended, _, errors = call("plot_run", "--output", "p", *words)
+    assert ended == code and reason in errors
     assert not (tmp_path / "p").exists()
-    with pytest.raises(OutputError, match="cannot be written"):
-        plot(folder, "--output", folder / "metrics.jsonl" / "p")
-    with pytest.raises(OutputError, match="--output /proc cannot be written"):
-        plot(folder, "--output", "/proc")
