@@ -14,12 +14,16 @@ PROSE = "Every row of the table is read once and its columns are summed before t
 FUNCTIONS = {f"m{number}.py": f'def f{number}():\n    """{number} {PROSE}"""\n' for number in range(20)}
 
 
-def choose(folder: Path, files: dict[str, str], *, budget_bytes: int = 10**6):
-    """Documents of a package of these files."""
+def write_package(folder: Path, files: dict[str, str]) -> None:
     for name, source in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source, encoding="utf-8")
+
+
+def choose(folder: Path, files: dict[str, str], *, budget_bytes: int = 10**6):
+    """Documents of a package of these files."""
+    write_package(folder, files)
     return tool.choose_documents([folder], budget_bytes=budget_bytes)
 
 
@@ -102,7 +106,7 @@ def test_installed_packages_give_the_documents_asked_for(tmp_path):
 
 
 def test_a_folder_of_packages_is_read_instead_of_the_installed_ones(tmp_path):
-    write_package(tmp_path / "packages", files={"one.py": f'"""One. {PROSE}"""', "a/two.py": f'"""Two. {PROSE}"""'})
+    write_package(tmp_path / "packages", {"one.py": f'"""One. {PROSE}"""', "a/two.py": f'"""Two. {PROSE}"""'})
     flags = ("--packages", tmp_path / "packages", "--shards", 1)
     code, output = run_forked("make_sample_corpus", "--output", tmp_path / "c", *flags)
     assert code == 0, output
