@@ -54,9 +54,8 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoint_and_folder_survive_the_way_to_each_other_and_back_bit_for_bit(
-    saved, exported, tmp_path, layout, dtype
-):
+def test_a_checkpoint_survives_the_way_to_hugging_face_and_back_bit_for_bit(saved, exported, tmp_path, layout, dtype):
+    """So does a folder the way to a checkpoint and back."""
     first = exported(layout, dtype=dtype)
     import_folder(first, tmp_path / "imported")
     before, after = read_checkpoint(saved.save), read_checkpoint(tmp_path / "imported")
