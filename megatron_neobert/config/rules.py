@@ -13,7 +13,6 @@ from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.resume_rules import ALLOWABLE
 from megatron_neobert.config.schema import (
     DataConfig,
-    LoggingConfig,
     ModelConfig,
     Settings,
     flag_of,
@@ -100,7 +99,7 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *data_problems(settings.data),
         *schedule_problems(settings),
         *checkpoint_problems(settings),
-        *logging_problems(settings.logging),
+        *logging_problems(settings),
     ]
 
 
@@ -353,7 +352,13 @@ def checkpoint_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def logging_problems(logging: LoggingConfig) -> Iterator[str]:
+def logging_problems(settings: Settings) -> Iterator[str]:
+    logging, last = settings.logging, settings.training.train_iters
+    if logging.profile and logging.profile_step_start > last:
+        yield (
+            f"--profile-step-start {logging.profile_step_start} is behind --train-iters {last}: nothing would be "
+            f"profiled. Use at most {last}."
+        )
     if logging.profile_step_end < logging.profile_step_start:
         yield (
             f"--profile-step-end {logging.profile_step_end} is below --profile-step-start "

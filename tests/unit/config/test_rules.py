@@ -202,6 +202,11 @@ IMPOSSIBLE = [
     (1, "--valid-data-path a b a", ["--valid-data-path a b a names a corpus twice"]),
     (
         1,
+        "--save one --profile --train-iters 9 --lr-warmup-iters 1",
+        ["--profile-step-start 10", "--train-iters 9", "at most 9"],
+    ),
+    (
+        1,
         "--save one --profile --profile-step-end 3",
         ["--profile-step-end 3", "--profile-step-start 10", "end with 12"],
     ),
