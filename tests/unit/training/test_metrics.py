@@ -12,7 +12,7 @@ from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingC
 from megatron_neobert.inspection.run_log import read_run
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.state import Progress, StepReport
-from megatron_neobert.training.metrics import Averages, Interval, Monitor
+from megatron_neobert.training.metrics import Interval, Monitor
 
 NAN = float("nan")
 TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step: two documents
@@ -111,7 +111,7 @@ def test_every_line_of_the_record_is_json_that_other_readers_accept(tmp_path):
     monitor = start(tmp_path)
     monitor.add(report(2.0), progress_of(1))
     monitor.close_interval(progress_of(1), lr=1e-4, grad_norm=NAN)
-    monitor.report_validation(progress_of(1), Averages(loss=NAN, accuracy=0.5, tokens=50))
+    monitor.report_validation(progress_of(1), {"split": (NAN, 2.0, 1.0, 50.0, 100.0)})
     assert "NaN" not in (Path(monitor.settings.checkpoint.save) / "metrics.jsonl").read_text()
 
 
