@@ -14,7 +14,7 @@ from ranks import read_metrics, train_on_ranks
 from test_layouts import CP2, DP2_OVERLAP, PP2_INTERLEAVED, TP2_SP
 from test_muon import MUON
 from tests_tiny import tiny_settings
-from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS, GOLDEN_MUON_GRAD_NORM, GOLDEN_MUON_LOSS
+from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
 from training_command import flags_of
 
 from megatron_neobert.config.phases import Phase
@@ -84,8 +84,8 @@ def test_a_run_has_its_golden_curve(tiny_corpus, golden, tmp_path, name):
     assert found["command"] == golden[name]["command"]
     loss, grad_norm = (gap(golden[name][key], found[key]) for key in ("loss", "grad_norm"))
     print(f"{name}: {loss:.1e} {grad_norm:.1e}")
-    assert loss <= (GOLDEN_MUON_LOSS if name == "Muon" else GOLDEN_LOSS).gate
-    assert grad_norm <= (GOLDEN_MUON_GRAD_NORM if name == "Muon" else GOLDEN_GRAD_NORM).gate
+    assert loss <= GOLDEN_LOSS.gate
+    assert grad_norm <= GOLDEN_GRAD_NORM.gate
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"loss_normalization": "micro_batch"}], ids=["seed", "mean"])

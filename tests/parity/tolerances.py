@@ -55,12 +55,9 @@ LAYOUT_LOSS = Tolerance(
 )
 LAYOUT_GRAD_NORM = Tolerance(4.0e-7, "gradient norms of 2 to 8 ranks vs one, fp32", "2026-11", 4)
 BF16_LAYOUT_LOSS = Tolerance(5.1e-5, "loss curve of two ranks vs one, 20 iterations in bf16", "2026-11", 4)
-MUON_LAYOUT_LOSS = Tolerance(7.8e-7, "Muon's loss curve of two ranks vs one, fp32 with its steps in bf16", "2026-11", 4)
 # The curves' file, written with AVX2, against ATEN_CPU_CAPABILITY=default; with megatron-core 0.19.2 nothing differs.
 GOLDEN_LOSS = Tolerance(7.4e-8, "loss of 20 iterations, fp32", "2026-11", 8)
 GOLDEN_GRAD_NORM = Tolerance(1.4e-7, "their gradient norms", "2026-11", 8)
-GOLDEN_MUON_LOSS = Tolerance(2.9e-6, "the same with Muon, whose steps are in bf16", "2026-11", 4)
-GOLDEN_MUON_GRAD_NORM = Tolerance(2.0e-4, "their gradient norms", "2026-11", 4)
 # 2 layers x 32; a packed token's loss equals that of its document alone exactly. Attention across documents: 5.1e-3.
 PACKED_LOSS = Tolerance(9.0e-8, "Megatron model, loss with the head at some positions vs at all", "2026-11", 8)
 FILLED_UP_GRADIENT = Tolerance(5.9e-7, "gradients of a filled-up row vs the row itself, of the largest", "2026-11", 8)
