@@ -102,8 +102,8 @@ def print_summary(corpus: "Corpus") -> None:
     print_rows(
         {
             "corpus": f"{corpus.prefix}, format {manifest.format_version}, megatron-neobert {manifest.project_version}",
-            "inputs": f"{len(manifest.inputs):,} with {sum(i.bytes for i in manifest.inputs.values()):,} bytes, "
-            f"text from '{manifest.text_key}'",
+            "inputs": f"{len(manifest.inputs):,} with {sum(i.bytes for i in manifest.inputs.values()):,} bytes"
+            + (f", text from '{manifest.text_key}'" if manifest.text_key else ", adopted"),
             "filters": filters or "none",
             **manifest.describe(),
             "volumes": f"{len(manifest.volumes):,}, {sum(v.bin.bytes for v in manifest.volumes):,} bytes of "

@@ -33,6 +33,7 @@ DAMAGED = "the file is damaged or not of this corpus: copy it again or preproces
 _LARGEST_MANIFEST_BYTES = 1 << 30  # 150 bytes for each of the shards
 PERCENTS = (5, 25, 50, 75, 95, 99)
 CUTS = (1024, 2048)  # tokens: the sequence lengths that NeoBERT was trained with
+NO_TOKENS = "no tokens"  # in Manifest.dropped: a text of control characters only
 DUPLICATE = "duplicate"  # in Manifest.dropped: the text of an earlier document once more
 
 
@@ -220,6 +221,7 @@ class Manifest:
     volumes: list[Volume]
     tokenizer_backends: dict[str, BackendRecord] = field(default_factory=dict)  # by name and version
     quarantined: dict[str, QuarantinedShard] = field(default_factory=dict)  # by path or URL; not among the inputs
+    eod_id: int | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
     def sha256(self) -> str:
@@ -342,7 +344,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     """The value as `kind`, a class or annotation of this module; ValueError names what does not fit."""
     if is_dataclass(kind) and isinstance(value, dict):
         hints, names = get_type_hints(kind), [entry.name for entry in fields(kind)]
-        optional = {entry.name for entry in fields(kind) if entry.default_factory is not MISSING}
+        optional = {entry.name for entry in fields(kind) if {entry.default, entry.default_factory} != {MISSING}}
         if different := sorted((set(names) | set(value)) - (set(names) & set(value)) - (optional - set(value))):
             raise ValueError(f"expected {', '.join(names)} in {where}, but {', '.join(different)} differ")
         return kind(**{name: _decode(hints[name], value[name], f"'{name}'") for name in names if name in value})  # type: ignore[operator]

@@ -4,7 +4,6 @@ Opening reads every index once and no tokens; ids and checksums take a full read
 a corpus of 10^9 documents costs a process no more memory of its own than one of ten, in one volume or in many.
 """
 
-import hashlib
 import resource
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
-from megatron_neobert.data.corpus.volumes import MappedVolume, damage
+from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed
@@ -23,7 +22,6 @@ from megatron_neobert.text import listed
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-_CHECKED_BYTES = 2 << 20  # of ids, at a time
 _SPARE_OPEN_FILES = 200  # besides those of the volumes
 _BLOCK = 256  # documents that share a count of those with a wanted length
 _BLOCKS_AT_ONCE = 4096  # counted together
@@ -59,6 +57,7 @@ class Corpus:
                 *self.files.volume_files(volume.name),
                 expected=volume,
                 dtype=self.manifest.dtype,
+                gap=0 if self.manifest.eod_id is None else 1,
                 manifest=self.files.manifest,
             )
             for volume in self.manifest.volumes
@@ -68,10 +67,9 @@ class Corpus:
         self.lengths: Lengths = self.volumes[0].lengths
         if len(self.volumes) > 1:
             self.lengths = _LengthsOfVolumes(self.volumes, self._ends)
-        # Ids that no document may hold, and the longest run of others between them.
-        self._never = sorted({*self.manifest.special_ids} - {self.manifest.special_tokens["unk"]})
-        runs = zip([0, *(id_ + 1 for id_ in self._never)], [*self._never, self.manifest.vocab_size], strict=True)
-        self._run = max(runs, key=lambda run: run[1] - run[0])
+        self.allowed = AllowedIds(
+            self.manifest.special_ids, unknown=self.manifest.special_tokens["unk"], vocab_size=self.manifest.vocab_size
+        )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -117,35 +115,15 @@ class Corpus:
             bounds = zip(first.tolist(), (first + lengths * item).tolist(), strict=True)
             slices = [volume.bytes[begin:end] for volume, (begin, end) in zip(volumes, bounds, strict=True)]
         ids = np.frombuffer(bytearray().join(slices), dtype=self.dtype)
-        if (at := self.first_wrong_id(ids)) is not None:
+        if (at := self.allowed.first_wrong(ids)) is not None:
             ends = np.cumsum(lengths)
             segment = int(np.searchsorted(ends, at, side="right"))
             token = int(starts[segment] + at - ends[segment] + lengths[segment])
             raise DataError(
-                f"{self.prefix}: token {token} of document {documents[segment]}: expected {self.allowed(ids[at])}, "
-                f"found {ids[at]}; {DAMAGED}"
+                f"{self.prefix}: token {token} of document {documents[segment]}: expected "
+                f"{self.allowed.describe(ids[at])}, found {ids[at]}; {DAMAGED}"
             )
         return ids
-
-    def first_wrong_id(self, ids: NDArray[Any]) -> int | None:
-        """Where the first id stands that no document may hold."""
-        # Every token that is trained on comes by here, so the cheap looks come first: 1 % of building a micro-batch.
-        first, end = self._run
-        suspect = ids < first
-        if ids.size and ids.max() >= end:
-            suspect |= ids >= end
-        if suspect.any():
-            suspect &= ids != self.manifest.special_tokens["unk"]  # nearly always all of them
-        if not suspect.any():
-            return None
-        at = np.flatnonzero(suspect)
-        wrong = (ids[at] < 0) | (ids[at] >= self.manifest.vocab_size) | np.isin(ids[at], self._never)
-        return int(at[np.argmax(wrong)]) if wrong.any() else None
-
-    def allowed(self, wrong_id: int) -> str:
-        """What should stand where a wrong id does."""
-        vocab_size = self.manifest.vocab_size
-        return "no special token" if 0 <= wrong_id < vocab_size else f"an id below {vocab_size}"
 
     def will_need(self, documents: NDArray[np.int64]) -> None:
         """Has the operating system start to read these documents, which does not wait for them."""
@@ -282,19 +260,9 @@ def check_content(corpus: Corpus) -> None:
         DataError: With the file, and for an id its byte, document and position.
     """
     for volume, recorded in zip(corpus.volumes, corpus.manifest.volumes, strict=True):
-        digest, first = hashlib.sha256(), 0
-        with volume.bin.open("rb") as stream:  # read and not mapped, so that what has been checked takes no memory
-            while (ids := np.fromfile(stream, corpus.dtype, _CHECKED_BYTES // corpus.dtype.itemsize)).size:
-                digest.update(ids.data)
-                if (at := corpus.first_wrong_id(ids)) is not None:
-                    offset = (first + at) * corpus.dtype.itemsize
-                    document = int(np.searchsorted(volume.pointers, offset, side="right")) - 1
-                    token = (offset - int(volume.pointers[document])) // corpus.dtype.itemsize
-                    found = f"{ids[at]} (token {token} of document {document})"
-                    raise damage(volume.bin, offset, corpus.allowed(ids[at]), found)
-                first += ids.size
+        bin_sha256, _ = corpus.allowed.scan(volume, eod_id=corpus.manifest.eod_id)
         for path, expected, found in (
-            (volume.bin, recorded.bin.sha256, digest.hexdigest()),
+            (volume.bin, recorded.bin.sha256, bin_sha256),
             (volume.idx, recorded.idx.sha256, sha256_of(volume.idx)),
         ):
             if found != expected:
@@ -315,7 +283,7 @@ def _read_complete(files: CorpusFiles) -> Manifest:
                 f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
                 "prefix without .bin, as tools/preprocess_data.py printed it"
             )
-        raise _incomplete(prefix, [files.manifest])
+        raise _incomplete(prefix, [files.manifest], of_megatron=not files.partial.exists())
     manifest = read_manifest(files.manifest)
     expected = [path for volume in manifest.volumes for path in files.volume_files(volume.name)]
     if missing := [path for path in expected if not path.is_file()]:
@@ -323,7 +291,13 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     return manifest
 
 
-def _incomplete(prefix: Path, missing: Sequence[Path]) -> DataError:
+def _incomplete(prefix: Path, missing: Sequence[Path], *, of_megatron: bool = False) -> DataError:
+    if of_megatron:
+        return DataError(
+            f"{prefix}: {missing[0].name} missing beside the rest; if Megatron-LM wrote these files, "
+            f"tools/adopt_corpus.py {prefix} --tokenizer-model TOKENIZER writes it; otherwise the run that wrote them "
+            "was stopped, or the copy is incomplete: copy again, or preprocess again with --overwrite"
+        )
     return DataError(
         f"{prefix}: {listed(path.name for path in missing)} missing beside the rest; the run that wrote it was "
         "stopped, or the copy is incomplete. Copy again, or preprocess again with --overwrite"

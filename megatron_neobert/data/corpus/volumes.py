@@ -6,6 +6,7 @@ refuses a volume whose index contradicts itself or the size of its .bin.
 
 Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
 boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
+Documents lie end to end, or with one token between, which an adopted corpus has at the end of each.
 Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_volumes.py reads it with that class.
 """
 
@@ -14,7 +15,7 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from megatron_neobert.runtime.atomic_files import sync_to_disk
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 1 << 20  # documents handled at a time
+_SCANNED_BYTES = 2 << 20  # of ids, at a time
 _READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
 
 
@@ -103,12 +105,26 @@ class VolumesWriter:
         for chunk in read_chunks(lengths, "<i4"):
             self.lengths.add(chunk)
         documents, tokens = lengths.stat().st_size // 4, ids.bytes // self._dtype.itemsize
-        code = next(code for code, known in DTYPES.items() if known == self._dtype)
-        index = _HashedFile(self._path("idx"))
-        index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
-        for chunk in chain(read_chunks(lengths, "<i4"), _index_after(read_chunks(lengths, "<i4"), self._dtype)):
-            index.write(chunk.data)
-        self._finished.append(Volume(str(len(self._finished)), documents, tokens, ids, index.finish()))
+        index = write_index(self._path("idx"), lambda: read_chunks(lengths, "<i4"), documents, self._dtype)
+        self._finished.append(Volume(str(len(self._finished)), documents, tokens, ids, index))
+
+
+def write_index(
+    path: Path,
+    read_lengths: Callable[[], Iterable[NDArray[np.int32]]],
+    documents: int,
+    dtype: np.dtype[Any],
+    *,
+    gap: int = 0,
+) -> FileRecord:
+    """A new .idx, on disk; the lengths are read chunk by chunk, twice. `gap`: tokens after each document."""
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    index = _HashedFile(path)
+    index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
+    pieces: Iterator[NDArray[Any]] = chain(read_lengths(), index_after(read_lengths(), dtype, gap=gap))
+    for chunk in pieces:
+        index.write(chunk.data)
+    return index.finish()
 
 
 def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
@@ -118,11 +134,13 @@ def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]
             yield items
 
 
-def _index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
+def index_after(
+    lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any], *, gap: int = 0
+) -> Iterator[NDArray[np.int64]]:
     """Pointers, then boundaries, chunk by chunk: all of an index that follows from the lengths, given in chunks."""
     end = documents = 0
     for chunk in lengths:
-        ends = end + np.cumsum(chunk, dtype="<i8") * dtype.itemsize
+        ends = end + np.cumsum(chunk + gap, dtype="<i8") * dtype.itemsize
         yield np.concatenate([np.array([end], dtype="<i8"), ends[:-1]])
         end, documents = int(ends[-1]), documents + chunk.size
     for first in range(0, documents + 1, _CHUNK):
@@ -157,9 +175,14 @@ class MappedVolume:
         DataError: They are damaged or contradict each other or the manifest; names file, byte, expected and found.
     """
 
-    def __init__(self, bin_path: Path, idx_path: Path, *, expected: Volume, dtype: str, manifest: Path) -> None:
-        self.bin, self.idx = bin_path, idx_path
-        self.dtype, documents = _read_header(idx_path)
+    def __init__(
+        self, bin_path: Path, idx_path: Path, *, expected: Volume, dtype: str, gap: int, manifest: Path
+    ) -> None:
+        self.bin, self.idx, self.gap = bin_path, idx_path, gap
+        self.dtype, documents, boundaries = read_header(idx_path)
+        if boundaries != documents + 1:
+            both = f"{documents} sequences and {boundaries} boundaries"
+            raise damage(idx_path, 18, "one boundary more than sequences, for a document is one sequence", both)
         index = memoryview(_map(idx_path))
         at_pointers, at_boundaries = HEADER.size + 4 * documents, HEADER.size + 12 * documents
         self.lengths = np.frombuffer(index, "<i4", documents, HEADER.size)
@@ -167,11 +190,13 @@ class MappedVolume:
         # lengths and pointers once more, for one document at a time: a third of the time that an array takes.
         self.length_of = index[HEADER.size : at_pointers].cast("i")
         self.pointer_of = index[at_pointers:at_boundaries].cast("q")
-        _check_index(idx_path, self.lengths, np.frombuffer(index, "<i8", 2 * documents + 1, at_pointers), self.dtype)
-        end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        size, tokens = bin_path.stat().st_size, end // self.dtype.itemsize
+        check_index(
+            idx_path, self.lengths, np.frombuffer(index, "<i8", 2 * documents + 1, at_pointers), self.dtype, gap
+        )
+        end = int(self.pointers[-1]) + (int(self.lengths[-1]) + gap) * self.dtype.itemsize
+        size, tokens = bin_path.stat().st_size, end // self.dtype.itemsize - gap * documents
         if size != end:
-            wanted = f"{end} bytes for {tokens} tokens of {self.dtype}, as {idx_path.name} has it"
+            wanted = f"{end} bytes for {end // self.dtype.itemsize} tokens of {self.dtype}, as {idx_path.name} has it"
             raise damage(bin_path, min(end, size), wanted, f"a file of {size} bytes")
         for name, found, recorded in (
             ("documents", documents, expected.documents),
@@ -186,6 +211,14 @@ class MappedVolume:
         self.bytes = memoryview(self._bin_map)
         self.tokens: NDArray[Any] = np.frombuffer(self.bytes, dtype=self.dtype)
 
+    def ends_within(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Where the documents end that do so at tokens first to stop of the .bin."""
+        item = self.dtype.itemsize
+        begin = int(np.searchsorted(self.pointers, first * item, side="right")) - 1
+        end = int(np.searchsorted(self.pointers, stop * item, side="left"))
+        ends = self.pointers[begin:end] // item + self.lengths[begin:end]
+        return ends[(ends >= first) & (ends < stop)]
+
     def will_need(self, documents: NDArray[np.int64]) -> None:
         """Has the operating system start to read these documents into the page cache, neighbours in one go."""
         first = np.sort(documents)
@@ -198,12 +231,77 @@ class MappedVolume:
             self._bin_map.madvise(mmap.MADV_WILLNEED, page, end - page)
 
 
+class AllowedIds:
+    """The ids that a document may hold: those of the vocabulary without the special ones, but with [UNK]."""
+
+    def __init__(self, special_ids: Iterable[int], *, unknown: int, vocab_size: int) -> None:
+        self.unknown, self._vocab_size = unknown, vocab_size
+        self._never = sorted({*special_ids} - {unknown})
+        # The longest run of allowed ids between those that are not.
+        runs = zip([0, *(id_ + 1 for id_ in self._never)], [*self._never, vocab_size], strict=True)
+        self._run = max(runs, key=lambda run: run[1] - run[0])
+
+    def first_wrong(self, ids: NDArray[Any]) -> int | None:
+        """Where the first id stands that no document may hold."""
+        # Every token that is trained on comes by here, so the cheap looks come first: 1 % of building a micro-batch.
+        first, end = self._run
+        suspect = ids < first
+        if ids.size and ids.max() >= end:
+            suspect |= ids >= end
+        if suspect.any():
+            suspect &= ids != self.unknown  # nearly always all of them
+        if not suspect.any():
+            return None
+        at = np.flatnonzero(suspect)
+        wrong = (ids[at] < 0) | (ids[at] >= self._vocab_size) | np.isin(ids[at], self._never)
+        return int(at[np.argmax(wrong)]) if wrong.any() else None
+
+    def describe(self, wrong_id: int) -> str:
+        """What should stand where a wrong id does."""
+        vocab_size = self._vocab_size
+        return "no special token" if 0 <= wrong_id < vocab_size else f"an id below {vocab_size}"
+
+    def scan(self, volume: MappedVolume, *, eod_id: int | None) -> tuple[str, int]:
+        """Reads all tokens of a volume: the sha256 of its .bin, and how many are unknown.
+
+        Args:
+            eod_id: What follows each document, where anything does.
+
+        Raises:
+            DataError: An id that may not stand where it does, with its byte, document and position.
+        """
+        digest, first, unknown, item_bytes = hashlib.sha256(), 0, 0, volume.dtype.itemsize
+        with volume.bin.open("rb") as stream:  # read and not mapped, so that what has been checked takes no memory
+            while (ids := np.fromfile(stream, volume.dtype, _SCANNED_BYTES // item_bytes)).size:
+                digest.update(ids.data)
+                if eod_id is not None:
+                    ends = volume.ends_within(first, first + ids.size) - first
+                    if (others := ends[ids[ends] != eod_id]).size:
+                        raise _wrong_id(
+                            volume, first + int(others[0]), f"{eod_id}, the end of a document", ids[others[0]]
+                        )
+                    ids[ends] = self._run[0]  # out of the way of the next look
+                if (at := self.first_wrong(ids)) is not None:
+                    raise _wrong_id(volume, first + at, self.describe(ids[at]), ids[at])
+                unknown += int(np.count_nonzero(ids == self.unknown))
+                first += ids.size
+        return digest.hexdigest(), unknown
+
+
+def _wrong_id(volume: MappedVolume, at: int, wanted: str, found: object) -> DataError:
+    """Of the token that is number `at` of the .bin."""
+    offset = at * volume.dtype.itemsize
+    document = int(np.searchsorted(volume.pointers, offset, side="right")) - 1
+    token = (offset - int(volume.pointers[document])) // volume.dtype.itemsize
+    return damage(volume.bin, offset, wanted, f"{found} (token {token} of document {document})")
+
+
 def damage(path: Path, offset: int, expected: object, found: object) -> DataError:
     return DataError(f"{path}, byte {offset}: expected {expected}, found {found}; {DAMAGED}")
 
 
-def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
-    """Item type and number of documents, where the file's size agrees with them."""
+def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Item type, number of sequences and of boundaries, where the file's size agrees with them."""
     size = path.stat().st_size
     if size < HEADER.size:
         raise damage(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
@@ -217,17 +315,17 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
         raise damage(path, 17, "dtype code 8 (uint16) or 4 (int32)", code)
     if sequences == 0:
         raise damage(path, 18, "at least one document", "0")
-    if boundaries != sequences + 1:
-        found = f"{sequences} sequences and {boundaries} boundaries"
-        raise damage(path, 18, "one boundary more than sequences, for a document is one sequence", found)
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     if size != expected:
-        raise damage(path, 18, f"{expected} bytes for {sequences} documents", f"a file of {size} bytes")
-    return DTYPES[code], sequences
+        wanted = f"{expected} bytes for {sequences} sequences and {boundaries} boundaries"
+        raise damage(path, 18, wanted, f"a file of {size} bytes")
+    return DTYPES[code], sequences, boundaries
 
 
-def _check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
-    """Compares all that follows from the lengths: each pointer must be the bytes of the documents before."""
+def check_index(
+    path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any], gap: int = 0
+) -> None:
+    """Compares what follows from the lengths, the pointers or more: each must be the bytes of the documents before."""
     chunks = [lengths[first : first + _CHUNK] for first in range(0, lengths.size, _CHUNK)]
     first = 0
     for some in chunks:
@@ -236,8 +334,9 @@ def _check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64]
             raise damage(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
         first += some.size
     first = 0
-    for expected in _index_after(chunks, dtype):
+    for expected in index_after(chunks, dtype, gap=gap):
         found = rest[first : first + expected.size]
+        expected = expected[: found.size]
         if not np.array_equal(found, expected):
             at = first + int(np.argmax(found != expected))
             wanted = f"boundary {at - lengths.size} to be {expected[at - first]}"

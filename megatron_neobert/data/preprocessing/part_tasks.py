@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import reject_line, token_dtype
+from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
 from megatron_neobert.data.preprocessing.job import (
     Counts,
     Kind,
@@ -33,7 +33,6 @@ from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, l
 from megatron_neobert.errors import DataError, NeoBERTError
 from megatron_neobert.runtime.atomic_files import own_name
 
-NO_TOKENS = "no tokens"  # a text of control characters only
 TOO_FEW_TOKENS = "shorter than --min-tokens"
 TOO_MANY_TOKENS = "longer than --max-tokens"
 
