@@ -1,6 +1,7 @@
 """Shows what is in a corpus: a summary, or documents as text and token ids.
 
     python tools/inspect_data.py corpus/web_content_document
+    python tools/inspect_data.py corpus/web_content_document --inputs
     python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --random 3
     python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
 from megatron_neobert.text import visible
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
@@ -39,6 +40,9 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
     corpus = Corpus(arguments.prefix)
+    if arguments.inputs:
+        print_inputs(corpus)
+        return
     numbers = choose_documents(corpus, arguments)
     if numbers is None:
         print_summary(corpus)
@@ -61,6 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     which.add_argument("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
     which.add_argument("--random", type=int, metavar="K", help="show K documents chosen at random")
     which.add_argument("--longest", type=int, metavar="K", help="show the K longest documents")
+    which.add_argument("--inputs", action="store_true", help="list the inputs, with documents and tokens of each")
     add("--seed", type=int, default=0, help="of --random (default: 0)")
     add("--tokens", type=int, default=200, metavar="N", help="at most N of each (default: 200)")
     add("--tokenizer-model", metavar="PATH", help="that the corpus was written with")
@@ -112,6 +117,19 @@ def print_summary(corpus: "Corpus") -> None:
             "sha256": manifest.sha256,
         }
     )
+
+
+def print_inputs(corpus: "Corpus") -> None:
+    """A line for each input in the order of the corpus, with the number of its first document."""
+    first, total = 0, corpus.manifest.tokens
+    print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
+    for name, record in corpus.manifest.inputs.items():
+        if record.documents is None or record.tokens is None:
+            raise DataError(f"{corpus.files.manifest} does not count its inputs; preprocess again for that")
+        print(
+            f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {record.tokens / total:>7.2%}  {visible(name)}"
+        )
+        first += record.documents
 
 
 def print_document(corpus: "Corpus", number: int, tokenizer: "Tokenizer", *, tokens: int) -> None:

@@ -179,7 +179,7 @@ def _describe(
     content = FileRecord(files.bin.stat().st_size, sha256)
     draft = draft_manifest(
         tokenizer,
-        inputs={source.bin.name: InputRecord(content.bytes, content.sha256)},
+        inputs={source.bin.name: InputRecord(content.bytes, content.sha256, counts.documents, counts.tokens)},
         text_key="",
         filters={},
         records=sequences.documents + sequences.empty,

@@ -161,6 +161,8 @@ class InputRecord:
 
     bytes: int
     sha256: str | None  # None: a URL, which is read once
+    documents: int | None = None  # of it in this corpus, one after the other; None: a version before 0.2 wrote it
+    tokens: int | None = None  # in them
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,10 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, expected in sums.items():
         if (found := getattr(manifest, name)) != expected:
             yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
+    for name in ("documents", "tokens"):
+        counts = [getattr(record, name) for record in manifest.inputs.values()]
+        if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):
+            yield f"expected {name} {sum(counts)}, the sum over its inputs, found {found}"
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:

@@ -11,7 +11,8 @@ side by side; a part that becomes a whole volume is linked and costs none.
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby, takewhile
 from pathlib import Path
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import (
     DUPLICATE,
     CorpusFiles,
+    InputRecord,
     Manifest,
     Volume,
     read_manifest,
@@ -47,7 +49,7 @@ _KEPT, _HELD_OUT, _DUPLICATE = 0, 1, 2  # what becomes of a document
 class PartFiles:
     """What one finished part consists of, complete and on disk."""
 
-    shard: str
+    shard: str  # as the manifest calls it
     ids: Path  # documents end to end, in the corpus's dtype
     lengths: Path  # tokens of each document, int32
     hashes: Path  # 16 bytes of blake2b of each document's text; there only for deduplication and for a split
@@ -140,6 +142,8 @@ class _Joined:
         self._training = VolumesWriter(work / "training", self._dtype, volume_bytes=output.shard_bytes)
         self._validation = VolumesWriter(work / "validation", self._dtype, volume_bytes=None)
         self._duplicates = self._unknown_in_duplicates = self._unknown_held_out = 0
+        self._of_training: defaultdict[str, Counter[str]] = defaultdict(Counter)  # documents and tokens, by shard
+        self._of_validation: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def join(self, parts: Sequence[PartFiles]) -> None:
         """Sends every document of the parts into a volume, or leaves it out."""
@@ -154,6 +158,7 @@ class _Joined:
                 fates = _choose(part, some, output.validation_fraction)
                 if fates is None and len(together) == 1 and part.tokens <= limit:
                     self._training.link(part.ids, part.lengths, sha256=part.ids_sha256)
+                    self._of_training[part.shard].update(documents=part.documents, tokens=part.tokens)
                     self._on_progress(part.ids.stat().st_size)
                 else:
                     self._copy(part, fates)
@@ -164,18 +169,20 @@ class _Joined:
     def _copy(self, part: PartFiles, fates: NDArray[np.uint8] | None) -> None:
         item_bytes = self._dtype.itemsize
         for ids, lengths, chosen in _windows(part, fates, item_bytes):
-            if chosen is None:
-                self._training.append(ids, lengths)
-            else:
-                self._training.append(*_pick(ids, lengths, chosen == _KEPT, item_bytes))
+            kept, kept_lengths = ids, lengths
+            if chosen is not None:
+                kept, kept_lengths = _pick(ids, lengths, chosen == _KEPT, item_bytes)
                 held_out, held_out_lengths = _pick(ids, lengths, chosen == _HELD_OUT, item_bytes)
                 duplicates, duplicate_lengths = _pick(ids, lengths, chosen == _DUPLICATE, item_bytes)
                 self._validation.append(held_out, held_out_lengths)
+                _count(self._of_validation[part.shard], held_out_lengths)
                 self._duplicates += duplicate_lengths.size
                 self._unknown_held_out += int(np.count_nonzero(np.frombuffer(held_out, self._dtype) == self._unknown))
                 self._unknown_in_duplicates += int(
                     np.count_nonzero(np.frombuffer(duplicates, self._dtype) == self._unknown)
                 )
+            self._training.append(kept, kept_lengths)
+            _count(self._of_training[part.shard], kept_lengths)
             self._on_progress(ids.nbytes)
 
     def build_manifests(self, parts: Sequence[PartFiles]) -> WrittenCorpus:
@@ -195,6 +202,7 @@ class _Joined:
         manifest = replace(
             self._draft,
             part_of="training" if fraction else "all",
+            inputs=_counted(self._draft.inputs, self._of_training),
             documents=lengths.documents,
             held_out=held_out_lengths.documents,
             tokens=lengths.tokens,
@@ -208,6 +216,7 @@ class _Joined:
         validation = replace(
             manifest,
             part_of="validation",
+            inputs=_counted(self._draft.inputs, self._of_validation),
             documents=held_out_lengths.documents,
             held_out=lengths.documents,
             tokens=held_out_lengths.tokens,
@@ -216,6 +225,17 @@ class _Joined:
             volumes=_name(held_out, validation_files(files)),
         )
         return WrittenCorpus(manifest, validation)
+
+
+def _count(counts: Counter[str], lengths: NDArray[np.int32]) -> None:
+    counts.update(documents=lengths.size, tokens=int(lengths.sum(dtype=np.int64)))
+
+
+def _counted(inputs: Mapping[str, InputRecord], counts: Mapping[str, Counter[str]]) -> dict[str, InputRecord]:
+    return {
+        name: replace(record, documents=counts[name]["documents"], tokens=counts[name]["tokens"])
+        for name, record in inputs.items()
+    }
 
 
 def _choose(

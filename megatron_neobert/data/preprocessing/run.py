@@ -345,7 +345,7 @@ def _part_files(tasks: Sequence[PartTask], results: Sequence[PartResult]) -> lis
             before = 0
         files.append(
             PartFiles(
-                shard=task.part.path,
+                shard=task.shard_name,
                 ids=task.file("ids"),
                 lengths=task.file("lengths"),
                 hashes=task.file("hashes"),

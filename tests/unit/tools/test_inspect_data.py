@@ -54,6 +54,18 @@ def test_longest_documents_come_with_the_first_of_equal_ones_first(place):
     assert documents_shown(inspect(*arguments, "--longest", 5)[1]) == [2, 3, 0, 1, 4]
 
 
+def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
+    for name, texts in {"a": ["hello", "hello world"], "b": ["word"]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    vocab = write_vocabulary(tmp_path / "vocab.txt", ["hello", "world", "word"])
+    shards = ("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "P")
+    assert call("preprocess_data", *shards, "--tokenizer-model", vocab)[0] == 0
+    code, output, errors = inspect(tmp_path / "P_content_document", "--inputs")
+    assert (code, errors) == (0, "")
+    a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b.jsonl"])
+    assert [line.split() for line in output.splitlines()[1:]] == [a, b]
+
+
 def test_random_documents_are_different_ones_and_follow_from_the_seed(place):
     arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--random")
     orders = [documents_shown(inspect(*arguments, 5, "--seed", seed)[1]) for seed in (0, 0, 1)]

@@ -72,7 +72,7 @@ def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length
         pytest.param(
             "idx", put("<QQ", 18, 1 << 40, (1 << 40) + 1), f"found a file of {IDX_BYTES} bytes", id="count 2^40"
         ),
-        pytest.param("idx", put("<Q", 26, 4), "byte 18: .* found 4 sequences and 4 boundaries", id="boundary count"),
+        pytest.param("idx", put("<Q", 26, 4), "byte 18: .* 4 sequences and 4 boundaries", id="boundary count"),
         pytest.param(
             "idx", put("<i", AT_LENGTHS + 4, -1), f"byte {AT_LENGTHS + 4}: .* document 1, found -1", id="negative"
         ),
@@ -114,7 +114,7 @@ def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix
     monkeypatch.setattr("megatron_neobert.data.corpus.volumes._CHUNK", chunk)
     monkeypatch.setattr("megatron_neobert.data.corpus.writer._WINDOW_DOCUMENTS", chunk)
     monkeypatch.setattr("megatron_neobert.data.corpus.writer._WINDOW_BYTES", 2 * chunk)
-    monkeypatch.setattr("megatron_neobert.data.corpus.reader._CHECKED_BYTES", 2 * chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus.volumes._SCANNED_BYTES", 2 * chunk)
     write_corpus(tmp_path / "chunked", random_documents(LENGTHS, 100), numbered_tokenizer(100))
     for end in ("bin", "idx", "json"):
         assert (tmp_path / f"chunked.{end}").read_bytes() == prefix.with_suffix(f".{end}").read_bytes()
@@ -162,5 +162,5 @@ def test_every_special_id_but_that_of_the_unknown_token_is_found_wherever_the_to
         json.dumps(json.loads(path.read_text()) | {"special_ids": special_ids, "special_tokens": {"unk": unknown}})
     )
     corpus = Corpus(tmp_path / "corpus")
-    allowed = [corpus.first_wrong_id(np.array([7, id_], dtype=np.uint16)) is None for id_ in range(120)]
+    allowed = [corpus.allowed.first_wrong(np.array([7, id_], dtype=np.uint16)) is None for id_ in range(120)]
     assert [id_ for id_ in range(120) if allowed[id_]] == sorted({*range(100)} - {*special_ids} | {unknown})

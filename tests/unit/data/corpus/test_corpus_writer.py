@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 from unit.data.corpus.corpus_parts import TOKENIZER, UNKNOWN, Place, documents_if_it_opens, documents_of, selected
@@ -157,10 +158,12 @@ def test_old_manifest_that_cannot_be_read_is_replaced_with_the_volumes_beside_it
 
 def test_shard_whose_name_is_not_utf8_is_in_the_manifests_under_that_name(place):
     inputs = {os.fsdecode(b"caf\xe9.jsonl"): InputRecord(1, None), "caf\u00e9.jsonl": InputRecord(2, None)}
+    names = [*inputs]
+    place.parts = [replace(part, shard=names[number % 2]) for number, part in enumerate(place.parts)]
     for _ in range(2):  # the second time over a corpus
         place.write(inputs=inputs, validation_fraction=0.4)
         for files in (place.files, validation_files(place.files)):
-            assert read_manifest(files.manifest).inputs == inputs
+            assert read_manifest(files.manifest).inputs.keys() == inputs.keys()
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_shards": True, "validation_fraction": 0.4}], ids=str)

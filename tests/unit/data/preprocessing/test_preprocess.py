@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -173,6 +174,25 @@ def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(place):
     assert manifest.tokenizer_fingerprint == tokenizer.fingerprint
     assert (manifest.vocab_size, manifest.special_tokens) == (tokenizer.vocab_size, tokenizer.special_tokens)
     assert (manifest.documents, manifest.tokens, manifest.dtype, manifest.text_key) == (2, 2, "uint16", "content")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"keep_shards": True}, {"deduplicate": "exact", "split_validation": 0.4}], ids=str
+)
+def test_manifest_counts_what_each_input_has_in_the_corpus(place, changes):
+    words = {"a.jsonl": "hello", "b.jsonl": "world", "c.jsonl": "zy", "d.jsonl": "hello"}
+    for name, word in words.items():
+        place.add_texts(name, *(" ".join([word] * (1 + number % 7)) for number in range(9)), "", "")
+    place.run(**changes)
+    for end in ("", "_validation") if "split_validation" in changes else ("",):
+        documents = iter(decoded(place, end=end))
+        for path, record in place.corpus(end=end).manifest.inputs.items():
+            own = [next(documents) for _ in range(record.documents)]
+            assert {word for text in own for word in text.split()} <= {words[Path(path).name]}
+            assert record.tokens == sum(len(text.split()) for text in own)
+        assert next(documents, None) is None
+    first, _, _, same = place.corpus().manifest.inputs.values()
+    assert first.documents and bool(same.documents) == ("deduplicate" not in changes)
 
 
 def test_output_of_an_earlier_run_is_no_input(place):
