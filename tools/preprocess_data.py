@@ -102,6 +102,8 @@ def read_settings(arguments: argparse.Namespace) -> "PreprocessSettings":
     given: dict[str, Any] = {**vars(arguments), "inputs": tuple(arguments.inputs)}
     if given.pop("dry_run") and STANDARD_INPUT in given["inputs"]:
         raise ConfigError("--dry-run cannot look at standard input and leave it there; write some of it to a file")
+    given["filter"] = tuple(given["filter"] or ())
+    given["record_keys"] = tuple(given["record_keys"] or ()) if given["filter"] or given["record_keys"] else None
     read = ReadSettings(**{setting.name: given.pop(setting.name) for setting in fields(ReadSettings)})
     return PreprocessSettings(read=read, **given)
 
@@ -166,6 +168,14 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     add = parser.add_argument_group("which documents are kept").add_argument
+    add(
+        "--filter",
+        action="append",
+        default=None,
+        metavar="FILE.py:FUNCTION",
+        help="called with each record, keeps, drops or rewrites it; or MODULE:FUNCTION. Repeatable, in this order",
+    )
+    add("--record-key", dest="record_keys", action="append", metavar="KEY", help="a field that filters see; repeatable")
     add("--min-tokens", type=int, metavar="N", help="drop shorter documents (%(default)s)")
     add("--max-tokens", type=int, metavar="N", help="drop longer documents")
     add("--deduplicate", choices=("exact",), help="drop documents whose text has occurred before")

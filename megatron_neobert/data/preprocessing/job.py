@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, get_args
 
 from megatron_neobert import __version__
 from megatron_neobert.data.corpus.format import describe_reasons
+from megatron_neobert.data.preprocessing.filters import FilterSource
 from megatron_neobert.data.shards.find import ShardVersion
 from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
 from megatron_neobert.errors import ConfigError, DataError, OutputError
@@ -101,6 +102,7 @@ class TaskSettings:
     backend: Literal["auto", "fast", "reference"]
     min_tokens: int
     max_tokens: int | None
+    filters: tuple[FilterSource, ...]
     with_hashes: bool
     on_error: Literal["skip", "fail"]
     folder: Path
@@ -111,6 +113,8 @@ class TaskSettings:
         return {
             "tokenizer": self.fingerprint,
             **asdict(self.read),
+            "record_keys": list(self.read.record_keys or ()),  # lists, as JSON has them
+            "filters": [list(source) for source in self.filters],
             "min_tokens": self.min_tokens,
             "max_tokens": self.max_tokens,
             "deduplicate or split_validation": self.with_hashes,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
+from megatron_neobert.data.preprocessing.filters import apply_filters
 from megatron_neobert.data.preprocessing.job import (
     Counts,
     Kind,
@@ -63,7 +64,7 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
             if batch is None:
                 break
             try:
-                counts.add(files.add(batch))
+                counts.add(files.add(apply_filters(batch, task.settings.filters, task.shard_name)))
             except BackendMismatch as mismatch:
                 raise BackendMismatch(f"{task}: {mismatch}") from mismatch
             numbers += batch.numbers

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest, token_dtype
 from megatron_neobert.data.corpus.writer import refuse_existing
+from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters, find_filters
 from megatron_neobert.data.preprocessing.job import JobFolder, PartTask, TaskSettings
 from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
@@ -44,6 +45,7 @@ class PreprocessSettings:
     read: ReadSettings = field(default_factory=ReadSettings)
     tokenizer_type: str = "auto"
     tokenizer_backend: Literal["auto", "fast", "reference"] = "auto"
+    filter: tuple[str, ...] = ()  # MODULE:FUNCTION or FILE.py:FUNCTION
     min_tokens: int = 0
     max_tokens: int | None = None
     deduplicate: Literal["exact"] | None = None
@@ -79,6 +81,7 @@ class Plan:
     files: CorpusFiles
     tokenizer: Tokenizer
     encoder: Encoder
+    filter_sources: tuple[FilterSource, ...]
     versions: dict[str, ShardVersion]  # by path or URL, in the order of reading
     parts: list[ShardPart]
     damaged: dict[str, str]  # why a shard has no parts, by path or URL; empty without --quarantine
@@ -98,6 +101,7 @@ class Plan:
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
             min_tokens=settings.min_tokens,
             max_tokens=settings.max_tokens,
+            filters=self.filter_sources,
             with_hashes=settings.deduplicate is not None or settings.split_validation > 0,
             on_error=settings.on_error,
             folder=self.files.partial.absolute(),
@@ -115,7 +119,8 @@ class Plan:
     def filters(self) -> dict[str, int | float | str | None]:
         """The settings that decide which documents are in the corpus."""
         settings = self.settings
-        return {
+        own = {source.label: f"sha256 {source.sha256}" for source in self.filter_sources}
+        return own | {
             "min_tokens": settings.min_tokens,
             "max_tokens": settings.max_tokens,
             "deduplicate": settings.deduplicate,
@@ -172,6 +177,7 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             files=settings.files,
             tokenizer=tokenizer,
             encoder=encoder,
+            filter_sources=find_filters(settings.filter),
             versions=dict(zip(shards, versions, strict=True)),
             parts=[part for parts in looks if isinstance(parts, list) for part in parts],
             damaged={shard: reason for shard, reason in zip(shards, looks, strict=True) if isinstance(reason, str)},
@@ -261,6 +267,8 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
         yield f"--max-tokens {settings.max_tokens} is below --min-tokens {settings.min_tokens}; exchange them"
+    if settings.read.record_keys and not settings.filter:
+        yield f"--record-key {settings.read.record_keys[0]} is for filters; give a --filter that looks at it"
     if settings.ray_address is not None and settings.executor != "ray":
         yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
     if STANDARD_INPUT in settings.inputs:
@@ -337,7 +345,8 @@ def _preview(plan: Plan, encoder: Encoder, *, examples: int) -> Preview:
     for number in sorted({0, len(plan.parts) // 2, len(plan.parts) - 1}):
         part, text_bytes, progress = plan.parts[number], 0, 0.0
         encoder.start_part()
-        for batch in read_part(part, plan.settings.read):
+        for unfiltered in read_part(part, plan.settings.read):
+            batch = apply_filters(unfiltered, plan.filter_sources, plan.shard_name(part.path))
             encoded = encoder.encode_batch(batch.texts)
             ends = np.cumsum(encoded.lengths)
             for text, end, length in zip(batch.texts, ends, encoded.lengths, strict=True):

@@ -27,6 +27,7 @@ NULL_TEXT = "null text"
 NOT_A_STRING = "text is not a string"
 TOO_LONG = "longer than --max-document-bytes"
 MALFORMED_RECORD = "malformed web archive record"
+FILTER_FAILED = "a filter failed"
 
 EMPTY_TEXT = "empty text"  # dropped, like those below
 NOT_A_RESPONSE = "not a response record"
@@ -65,6 +66,7 @@ class ReadSettings:
     input_format: Literal["auto"] | Format = "auto"
     text_separator: str | None = None  # between the documents of a plain text file; None: the file is one document
     max_document_bytes: int = 16 << 20  # bounds the memory: a text without spaces takes some 100 times its size
+    record_keys: tuple[str, ...] | None = None  # what filters see of a record besides its text; None: no filters
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,13 @@ class ShardPart:
         return self.start > 0 and self.format in ("jsonl", "text")
 
 
+class Origin(NamedTuple):
+    """Where a text comes from, for filters."""
+
+    number: int  # of the record, as in Rejected
+    fields: dict[str, Any]  # by record key; None where the record has no such field
+
+
 class Rejected(NamedTuple):
     """One record without a usable text."""
 
@@ -111,6 +120,7 @@ class RecordBatch:
     """Some consecutive records of a part. `texts` are not empty, valid Unicode, in the order of the shard."""
 
     texts: list[str] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)  # of the texts, where there are filters
     utf8_bytes: int = 0  # of texts
     repaired: int = 0  # texts in which invalid UTF-8 or lone surrogates became U+FFFD
     rejected: list[Rejected] = field(default_factory=list)
@@ -127,17 +137,25 @@ def decode(raw: bytes) -> tuple[str, bool]:
         return raw.decode(errors="replace"), True
 
 
-def add_value(batch: RecordBatch, value: object, number: int, *, raw: bytes, repaired: bool = False) -> None:
+def add_value(
+    batch: RecordBatch,
+    value: object,
+    number: int,
+    *,
+    raw: bytes,
+    repaired: bool = False,
+    origin: Origin | None = None,
+) -> None:
     """Adds what a record has under the text key; `raw` is the record, for the case that it is rejected."""
     if value is None:
         reject(batch, NULL_TEXT, number, "null", raw)
     elif not isinstance(value, str):
         reject(batch, NOT_A_STRING, number, f"found {type(value).__name__}", raw)
     else:
-        add_text(batch, value, repaired=repaired)
+        add_text(batch, value, repaired=repaired, origin=origin)
 
 
-def add_text(batch: RecordBatch, text: str, *, repaired: bool = False) -> None:
+def add_text(batch: RecordBatch, text: str, *, repaired: bool = False, origin: Origin | None = None) -> None:
     """Adds a text; one of white space only is dropped, and lone surrogates become U+FFFD."""
     if not text or text.isspace():
         batch.dropped[EMPTY_TEXT] += 1
@@ -148,6 +166,8 @@ def add_text(batch: RecordBatch, text: str, *, repaired: bool = False) -> None:
         text, repaired = _SURROGATE.sub("\ufffd", text), True
         size = utf8_size(text)
     batch.texts.append(text)
+    if origin is not None:
+        batch.origins.append(origin)
     batch.utf8_bytes += size
     batch.repaired += repaired
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_neobert.data.shards.reading import (
     BATCH_BYTES,
     TOO_LONG,
+    Origin,
     ReadSettings,
     RecordBatch,
     ShardPart,
@@ -87,13 +88,20 @@ def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch
 
     batch, row = RecordBatch(), part.start
     read = parquet_rows if part.format == "parquet" else arrow_rows
+    others = {
+        key: _values(read(part, key, of_text=False)) for key in settings.record_keys or ()
+    }  # each in a reading of its own
     for column, progress in take_together(read(part, settings.text_key)):
         text_bytes = pc.sum(pc.binary_length(column)).as_py() or 0
         full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
         if batch.numbers and full:
             yield batch
             batch = RecordBatch()
-        _add_rows(batch, column, row, text_bytes, settings.max_document_bytes)
+        origins = None
+        if settings.record_keys is not None:
+            numbers = range(row, row + len(column))
+            origins = [Origin(number, {key: next(values) for key, values in others.items()}) for number in numbers]
+        _add_rows(batch, column, row, text_bytes, settings.max_document_bytes, origins)
         row += len(column)
         batch.numbers += len(column)
         batch.progress = progress
@@ -131,12 +139,25 @@ def take_together(steps: Iterable[Rows]) -> Iterator[Rows]:
         yield Rows(pa.concat_arrays(held), done)
 
 
-def _add_rows(batch: RecordBatch, column: "pa.Array", first_row: int, text_bytes: int, limit: int) -> None:
+def _values(steps: Iterable[Rows]) -> Iterator[Any]:
+    for column, _ in steps:
+        yield from column.to_pylist()
+
+
+def _add_rows(
+    batch: RecordBatch,
+    column: "pa.Array",
+    first_row: int,
+    text_bytes: int,
+    limit: int,
+    origins: Sequence[Origin] | None,
+) -> None:
     import pyarrow as pa
 
     texts = _faultless_texts(column, limit)
     if texts is not None:
         batch.texts += texts
+        batch.origins += origins or ()
         batch.utf8_bytes += text_bytes
         return
     for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first_row):
@@ -146,7 +167,8 @@ def _add_rows(batch: RecordBatch, column: "pa.Array", first_row: int, text_bytes
             reject(batch, TOO_LONG, row, f"{len(value):,} bytes", value)
         else:
             text, repaired = decode(value)
-            add_value(batch, text, row, raw=value, repaired=repaired)
+            origin = origins[row - first_row] if origins else None
+            add_value(batch, text, row, raw=value, repaired=repaired, origin=origin)
 
 
 def _faultless_texts(column: "pa.Array", limit: int) -> list[str] | None:
@@ -176,11 +198,11 @@ def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
         yield stack.enter_context(pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False))
 
 
-def parquet_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
+def parquet_rows(part: ShardPart, key: str, *, of_text: bool = True) -> Iterator[Rows]:
     import pyarrow as pa
 
     with _open_parquet(part.path) as shard:
-        names, arrow_type = _find_column(part.path, shard.schema_arrow, text_key)
+        names, arrow_type = _find_column(part.path, shard.schema_arrow, key, of_text=of_text)
         end = shard.metadata.num_rows if part.end is None else part.end
         numbers = range(shard.num_row_groups)
         begins = list(accumulate((shard.metadata.row_group(number).num_rows for number in numbers), initial=0))
@@ -188,7 +210,7 @@ def parquet_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
         row = begins[groups[0]] if groups else end
         # A dictionary comes whole with every batch, and its values are not decoded here.
         batch_rows = _ROWS if pa.types.is_dictionary(arrow_type) else _DECODED_ROWS
-        for batch in shard.iter_batches(batch_rows, groups, columns=[text_key], use_threads=False):
+        for batch in shard.iter_batches(batch_rows, groups, columns=[key], use_threads=False):
             column = _take_column(batch, names)[max(0, part.start - row) : max(0, end - row)]
             row += batch.num_rows
             if len(column):
@@ -206,7 +228,7 @@ class _Arrow(NamedTuple):
 
 
 @contextmanager
-def _open_arrow(path: str, text_key: str) -> Iterator[_Arrow]:
+def _open_arrow(path: str, key: str, *, of_text: bool = True) -> Iterator[_Arrow]:
     """An Arrow file or stream, mapped if local, so that rows nobody asks for are not read.
 
     Nor are columns, which would be decompressed, except those in one struct with the text.
@@ -227,7 +249,7 @@ def _open_arrow(path: str, text_key: str) -> Iterator[_Arrow]:
             source, forget = pa.BufferReader(pa.py_buffer(mapping)), lambda: mapping.madvise(mmap.MADV_DONTNEED)
         open_reader = pa.ipc.open_file if is_file else pa.ipc.open_stream
         schema = open_reader(source).schema
-        names, _ = _find_column(path, schema, text_key)
+        names, _ = _find_column(path, schema, key, of_text=of_text)
         options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(names[0])])
         source.seek(0)
         reader = open_reader(source, options=options)
@@ -241,8 +263,8 @@ def _open_arrow(path: str, text_key: str) -> Iterator[_Arrow]:
         yield _Arrow(columns(), lambda: source.tell() / size, forget)
 
 
-def arrow_rows(part: ShardPart, text_key: str) -> Iterator[Rows]:
-    with _open_arrow(part.path, text_key) as arrow:
+def arrow_rows(part: ShardPart, key: str, *, of_text: bool = True) -> Iterator[Rows]:
+    with _open_arrow(part.path, key, of_text=of_text) as arrow:
         row = 0
         for column in arrow.columns:
             first, row = row, row + len(column)
@@ -296,13 +318,13 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
     return pc.struct_field(column, list(names[1:])) if names[1:] else column
 
 
-def _find_column(path: str, schema: "pa.Schema", text_key: str) -> "tuple[list[str], pa.DataType]":
-    """The names that lead to the text column (its own, or those of the structs around it before it), and its type.
+def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = True) -> "tuple[list[str], pa.DataType]":
+    """The names that lead to the column (its own, or those of the structs around it before it), and its type.
 
     Of a column that is called `a.b` and one `b` within the struct `a`, the first is meant.
 
     Raises:
-        DataError: There is no such column, or it holds something else than strings.
+        DataError: There is no such column, or it should hold text and holds something else than strings.
     """
     import pyarrow as pa
 
@@ -314,11 +336,13 @@ def _find_column(path: str, schema: "pa.Schema", text_key: str) -> "tuple[list[s
             waiting += [([*names, field.name], field.type) for field in arrow_type]
     texts = [name for name, (_, arrow_type) in found.items() if _holds_text(arrow_type)]
     remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
-    if text_key not in found:
-        raise DataError(f"{path} has no column '{text_key}'; {remedy}")
-    names, arrow_type = found[text_key]
-    if not _holds_text(arrow_type) and not pa.types.is_null(arrow_type):
-        raise DataError(f"{path}: column '{text_key}' holds {arrow_type}, not strings; {remedy}")
+    if not of_text:
+        remedy = f"its columns: {', '.join(found)}; choose among them with --record-key"
+    if key not in found:
+        raise DataError(f"{path} has no column '{key}'; {remedy}")
+    names, arrow_type = found[key]
+    if of_text and not _holds_text(arrow_type) and not pa.types.is_null(arrow_type):
+        raise DataError(f"{path}: column '{key}' holds {arrow_type}, not strings; {remedy}")
     return names, arrow_type
 
 

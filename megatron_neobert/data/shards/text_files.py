@@ -11,7 +11,8 @@ its ends included.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from typing import BinaryIO, NamedTuple
@@ -25,6 +26,7 @@ from megatron_neobert.data.shards.reading import (
     RAW_BYTES,
     TOO_LONG,
     DamagedStream,
+    Origin,
     PartStream,
     ReadSettings,
     RecordBatch,
@@ -75,18 +77,22 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
     """The texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
     batch = RecordBatch(numbers=len(records))
     key, texts, size = settings.text_key, batch.texts, 0
+    keys = settings.record_keys
     take = partial(_look_up, key=key) if "." in key else itemgetter(key)
     for number, line in enumerate(records, first_number):
         try:
-            text = take(orjson.loads(line))  # type: ignore[arg-type]  # a TooLong is as malformed as other bytes
+            record = orjson.loads(line)  # type: ignore[arg-type]  # a TooLong is as malformed as other bytes
+            text = take(record)
         except (orjson.JSONDecodeError, KeyError, TypeError):
             _read_object(batch, line, number, settings)
             continue
         if text.__class__ is str and text and not text.isspace():
             texts.append(text)
             size += utf8_size(text)
+            if keys is not None:
+                batch.origins.append(_origin(record, number, keys))
         else:
-            add_value(batch, text, number, raw=line)  # type: ignore[arg-type]
+            add_value(batch, text, number, raw=line)  # type: ignore[arg-type]  # which is never a text
     batch.utf8_bytes += size
     return batch
 
@@ -114,7 +120,16 @@ def _read_object(batch: RecordBatch, line: bytes | TooLong, number: int, setting
         found = sorted(f"{key}.{name}" if name else key for key, names in inner.items() for name in names or [""])
         detail = f"no key '{settings.text_key}'; keys found: {', '.join(found[:10]) or 'none'}"
         return reject(batch, MISSING_KEY, number, detail, line)
-    return add_value(batch, value, number, raw=line, repaired=repaired)
+    origin = None if settings.record_keys is None else _origin(record, number, settings.record_keys)
+    return add_value(batch, value, number, raw=line, repaired=repaired, origin=origin)
+
+
+def _origin(record: dict[str, object], number: int, keys: Sequence[str]) -> Origin:
+    fields: dict[str, object] = dict.fromkeys(keys)
+    for key in keys:
+        with suppress(KeyError):
+            fields[key] = _look_up(record, key)
+    return Origin(number, fields)
 
 
 def _look_up(record: dict[str, object], key: str) -> object:
@@ -194,7 +209,7 @@ def read_text(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
                 reject(batch, TOO_LONG, 1, too_long, content)
             else:
                 text, repaired = decode(content)
-                add_text(batch, text, repaired=repaired)
+                add_text(batch, text, repaired=repaired, origin=_without_fields(1, settings))
             yield batch
             return
         for documents in read_records(stream, separator=separator.encode(), limit=limit):
@@ -206,8 +221,12 @@ def read_text(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
                     continue
                 text, repaired = decode(document)
                 if text and not text.isspace():
-                    add_text(batch, text, repaired=repaired)
+                    add_text(batch, text, repaired=repaired, origin=_without_fields(number, settings))
             yield batch
+
+
+def _without_fields(number: int, settings: ReadSettings) -> Origin | None:
+    return None if settings.record_keys is None else Origin(number, dict.fromkeys(settings.record_keys))
 
 
 def read_records(stream: PartStream, *, separator: bytes, limit: int) -> Iterator[Records]:

@@ -19,6 +19,7 @@ from megatron_neobert.data.shards.reading import (
     RAW_BYTES,
     TOO_LONG,
     DamagedStream,
+    Origin,
     PartStream,
     ReadSettings,
     RecordBatch,
@@ -60,7 +61,7 @@ def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatc
             archive = io.BufferedReader(stream, BATCH_BYTES)
             for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):
                 rejected = len(batch.rejected)
-                _add_record(batch, record, number, settings.max_document_bytes)
+                _add_record(batch, record, number, settings)
                 held += sum(len(each.raw) for each in batch.rejected[rejected:])
                 batch.numbers += 1
                 if batch.utf8_bytes + held >= BATCH_BYTES or batch.numbers >= _BATCH_RECORDS:
@@ -75,21 +76,25 @@ def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatc
         yield batch
 
 
-def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, limit: int) -> None:
+def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings: ReadSettings) -> None:
+    origin = None
+    if settings.record_keys is not None:
+        found = {key: record.headers.get(key.lower().encode()) for key in settings.record_keys}
+        origin = Origin(number, {key: None if value is None else decode(value)[0] for key, value in found.items()})
     kind = record.headers.get(b"warc-type")
     content_type = record.headers.get(b"content-type", b"").lower()
     if record.too_long is not None:
         reject(batch, TOO_LONG, number, record.too_long, record.block)
     elif kind == b"response" and content_type.startswith(b"application/http"):
-        _add_response(batch, record.block, number, limit=limit)
+        _add_response(batch, record.block, number, limit=settings.max_document_bytes, origin=origin)
     elif kind == b"conversion" and content_type.startswith(b"text/"):
         text, repaired = decode(record.block)
-        add_text(batch, text, repaired=repaired)
+        add_text(batch, text, repaired=repaired, origin=origin)
     else:
         batch.dropped[NOT_HTML if kind in (b"response", b"conversion") else NOT_A_RESPONSE] += 1
 
 
-def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int) -> None:
+def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, origin: Origin | None) -> None:
     """Adds the text of an HTTP response, or counts why it has none; a body above `limit` bytes is too long.
 
     Raises:
@@ -121,7 +126,7 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int) 
             text = main_text(text)
         except ValueError as error:
             return reject(batch, MALFORMED_RECORD, number, f"HTML: {error}", block)
-    return add_text(batch, text, repaired=repaired)
+    return add_text(batch, text, repaired=repaired, origin=origin)
 
 
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str, bool]:

@@ -29,7 +29,11 @@ class Place:
         self.shards.mkdir()
 
     def settings(self, name="run", **changes) -> PreprocessSettings:
-        read = {key: changes.pop(key) for key in ("text_key", "text_separator", "max_document_bytes") if key in changes}
+        read = {
+            key: changes.pop(key)
+            for key in ("text_key", "text_separator", "max_document_bytes", "record_keys")
+            if key in changes
+        }
         defaults = {
             "inputs": (str(self.shards),),
             "output_prefix": str(self.folder / "out" / name),

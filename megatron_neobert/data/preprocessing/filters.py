@@ -1,0 +1,124 @@
+"""Filters of the user's own: functions that keep, drop or rewrite a record, in the worker that has read it.
+
+    def no_lists(record):
+        if record.text.count("\\n- ") > 50:
+            return "mostly a list"                        # dropped, and counted under this reason
+        return record._replace(text=record.text.strip())  # kept with another text; None keeps it as it is
+
+A filter must depend on the record alone, or the corpus would depend on the number of workers.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from megatron_neobert.data.shards.reading import FILTER_FAILED, RecordBatch, add_text, reject
+from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.runtime.atomic_files import sha256_of
+
+
+class Record(NamedTuple):
+    """What a filter is given. Its text is not empty and valid Unicode."""
+
+    text: str
+    shard: str  # path or URL
+    fields: dict[str, Any]  # by --record-key; None: the record has no such field
+
+
+Filter = Callable[[Record], str | Record | None]
+
+
+class FilterSource(NamedTuple):
+    """Where a filter comes from."""
+
+    place: str  # a module, or the absolute path of a file
+    function: str
+    sha256: str  # of the file that it stands in
+
+    @property
+    def label(self) -> str:
+        """What the manifest calls it."""
+        return f"{Path(self.place).stem if self.place.endswith('.py') else self.place}:{self.function}"
+
+
+def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
+    """Those given as MODULE:FUNCTION or FILE.py:FUNCTION, with their code as it is now.
+
+    Raises:
+        ConfigError: There is no such file, module or function.
+    """
+    sources = []
+    for name in names:
+        place, _, function = name.rpartition(":")
+        if place.endswith(".py"):
+            place = str(Path(place).absolute())  # workers may stand elsewhere
+        try:
+            source = FilterSource(place, function, _sha256_of(place))
+            is_filter = callable(load_filter(source))
+        except Exception as error:  # of the import, whatever the file does
+            raise ConfigError(
+                f"--filter {name}: {type(error).__name__}: {error}; give FILE.py:FUNCTION or MODULE:FUNCTION, which "
+                "can be imported"
+            ) from error
+        if not is_filter:
+            raise ConfigError(f"--filter {name}: {function} is no function; name one that takes a record")
+        sources.append(source)
+    return tuple(sources)
+
+
+@cache
+def load_filter(source: FilterSource) -> Filter:
+    """The function, in this process.
+
+    Raises:
+        DataError: Its file has changed since the run was planned.
+    """
+    if _sha256_of(source.place) != source.sha256:
+        raise DataError(f"--filter {source.label} has changed since the run started; start again")
+    if not source.place.endswith(".py"):
+        return cast(Filter, getattr(importlib.import_module(source.place), source.function))
+    spec = importlib.util.spec_from_file_location(f"filters_{source.sha256[:16]}", source.place)
+    assert spec and spec.loader, source.place
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cast(Filter, getattr(module, source.function))
+
+
+def _sha256_of(place: str) -> str:
+    file = place
+    if not place.endswith(".py"):
+        spec = importlib.util.find_spec(place)
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"no module {place}")
+        file = spec.origin
+    return sha256_of(Path(file))
+
+
+def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], shard: str) -> RecordBatch:
+    """What the filters leave of a batch; each is given what the one before has left."""
+    if not sources:
+        return batch
+    left = replace(batch, texts=[], origins=[], utf8_bytes=0)
+    for text, origin in zip(batch.texts, batch.origins, strict=True):
+        record = Record(text, shard, origin.fields)
+        for source in sources:
+            try:
+                answer = load_filter(source)(record)
+                if not isinstance(answer, Record | str | None):
+                    raise TypeError(f"returned {type(answer).__name__}, and not a record, a reason to drop it or None")
+            except Exception as error:
+                detail = f"{source.label}: {type(error).__name__}: {error}"
+                reject(left, FILTER_FAILED, origin.number, detail, text.encode())
+                break
+            if isinstance(answer, str):
+                left.dropped[f"{source.label}: {answer}"] += 1
+                break
+            record = answer or record
+        else:
+            add_text(left, record.text)
+    left.rejected.sort(key=lambda rejected: rejected.number)
+    return left

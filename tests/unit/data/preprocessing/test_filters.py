@@ -1,0 +1,154 @@
+"""Filters of the user's own: what they keep, drop, rewrite and fail at, and that a corpus is made with one version."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.data.preprocess_place import decoded
+from unit.tools.commands import run_forked
+
+from megatron_neobert.data.preprocessing.plan import plan_preprocessing
+from megatron_neobert.errors import ConfigError, DataError
+
+FILTERS = """
+def no_masks(record):
+    return "a mask" if "mask" in record.text else None
+
+def rewrite(record):
+    if record.text == "xyz":
+        raise ZeroDivisionError("by zero")
+    return record._replace(text=record.text.replace("zy", record.fields.get("language") or ""))
+
+def name_the_shard(record):
+    return record.shard.rpartition("/")[2]
+
+wrong = {"a": 1}
+def wrong_type(record):
+    return True
+"""
+ROWS = [("hello", "world"), ("mask", None), ("zy hello", "world"), ("xyz", "xy"), ("zy", None), ("[", "]")]
+
+
+@pytest.fixture
+def filters(place):
+    """Gives the flag for functions of a file."""
+    file = place.folder / "own_filters.py"
+    file.write_text(FILTERS)
+    return lambda *functions: tuple(f"{file}:{function}" for function in functions)
+
+
+def write_lines(place):
+    place.add_lines("a.jsonl", *(json.dumps({"content": text, "language": language}) for text, language in ROWS))
+
+
+def write_parquet(place):
+    texts, languages = zip(*ROWS, strict=True)
+    columns = {"content": texts, "language": languages, "score": [0.5] * 6}
+    pq.write_table(pa.table(columns), place.shards / "a.parquet", row_group_size=4)
+
+
+def write_arrow(place):
+    texts, languages = zip(*ROWS, strict=True)
+    table = pa.table({"language": languages, "content": [*texts]})
+    with pa.OSFile(str(place.shards / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_archive(place):
+    with (place.shards / "a.wet").open("wb") as file:
+        for text, language in ROWS:
+            head = f"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n"
+            head += f"Language: {language}\r\n" if language else ""
+            file.write(f"{head}\r\n{text}\r\n\r\n".encode())
+
+
+@pytest.mark.parametrize("write", [write_lines, write_parquet, write_arrow, write_archive])
+@pytest.mark.parametrize("workers", [None, 2])
+def test_records_are_kept_dropped_rewritten_and_rejected_in_the_order_of_the_filters(place, filters, write, workers):
+    write(place)
+    place.run(filter=filters("no_masks", "rewrite"), record_keys=("language",), workers=workers)
+    assert decoded(place) == ["hello", "world hello", "["]
+    manifest = place.corpus().manifest
+    assert manifest.dropped == {"empty text": 1, "own_filters:no_masks: a mask": 1}
+    assert manifest.rejected == {"a filter failed": 1}
+    assert manifest.records == 6
+    (reject,) = map(json.loads, place.contents()["content_document.rejects.jsonl"].splitlines())
+    assert reject["detail"] == "own_filters:rewrite: ZeroDivisionError: by zero" and reject["raw"] == "xyz"
+    assert {3, 4} & {*reject.values()}, "the record's number, of rows from 0, of others from 1"
+    assert [name for name in manifest.filters if "filter" in name] == ["own_filters:no_masks", "own_filters:rewrite"]
+
+
+def test_a_text_file_has_no_fields_and_the_filter_knows_its_name(place, filters):
+    (place.shards / "one.txt").write_text("hello\nzy world\n")
+    place.run(filter=filters("rewrite"), record_keys=("language",), text_separator="\n")
+    assert decoded(place) == ["hello", "world"]
+    place.add_texts("two.jsonl", "hello")
+    with pytest.raises(
+        DataError, match=r"1 own_filters:name_the_shard: one\.txt, 1 own_filters:name_the_shard: two\.jsonl"
+    ):
+        place.run("named", filter=filters("name_the_shard"), record_keys=())
+
+
+def test_failures_end_the_run_above_the_error_rate_or_at_the_first(place, filters):
+    place.add_texts("a.jsonl", "xyz", *["hello"] * 9)
+    place.run(filter=filters("rewrite"), record_keys=(), max_error_rate=0.1)
+    for change in ({"max_error_rate": 0.09}, {"on_error": "fail"}):
+        with pytest.raises(DataError, match=r"a\.jsonl, line 1: a filter failed .own_filters:rewrite: ZeroDiv"):
+            place.run("other", filter=filters("rewrite"), record_keys=(), overwrite=True, **change)
+    with pytest.raises(DataError, match="returned bool, and not a record"):
+        place.run("third", filter=filters("wrong_type"), record_keys=(), max_error_rate=0.5)
+
+
+def test_finished_parts_of_other_code_are_not_continued(place, filters):
+    place.add_texts("a.jsonl", "hello", "world")
+    (place.shards / "b.jsonl").write_text("broken\n" * 9)
+    with pytest.raises(DataError):
+        place.run(filter=filters("rewrite"), record_keys=(), max_error_rate=0.1)
+    file = place.folder / "own_filters.py"
+    file.write_text(file.read_text().replace("xyz", "xy"))
+    (place.shards / "b.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="filters"):
+        place.run(filter=filters("rewrite"), record_keys=(), resume=True)
+    place.run(filter=filters("rewrite"), record_keys=(), overwrite=True)
+    before = place.corpus().manifest.filters["own_filters:rewrite"]
+    file.write_text(file.read_text() + "\n")
+    place.run(filter=filters("rewrite"), record_keys=(), overwrite=True)
+    assert place.corpus().manifest.filters["own_filters:rewrite"] != before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_filters.py", "give FILE.py:FUNCTION"),
+        ("nowhere.py:f", "FileNotFoundError"),
+        ("no_such_module:f", "no module no_such_module"),
+        ("json:nothing", "has no attribute 'nothing'"),
+        ("own_filters.py:wrong", "wrong is no function"),
+    ],
+)
+def test_what_is_no_filter_is_refused_before_anything_is_read(place, filters, monkeypatch, name, message):
+    monkeypatch.chdir(place.folder)
+    assert filters("rewrite")
+    place.add_texts("a.jsonl", "hello")
+    with pytest.raises(ConfigError, match=message):
+        plan_preprocessing(place.settings(filter=(name,), record_keys=()))
+
+
+def test_fields_without_a_filter_and_columns_that_do_not_exist_are_refused(place, filters):
+    write_parquet(place)
+    with pytest.raises(ConfigError, match="--record-key language is for filters"):
+        place.settings(record_keys=("language",))
+    with pytest.raises(DataError, match=r"no column 'url'; its columns: content, language, score; .* --record-key"):
+        place.run(filter=filters("rewrite"), record_keys=("url",))
+
+
+def test_the_command_takes_filters_and_its_dry_run_applies_them(place, filters):
+    write_lines(place)
+    command = ["--input", place.shards, "--output-prefix", place.folder / "P", "--tokenizer-model", place.vocab]
+    first, second = filters("no_masks", "rewrite")
+    command += ["--filter", first, "--filter", second, "--record-key", "language", "--max-error-rate", "0.5"]
+    code, output = run_forked("preprocess_data", *command, "--dry-run")
+    assert code == 0 and "text  world hello" in output
+    code, output = run_forked("preprocess_data", *command)
+    assert code == 0 and "1 own_filters:no_masks: a mask" in output and "1 a filter failed" in output
