@@ -19,14 +19,13 @@ def main() -> None:
     parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
     parser.add_argument("--full", action="store_true", help="read every token, and compare all checksums")
     arguments = parser.parse_args()
-    from megatron_neobert.data.corpus.reader import Corpus, check_content
+    from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
 
     corpus = Corpus(arguments.prefix)
-    if arguments.full:
-        check_content(corpus)
+    (check_content if arguments.full else check_indexes)(corpus)
     manifest = corpus.manifest
     volumes = f" in {len(corpus.volumes):,} volumes" if len(corpus.volumes) > 1 else ""
     print(

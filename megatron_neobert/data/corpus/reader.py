@@ -1,20 +1,21 @@
-"""Reading of a corpus: its files are mapped into memory, and refused on open where the indexes show them to be wrong.
+"""Reading of a corpus: its files are mapped into memory, and refused on open where sizes or manifest show them wrong.
 
-Opening reads every index once and no tokens; ids and checksums take a full read, `check_content`. Nothing is copied:
-a corpus of 10^9 documents costs a process no more memory of its own than one of ten, in one volume or in many.
+Opening reads the ends of every index; a document's place and its ids are checked when it is read. `check_indexes` looks
+at all places, `check_content` at all ids and checksums too. Nothing is copied: a corpus of 10^9 documents costs a
+process no more memory of its own than one of ten, in one volume or in many.
 """
 
 import resource
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
-from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, damage
+from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, damage, first_wrong_place
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed
@@ -33,6 +34,14 @@ class Lengths(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, documents: NDArray[np.int64], /) -> NDArray[np.int32]: ...
+
+
+class _Places(NamedTuple):
+    """Where some documents lie."""
+
+    volumes: list[MappedVolume] | None  # None: there is but one
+    begins: NDArray[np.int64]  # bytes
+    lengths: NDArray[np.int32]  # tokens
 
 
 class Corpus:
@@ -64,9 +73,7 @@ class Corpus:
         ]
         self.dtype = self.volumes[0].dtype
         self._ends = np.cumsum([volume.lengths.size for volume in self.volumes], dtype=np.int64)
-        self.lengths: Lengths = self.volumes[0].lengths
-        if len(self.volumes) > 1:
-            self.lengths = _LengthsOfVolumes(self.volumes, self._ends)
+        self.lengths: Lengths = _Lengths(self)
         self.allowed = AllowedIds(
             self.manifest.special_ids, unknown=self.manifest.special_tokens["unk"], vocab_size=self.manifest.vocab_size
         )
@@ -79,13 +86,9 @@ class Corpus:
 
     def document(self, number: int) -> NDArray[Any]:
         """The ids of one document, a read-only view."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"document {number} of {len(self)}")
-        at = int(np.searchsorted(self._ends, number, side="right"))
-        volume = self.volumes[at]
-        local = number - int(self._ends[at]) + volume.lengths.size
-        start = int(volume.pointers[local]) // self.dtype.itemsize
-        return volume.tokens[start : start + int(volume.lengths[local])]
+        places = self._places(np.array([number]))
+        start, volume = int(places.begins[0]) // self.dtype.itemsize, (places.volumes or self.volumes)[0]
+        return volume.tokens[start : start + int(places.lengths[0])]
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -97,23 +100,18 @@ class Corpus:
         volumes a third.
 
         Raises:
-            DataError: An id that no document may hold; names corpus, document and token.
+            DataError: A document whose place in the index is wrong, or an id that none may hold; names both.
         """
         item = self.dtype.itemsize
-        if len(self.volumes) == 1:
-            (volume,) = self.volumes
-            _check_segments(starts, lengths, volume.lengths[documents])
-            first = volume.pointers[documents] + starts * item
-            bounds = zip(first.tolist(), (first + lengths * item).tolist(), strict=True)
-            content = volume.bytes
+        places = self._places(documents)
+        _check_segments(starts, lengths, places.lengths)
+        first = places.begins + starts * item
+        bounds = zip(first.tolist(), (first + lengths * item).tolist(), strict=True)
+        if places.volumes is None:
+            content = self.volumes[0].bytes
             slices = [content[begin:end] for begin, end in bounds]
         else:
-            volumes, numbers = _split_numbers(documents, self._ends, self.volumes)
-            _check_segments(starts, lengths, _look_up_lengths(volumes, numbers))
-            begins = [volume.pointer_of[number] for volume, number in zip(volumes, numbers, strict=True)]
-            first = np.array(begins, dtype=np.int64) + starts * item
-            bounds = zip(first.tolist(), (first + lengths * item).tolist(), strict=True)
-            slices = [volume.bytes[begin:end] for volume, (begin, end) in zip(volumes, bounds, strict=True)]
+            slices = [volume.bytes[begin:end] for volume, (begin, end) in zip(places.volumes, bounds, strict=True)]
         ids = np.frombuffer(bytearray().join(slices), dtype=self.dtype)
         if (at := self.allowed.first_wrong(ids)) is not None:
             ends = np.cumsum(lengths)
@@ -124,6 +122,28 @@ class Corpus:
                 f"{self.allowed.describe(ids[at])}, found {ids[at]}; {DAMAGED}"
             )
         return ids
+
+    def _places(self, documents: NDArray[np.int64]) -> "_Places":
+        """Raises DataError where the index leads a document elsewhere than to the one before the next."""
+        if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
+            raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")
+        if len(self.volumes) == 1:
+            (volume,) = self.volumes
+            lengths, begins, nexts = volume.lengths[documents], volume.pointers[documents], volume.nexts[documents]
+            nexts[nexts == 0] = volume.end
+            volumes, numbers = None, documents
+        else:
+            at = np.searchsorted(self._ends, documents, side="right")
+            numbers = documents - np.append(0, self._ends[:-1])[at]
+            volumes = [self.volumes[number] for number in at.tolist()]
+            pairs = list(zip(volumes, numbers.tolist(), strict=True))
+            lengths = np.array([volume.length_of[number] for volume, number in pairs], dtype=np.int32)
+            begins = np.array([volume.pointer_of[number] for volume, number in pairs], dtype=np.int64)
+            nexts = np.array([volume.pointer_of[number + 1] or volume.end for volume, number in pairs], dtype=np.int64)
+        gap, item = self.volumes[0].gap, self.dtype.itemsize
+        if (wrong := first_wrong_place(begins, lengths, nexts, item_bytes=item, gap=gap)) is not None:
+            raise (volumes[wrong] if volumes else self.volumes[0]).wrong_place(int(numbers[wrong]))
+        return _Places(volumes, begins, lengths)
 
     def will_need(self, documents: NDArray[np.int64]) -> None:
         """Has the operating system start to read these documents, which does not wait for them."""
@@ -159,33 +179,17 @@ def _check_segments(starts: NDArray[np.int64], lengths: NDArray[np.int64], docum
     assert inside.all(), f"segment {np.argmin(inside)} does not lie inside its document"
 
 
-class _LengthsOfVolumes:
+class _Lengths:
     """Looked up where they are: 4 bytes per document and process would be 40 GB of copies for 10^10 documents."""
 
-    def __init__(self, volumes: Sequence[MappedVolume], ends: NDArray[np.int64]) -> None:
-        self._volumes, self._ends = volumes, ends
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._corpus)
 
     def __getitem__(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
-        return _look_up_lengths(*_split_numbers(documents, self._ends, self._volumes))
-
-
-def _look_up_lengths(volumes: Sequence[MappedVolume], numbers: Sequence[int]) -> NDArray[np.int32]:
-    """Of documents given by their volumes and their numbers there."""
-    return np.array([volume.length_of[number] for volume, number in zip(volumes, numbers, strict=True)], dtype=np.int32)
-
-
-def _split_numbers(
-    documents: NDArray[np.int64], ends: NDArray[np.int64], volumes: Sequence[MappedVolume]
-) -> tuple[list[MappedVolume], list[int]]:
-    """The volume of each document, and its number there."""
-    if documents.size and not 0 <= documents.min() <= documents.max() < ends[-1]:
-        raise IndexError(f"documents {documents.min()} to {documents.max()} of {ends[-1]}")
-    at = np.searchsorted(ends, documents, side="right")
-    begins = np.append(0, ends[:-1])
-    return [volumes[number] for number in at.tolist()], (documents - begins[at]).tolist()
+        return self._corpus._places(documents).lengths
 
 
 class KeptDocuments:
@@ -253,12 +257,19 @@ def _tables_of_lengths(corpus: Corpus, documents: range) -> list[tuple[int, NDAr
     return [(document, table) for document, table in tables if table.size]
 
 
+def check_indexes(corpus: Corpus) -> None:
+    """Reads all indexes. Raises DataError with file, byte, expected and found."""
+    for volume in corpus.volumes:
+        volume.check_index()
+
+
 def check_content(corpus: Corpus) -> None:
-    """Reads everything: checksums against the manifest, every id inside the vocabulary, no special id but [UNK].
+    """Reads everything: the indexes, checksums against the manifest, every id, none special but that of [UNK].
 
     Raises:
         DataError: With the file, and for an id its byte, document and position.
     """
+    check_indexes(corpus)
     for volume, recorded in zip(corpus.volumes, corpus.manifest.volumes, strict=True):
         bin_sha256, _ = corpus.allowed.scan(volume, eod_id=corpus.manifest.eod_id)
         for path, expected, found in (

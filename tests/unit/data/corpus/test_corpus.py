@@ -7,7 +7,7 @@ import pytest
 from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus.format import token_dtype
-from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
 from megatron_neobert.errors import DataError
 
 LENGTHS = [3, 1, 4, 2]
@@ -64,7 +64,7 @@ def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length
         pytest.param(
             "idx",
             put("<B", 17, 4),
-            f"byte {AT_POINTERS + 8}: .* 1 to be 12 bytes, the int32 tokens .* found 6;",
+            f"expected 24 bytes for 6 tokens of int32, as small.idx has it, found a file of {BIN_BYTES} bytes",
             id="dtype lies",
         ),
         pytest.param("idx", cut(20), "byte 20: expected at least 34 bytes of header, found a file of 20", id="header"),
@@ -80,7 +80,7 @@ def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length
             "idx", put("<i", AT_LENGTHS, 4), f"byte {AT_POINTERS + 8}: .* 1 to be 8 bytes, .* found 6", id="length"
         ),
         pytest.param(
-            "idx", put("<q", AT_POINTERS + 24, 99), f"byte {AT_POINTERS + 24}: .* be 16 .*, found 99", id="past end"
+            "idx", put("<q", AT_POINTERS + 24, 99), "expected 103 bytes for 51 tokens of uint16", id="past end"
         ),
         pytest.param(
             "idx", put("<q", AT_BOUNDARIES + 8, 2), f"byte {AT_BOUNDARIES + 8}: .* 1 .* 1, found 2", id="boundary"
@@ -99,14 +99,51 @@ def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length
         ),
     ],
 )
-def test_damage_is_found_on_open_and_named_with_its_numbers(prefix, end, change, message):
+def test_damage_is_found_by_the_check_of_the_indexes_and_named_with_its_numbers(prefix, end, change, message):
     path = prefix.with_suffix(f".{end}")
     content = bytearray(path.read_bytes())
     content = change(content) or content
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        Corpus(prefix)
-    assert str(path) in str(caught.value)
+        check_indexes(Corpus(prefix))
+    assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize("volumes", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "wrong", "others"),
+    [
+        (put("<i", AT_LENGTHS + 4, 2), 1, [0, 2, 3]),
+        (put("<i", AT_LENGTHS + 4, -1), 1, [0, 2, 3]),
+        (put("<q", AT_POINTERS + 8, 1 << 40), 1, [2, 3]),
+        (put("<q", AT_POINTERS + 8, 2), 0, [2, 3]),
+        (put("<qq", AT_POINTERS, -6, 0), 0, [2, 3]),
+        (put("<q", AT_POINTERS + 16, 10), 2, [0, 3]),
+    ],
+    ids=["length", "negative length", "pointer", "pointer behind", "two pointers", "pointer into another"],
+)
+def test_a_wrong_place_in_an_index_is_found_by_the_first_look_at_its_document(tmp_path, volumes, change, wrong, others):
+    documents = random_documents(LENGTHS * volumes, 100)
+    write_corpus(tmp_path / "small", documents, numbered_tokenizer(100), shard_bytes=BIN_BYTES)
+    index, first = tmp_path / ("small.idx" if volumes == 1 else "small_00001.idx"), 4 * (volumes - 1)
+    content = bytearray(index.read_bytes())
+    change(content)
+    index.write_bytes(content)
+    corpus = Corpus(tmp_path / "small")
+    assert [corpus.document(first + number).tolist() for number in others] == [
+        documents[first + number].tolist() for number in others
+    ]
+    assert corpus.lengths[first + np.array(others)].tolist() == [LENGTHS[number] for number in others]
+    one, number = np.array([1]), np.array([first + wrong])
+    for look in (
+        lambda: corpus.document(first + wrong),
+        lambda: corpus.lengths[number],
+        lambda: corpus.gather(number, 0 * one, one),
+    ):
+        with pytest.raises(DataError, match=rf"{index.name}, byte \d+: expected .* document {wrong}\b"):
+            look()
+    with pytest.raises(DataError, match=rf"{index.name}, byte \d+: expected "):
+        check_indexes(corpus)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
@@ -121,10 +158,10 @@ def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix
     check_content(Corpus(prefix))
     index = prefix.with_suffix(".idx")
     content = bytearray(index.read_bytes())
-    put("<q", AT_POINTERS + 24, 99)(content)
+    put("<q", AT_POINTERS + 16, 99)(content)
     index.write_bytes(content)
-    with pytest.raises(DataError, match=f"byte {AT_POINTERS + 24}: .* document 3 to be 16 .* found 99"):
-        Corpus(prefix)
+    with pytest.raises(DataError, match=f"byte {AT_POINTERS + 16}: .* document 2 to be 8 .* found 99"):
+        check_content(Corpus(prefix))
 
 
 @pytest.mark.parametrize(
