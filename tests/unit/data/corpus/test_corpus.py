@@ -1,12 +1,14 @@
 """The corpus on disk: Megatron's format to the byte, and damage that is named instead of trained on."""
 
 import json
+import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
-from megatron_neobert.data.corpus.format import token_dtype
+from megatron_neobert.data.corpus.format import token_dtype, write_manifest
 from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
 from megatron_neobert.errors import DataError
 
@@ -144,6 +146,32 @@ def test_a_wrong_place_in_an_index_is_found_by_the_first_look_at_its_document(tm
             look()
     with pytest.raises(DataError, match=rf"{index.name}, byte \d+: expected "):
         check_indexes(corpus)
+
+
+def test_opening_looks_at_the_ends_alone_of_a_billion_documents(tmp_path):
+    """All between the ends is a hole in the file, so whoever looked there would refuse it."""
+    manifest = write_corpus(tmp_path / "big", random_documents([5], 100), numbered_tokenizer(100))
+    documents, tokens = 10**9, 5 * 10**9
+    with (tmp_path / "big.idx").open("r+b") as index:
+        index.seek(18)
+        index.write(struct.pack("<QQ", documents, documents + 1))
+        for at, value in ((AT_LENGTHS, 5), (AT_LENGTHS + 4 * (documents - 1), 5)):
+            index.seek(at)
+            index.write(struct.pack("<i", value))
+        index.seek(HEADER_BYTES + 12 * documents - 8)
+        index.write(struct.pack("<q", 2 * (tokens - 5)))
+        index.truncate(HEADER_BYTES + 12 * documents + 8 * (documents + 1))
+    with (tmp_path / "big.bin").open("r+b") as ids:
+        ids.truncate(2 * tokens)
+    volumes = [replace(manifest.volumes[0], documents=documents, tokens=tokens)]
+    facts = {"documents": documents, "records": documents, "tokens": tokens, "volumes": volumes}
+    write_manifest(tmp_path / "big.json", replace(manifest, **facts))
+    corpus = Corpus(tmp_path / "big")
+    assert len(corpus) == documents
+    assert corpus.document(documents - 1).size == 5
+    for look in (lambda: corpus.document(documents // 2), lambda: check_indexes(corpus)):
+        with pytest.raises(DataError, match="expected "):
+            look()
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
