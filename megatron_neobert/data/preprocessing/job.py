@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -33,6 +34,7 @@ from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
 Kind = Literal["ids", "lengths", "hashes", "rejects"]
 _JOB = "job.json"
 _MISMATCH = "mismatch"
+_PARTS = "parts.json"
 
 
 @dataclass
@@ -198,6 +200,41 @@ def read_result(task: PartTask, end: Literal["done", "damaged"] = "done") -> Par
             return None
     known = {"number": task.number, "shard": task.shard, "counts": Counts(**content["counts"])}
     return PartResult(**{**content, **known})
+
+
+class KnownParts:
+    """How an earlier run or another task of the array has cut the shards: unchanged ones need not be opened for it.
+
+    Args:
+        folder: PREFIX.partial, which may not be there.
+    """
+
+    def __init__(self, folder: Path, read: ReadSettings) -> None:
+        self._read: dict[str, Any] = json.loads(json.dumps(asdict(read) | {"version": __version__}))
+        self._parts: dict[tuple[str, ShardVersion], list[ShardPart]] = {}
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # without it, shards are opened
+            content = json.loads((folder / _PARTS).read_bytes())
+            if content["read"] == self._read:
+                self._parts = {
+                    (path, ShardVersion(*version)): [ShardPart(path, *part) for part in parts]
+                    for path, version, parts in content["shards"]
+                }
+
+    def find(self, path: str, version: ShardVersion) -> list[ShardPart] | None:
+        return self._parts.get((path, version))
+
+    def write(self, folder: Path, parts: Sequence[ShardPart], versions: Mapping[str, ShardVersion]) -> None:
+        """Keeps these for others, where not all were known before."""
+        by_path: dict[str, list[ShardPart]] = {}
+        for part in parts:
+            by_path.setdefault(part.path, []).append(part)
+        if all((path, versions[path]) in self._parts for path in by_path):
+            return
+        shards = [
+            (path, versions[path], [(part.format, part.compression, part.start, part.end) for part in own])
+            for path, own in by_path.items()
+        ]
+        replace_file(folder / _PARTS, json.dumps({"read": self._read, "shards": shards}), sync=False)
 
 
 class JobFolder:

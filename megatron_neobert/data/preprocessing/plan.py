@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest, token_dtype
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters, find_filters
-from megatron_neobert.data.preprocessing.job import JobFolder, PartTask, TaskSettings
+from megatron_neobert.data.preprocessing.job import JobFolder, KnownParts, PartTask, TaskSettings
 from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
@@ -84,6 +84,7 @@ class Plan:
     filter_sources: tuple[FilterSource, ...]
     versions: dict[str, ShardVersion]  # by path or URL, in the order of reading
     parts: list[ShardPart]
+    known: KnownParts
     damaged: dict[str, str]  # why a shard has no parts, by path or URL; empty without --quarantine
 
     def shard_name(self, path: str) -> str:
@@ -169,9 +170,14 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
     for shard in (Path(name) for name in shards if "://" not in name):
         if shard.parent.resolve() == output.parent and shard.name.startswith(f"{settings.files.name}."):
             raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
+    known = KnownParts(settings.files.partial, settings.read)
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
-        versions = threads.map(shard_version, shards)
-        looks = list(threads.map(lambda shard: _parts_or_damage(shard, settings.read), shards))
+        versions = list(threads.map(shard_version, shards))
+
+        def look(shard: str, version: ShardVersion) -> list[ShardPart] | str:
+            return known.find(shard, version) or _parts_or_damage(shard, settings.read)
+
+        looks = list(threads.map(look, shards, versions))
         plan = Plan(
             settings=settings,
             files=settings.files,
@@ -180,6 +186,7 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             filter_sources=find_filters(settings.filter),
             versions=dict(zip(shards, versions, strict=True)),
             parts=[part for parts in looks if isinstance(parts, list) for part in parts],
+            known=known,
             damaged={shard: reason for shard, reason in zip(shards, looks, strict=True) if isinstance(reason, str)},
         )
     names = Counter(map(plan.shard_name, shards))

@@ -162,6 +162,7 @@ def preprocess(
         job.begin(
             plan.task_settings.decisive, resume=settings.resume, overwrite=settings.overwrite, merge=settings.merge
         )
+        plan.known.write(job.path, plan.parts, plan.versions)
         all_tasks = part_tasks(plan)
         tasks = all_tasks[settings.shard_index or 0 :: settings.num_shards or 1]
         progress = Progress(plan, sum(plan.input_bytes(plan.parts[task.number]) for task in tasks), on_progress)

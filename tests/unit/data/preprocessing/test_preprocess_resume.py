@@ -3,9 +3,11 @@
 import pytest
 from unit.data.preprocess_place import add_mixed_shards, decoded
 
+from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
 
 
@@ -165,6 +167,35 @@ def test_three_tasks_and_a_merge_give_the_corpus_of_one_run(place, order):
     place.run(deduplicate="exact", split_validation=0.1, merge=True)
     assert place.contents() == place.contents("whole")
     assert len(place.contents()) == 7  # two corpora of three files, rejects
+
+
+def test_shards_are_opened_to_be_cut_by_the_first_task_alone_and_again_when_they_change(place, monkeypatch):
+    opened = []
+
+    def look(shard, read):
+        opened.append(shard.rpartition("/")[2])
+        return split_into_parts(shard, read, part_bytes=300)
+
+    monkeypatch.setattr(plan_module, "split_into_parts", look)
+    add_mixed_shards(place)
+    for task in range(3):
+        place.run(shard_index=task, num_shards=3)
+    assert sorted(opened) == sorted(file.name for file in place.shards.iterdir())
+    opened.clear()
+    place.add_texts("1.jsonl", "hello", "world")
+    place.run(resume=True)
+    assert opened == ["1.jsonl"]
+    place.run("whole")
+    assert place.contents() == place.contents("whole")
+
+    for damaged in ("{", '{"read": {}}', "[1]", '{"read": 1, "shards": [[]]}'):
+        folder = place.folder / "out" / "damaged_content_document.partial"
+        folder.mkdir()
+        (folder / "parts.json").write_text(damaged)
+        place.run("damaged", overwrite=True)
+        assert place.contents("damaged") == {
+            name.replace("whole", "damaged"): content for name, content in place.contents("whole").items()
+        }
 
 
 def test_merge_waits_for_all_tasks(place):
