@@ -27,7 +27,7 @@ def main() -> None:
     """Reads the arguments, runs what has not been run, and prints the table."""
     arguments = _parse()
     _check(arguments)
-    from megatron_neobert.evaluation.glue.predictions import write_submission
+    from megatron_neobert.evaluation.glue.predictions import write_submission, zip_submission
     from megatron_neobert.evaluation.glue.run import best_model, evaluate
 
     evaluation = _build_evaluation(arguments)
@@ -35,11 +35,14 @@ def main() -> None:
     print((evaluation.folder / "glue.md").read_text(encoding="utf-8"))
     print(f"wrote {evaluation.folder / 'glue.json'}, .csv and .md")
     if arguments.predict:
+        place = evaluation.folder / "glue" / "submission"
         for task in evaluation.tasks:
             weights = best_model(evaluation, task)
-            place = evaluation.folder / "glue" / "submission"
             for path in write_submission(task, weights, arguments.data_dir, place, evaluation.protocol):
                 print(f"wrote {path}")
+        archive, missing = zip_submission(place)
+        lacks = f", without {', '.join(missing)}, which the server wants too (--tasks)" if missing else ""
+        print(f"wrote {archive} for gluebenchmark.com{lacks}")
 
 
 def _parse() -> argparse.Namespace:
@@ -78,7 +81,11 @@ def _parse() -> argparse.Namespace:
         help="where RTE, MRPC, STS-B and QNLI start: the best MNLI model of this output, or a folder (default: mnli)",
     )
     transfer.add_argument("--no-transfer", action="store_true", help="start every task from --model")
-    add("--predict", action="store_true", help="write OUTPUT/MODEL/glue/submission/*.tsv for the GLUE server as well")
+    add(
+        "--predict",
+        action="store_true",
+        help="write the answers for the GLUE server as well: OUTPUT/MODEL/glue/submission.zip",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

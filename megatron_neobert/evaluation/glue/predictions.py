@@ -7,6 +7,7 @@ comparison by accident: what is not defined counts as 0, with a warning.
 """
 
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from megatron_neobert.evaluation.glue.tasks import (
     find_task,
     read_split,
 )
-from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.runtime.atomic_files import replace_file, replacing
 
 EVALUATION_BATCH = 32
 
@@ -119,6 +120,17 @@ def write_submission(name: str, weights: Path, data_dir: Path, output: Path, pro
         lines = ["index\tprediction", *(f"{number}\t{answer}" for number, answer in enumerate(answers))]
         replace_file(written[-1], "\n".join(lines) + "\n")
     return written
+
+
+def zip_submission(folder: Path) -> tuple[Path, list[str]]:
+    """FOLDER.zip for the server of the answers in `folder`, and the files that it wants besides."""
+    tests = [(task, split) for task in (*TASKS.values(), DIAGNOSTIC) for split in task.rows if split.startswith("test")]
+    wanted = [_FILE_NAMES.get(split, f"{task.title}.tsv") for task, split in tests]
+    there = [name for name in wanted if (folder / name).is_file()]
+    with replacing(folder.with_suffix(".zip")) as path, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in there:
+            archive.write(folder / name, name)
+    return folder.with_suffix(".zip"), [name for name in wanted if name not in there]
 
 
 def read_test_sets(name: str, data_dir: Path) -> Iterator[tuple[GlueTask, str, GlueSplit]]:

@@ -4,13 +4,14 @@ import dataclasses
 import fcntl
 import json
 import shutil
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from unit.evaluation.glue_place import POINT, build_evaluation, build_run, make_place
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
-from megatron_neobert.evaluation.glue.predictions import to_answers, write_submission
+from megatron_neobert.evaluation.glue.predictions import to_answers, write_submission, zip_submission
 from megatron_neobert.evaluation.glue.results import RUN, TaskStudy
 from megatron_neobert.evaluation.glue.run import Grid, best_model, evaluate
 from megatron_neobert.evaluation.glue.tasks import TASKS
@@ -184,6 +185,12 @@ def test_submission_has_the_servers_files_words_and_order(place):
         assert lines[0] == ["index", "prediction"]
         assert [line[0] for line in lines[1:]] == [str(number) for number in range(rows)]
         assert {line[1] for line in lines[1:]} <= set(TASKS[task].labels)
+    path, missing = zip_submission(place / "answers")
+    assert missing == ["QNLI.tsv", "QQP.tsv", "SST-2.tsv", "MRPC.tsv", "CoLA.tsv", "STS-B.tsv", "WNLI.tsv"]
+    with zipfile.ZipFile(path) as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == {
+            file.name: file.read_bytes() for file in written
+        }
 
 
 def test_scores_for_the_server_stay_within_0_and_5():
