@@ -27,6 +27,16 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.atomic_files import replace_file
 
 _RECORD = "metrics.jsonl"
+_SPEED = [
+    "tokens_per_second",
+    "tokens_per_second_per_rank",
+    "tflops_per_rank",
+    "mfu",
+    "fill",
+    "data_wait",
+    "eta_seconds",
+]
+_GROUPS = {"memory_gib": "memory", **dict.fromkeys(_SPEED, "speed")}  # of TensorBoard's tags; all others are train/
 _ID_FILE = "wandb_id.txt"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REASON_LINES = 3  # of an error of W&B: a heading, the setting, what is wrong with it
@@ -58,7 +68,7 @@ class Trackers:
             self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
         if self.tensorboard is not None:
             for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, iteration)
+                self.tensorboard.add_scalar(_tag(name), value, iteration)
         if self.wandb is not None:
             self.wandb.record(iteration, values)
 
@@ -73,6 +83,13 @@ class Trackers:
             self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.close(failed=failed)
+
+
+def _tag(name: str) -> str:
+    """TensorBoard shows what shares the first part of its tag together."""
+    if name.startswith("validation_"):
+        return name.replace("_", "/", 1)
+    return f"{_GROUPS.get(name, 'train')}/{name}"
 
 
 def _open_tensorboard(settings: Settings, iteration: int) -> Any:

@@ -1,12 +1,44 @@
-"""W&B that does not start says why, in a sentence."""
+"""What TensorBoard is given, and W&B that does not start and says why."""
+
+import importlib.util
+import json
+import math
 
 import pytest
 
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
+from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.training.trackers import WandbRun
+from megatron_neobert.training.trackers import Trackers, WandbRun
 
-pytest.importorskip("wandb")
+
+def test_tensorboard_has_the_values_of_the_record_in_groups(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = Trackers(Settings(checkpoint=CheckpointConfig(save=str(tmp_path))), iteration=0, log=print)
+    values = {
+        "loss": 2.5,
+        "lr": 0.125,
+        "mfu": 0.5,
+        "memory_gib": 3.0,
+        "validation_loss_web": 4.0,
+        "grad_norm": math.inf,
+    }
+    trackers.record(7, values, cursor=Cursor())
+    trackers.close(failed=False)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = {
+        "train/loss": 2.5,
+        "train/lr": 0.125,
+        "speed/mfu": 0.5,
+        "memory/memory_gib": 3.0,
+        "validation/loss_web": 4.0,
+    }
+    assert found == {tag: [(7, value)] for tag, value in tags.items()}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()).items() >= {"loss": 2.5, "iteration": 7}.items()
+
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 
 
 def start(save: object) -> None:
@@ -14,12 +46,14 @@ def start(save: object) -> None:
     WandbRun(settings, log=print)
 
 
+@needs_wandb
 def test_a_wrong_variable_of_wandb_is_named_with_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nonsense")
     with pytest.raises(ConfigError, match=r"did not start \(.* mode Input .*'nonsense'.*correct what it names"):
         start(tmp_path)
 
 
+@needs_wandb
 @pytest.mark.parametrize("content", [b"", b"a b\n", b"\xff\xfe", b"../x", b"a" * 99])
 def test_a_damaged_id_is_refused_with_the_file_that_holds_it(content, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
