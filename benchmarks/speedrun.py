@@ -1,6 +1,6 @@
 """How long recipes take to a validation loss: the table of a speedrun, out of the logs of their runs.
 
-    python benchmarks/speedrun.py speedrun_run/runs/laptop_plain speedrun_run/runs/laptop --target 5.2
+    python benchmarks/speedrun.py speedrun_run/runs/laptop_plain speedrun_run/runs/laptop --target 5.25
 
 Each folder holds a run for each seed. A recipe reaches the target if the mean of its last validation losses lies below
 it with p < 0.01. Its time is that of training alone: reading data, forward, backward and update; neither start, nor

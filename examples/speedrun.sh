@@ -37,7 +37,7 @@ if [[ -z ${DATA-} ]]; then # the laptop track's: documentation of Python package
         --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" \
         --split-validation 0.03
     DATA=$folder/corpus_content_document VALIDATION=$folder/corpus_content_document_validation
-    TOKENIZER=$folder/tokenizer TARGET=${TARGET:-5.2}
+    TOKENIZER=$folder/tokenizer TARGET=${TARGET:-5.25}
     export NPROC_PER_NODE=1 # which takes all cores
 fi
 runs=()
