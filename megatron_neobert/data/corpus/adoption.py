@@ -38,7 +38,7 @@ from megatron_neobert.data.corpus.volumes import (
     write_index,
 )
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import replacing, sha256_of
 
 _CHUNK = 1 << 20  # documents handled at a time
@@ -59,6 +59,7 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> Adopted:
     Raises:
         MissingInputError: One of the two is not there.
         DataError: They are damaged, were written with another tokenizer, or end only some documents by a token.
+        OutputError: Other files have the name that the corpus would have.
     """
     source = corpus_files(prefix)
     for file in (source.bin, source.idx):
@@ -75,6 +76,8 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> Adopted:
         corpus = Corpus(adopted_prefix)
         corpus.check_tokenizer(tokenizer)
         return Adopted(adopted_prefix, corpus.manifest, megatron.describe(eod_id), already)
+    if not in_place:
+        _refuse_other_files(source, files)
     try:
         if in_place:
             index = FileRecord(source.idx.stat().st_size, sha256_of(source.idx))
@@ -199,8 +202,16 @@ def _describe(
     )
 
 
+def _refuse_other_files(source: CorpusFiles, files: CorpusFiles) -> None:
+    """Raises OutputError where something lies under the corpus's name that no killed call has left."""
+    left = files.bin.exists() and files.bin.samefile(source.bin)
+    for file in (files.bin, files.idx):
+        if file.exists() and not left:
+            raise OutputError(f"{file} is not of {source.bin.name}; move it away, for the corpus takes its name")
+
+
 def _link(source: Path, target: Path) -> None:
-    """A second name for a file, on its file system a hard link, in place of what a killed call has left."""
+    """A second name for a file, on its file system a hard link."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

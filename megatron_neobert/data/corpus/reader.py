@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
-from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, damage, first_wrong_place
+from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed
@@ -131,7 +131,7 @@ class Corpus:
             (volume,) = self.volumes
             lengths, begins, nexts = volume.lengths[documents], volume.pointers[documents], volume.nexts[documents]
             nexts[nexts == 0] = volume.end
-            volumes, numbers = None, documents
+            volumes, numbers, ends = None, documents, np.int64(volume.end)
         else:
             at = np.searchsorted(self._ends, documents, side="right")
             numbers = documents - np.append(0, self._ends[:-1])[at]
@@ -140,9 +140,12 @@ class Corpus:
             lengths = np.array([volume.length_of[number] for volume, number in pairs], dtype=np.int32)
             begins = np.array([volume.pointer_of[number] for volume, number in pairs], dtype=np.int64)
             nexts = np.array([volume.pointer_of[number + 1] or volume.end for volume, number in pairs], dtype=np.int64)
-        gap, item = self.volumes[0].gap, self.dtype.itemsize
-        if (wrong := first_wrong_place(begins, lengths, nexts, item_bytes=item, gap=gap)) is not None:
-            raise (volumes[wrong] if volumes else self.volumes[0]).wrong_place(int(numbers[wrong]))
+            ends = np.array([volume.end for volume in volumes], dtype=np.int64)
+        gap, item = np.int64(self.volumes[0].gap), self.dtype.itemsize
+        wrong = (begins + (lengths + gap) * item != nexts) | (lengths < 1) | (begins < 0) | (nexts > ends)
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise (volumes[first] if volumes else self.volumes[0]).wrong_place(int(numbers[first]))
         return _Places(volumes, begins, lengths)
 
     def will_need(self, documents: NDArray[np.int64]) -> None:

@@ -228,7 +228,9 @@ class MappedVolume:
         begin, length, following = (int(values[number]) for values in (self.pointers, self.lengths, self.nexts))
         following = following or self.end
         at = HEADER.size + 4 * self.lengths.size + 8 * number
-        wanted = f"pointer and length of document {number} to lead to {following}, where the next one begins"
+        wanted = (
+            f"pointer and length of document {number} to lead to {following}, the next one, within {self.end} bytes"
+        )
         return damage(self.idx, at, wanted, f"{begin} bytes and {length} tokens of {self.dtype}")
 
     def ends_within(self, first: int, stop: int) -> NDArray[np.int64]:
@@ -249,14 +251,6 @@ class MappedVolume:
         for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):
             page = begin - begin % mmap.PAGESIZE
             self._bin_map.madvise(mmap.MADV_WILLNEED, page, end - page)
-
-
-def first_wrong_place(
-    begins: NDArray[np.int64], lengths: NDArray[np.int32], nexts: NDArray[np.int64], *, item_bytes: int, gap: int
-) -> int | None:
-    """Which of some documents does not end where the next one begins, or has no token."""
-    wrong = (begins + (lengths + np.int64(gap)) * item_bytes != nexts) | (lengths < 1) | (begins < 0)
-    return int(np.argmax(wrong)) if wrong.any() else None
 
 
 class AllowedIds:

@@ -10,9 +10,10 @@ import torch
 from unit.data.small_corpus import numbered_tokenizer, random_documents
 from unit.tools.commands import run_forked
 
+from megatron_neobert.data.corpus import adoption
 from megatron_neobert.data.corpus.adoption import adopt
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import DataError
+from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
@@ -127,6 +128,31 @@ def test_what_cannot_be_a_corpus_is_refused_and_leaves_nothing(tmp_path, make, v
     with pytest.raises(DataError, match=message):
         adopt(str(tmp_path / "M"), numbered_tokenizer(vocab_size))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_a_killed_call_has_left_is_replaced_and_files_of_others_are_not(tmp_path, monkeypatch):
+    prefix = write_as_megatron(tmp_path / "M", DOCUMENTS, eod_id=SEP)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(adoption, "write_manifest", raise_interrupt)
+        adopt(prefix, TOKENIZER)
+    assert (tmp_path / "M_documents.idx").exists()
+    with pytest.raises(DataError, match=r"M_documents\.json missing"):
+        Corpus(f"{prefix}_documents")
+    adopt(prefix, TOKENIZER)
+    check_content(Corpus(f"{prefix}_documents"))
+
+    other = write_as_megatron(tmp_path / "N", DOCUMENTS, eod_id=SEP)
+    for end in ("bin", "idx"):
+        theirs = tmp_path / f"N_documents.{end}"
+        theirs.write_text("precious")
+        with pytest.raises(OutputError, match=rf"N_documents\.{end} is not of N\.bin; move it away"):
+            adopt(other, TOKENIZER)
+        assert theirs.read_text() == "precious"
+        theirs.unlink()
+
+
+def raise_interrupt(*arguments):
+    raise KeyboardInterrupt
 
 
 def test_every_reader_names_the_command_that_makes_a_corpus_of_such_files(tmp_path, tiny_corpus):
