@@ -75,7 +75,7 @@ def _name_tensor_types_as_cuda() -> None:
 
 
 class _StaysFloat32(torch.Tensor):
-    def bfloat16(self) -> torch.Tensor:  # type: ignore[override]
+    def bfloat16(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).float().clone()  # which the caller divides in place
 
 
