@@ -88,9 +88,8 @@ def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch
 
     batch, row = RecordBatch(), part.start
     read = parquet_rows if part.format == "parquet" else arrow_rows
-    others = {
-        key: _values(read(part, key, of_text=False)) for key in settings.record_keys or ()
-    }  # each in a reading of its own
+    # Each field in a reading of its own.
+    others = {key: _values(read(part, key, of_text=False)) for key in settings.record_keys or ()}
     for column, progress in take_together(read(part, settings.text_key)):
         text_bytes = pc.sum(pc.binary_length(column)).as_py() or 0
         full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
@@ -140,8 +139,16 @@ def take_together(steps: Iterable[Rows]) -> Iterator[Rows]:
 
 
 def _values(steps: Iterable[Rows]) -> Iterator[Any]:
+    import pyarrow as pa
+
     for column, _ in steps:
-        yield from column.to_pylist()
+        try:
+            values = column.to_pylist()
+        except UnicodeDecodeError:  # strings that are none
+            values = [
+                value if value is None else decode(value)[0] for value in column.cast(pa.large_binary()).to_pylist()
+            ]
+        yield from values
 
 
 def _add_rows(

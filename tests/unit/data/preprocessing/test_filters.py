@@ -90,6 +90,16 @@ def test_a_text_file_has_no_fields_and_the_filter_knows_its_name(place, filters)
         place.run("named", filter=filters("name_the_shard"), record_keys=())
 
 
+def test_a_field_that_is_no_utf8_is_repaired(place, filters):
+    broken = pa.array([b"wor\xffld", None, b"xy"]).view(pa.binary())
+    languages = pa.Array.from_buffers(pa.string(), 3, broken.buffers(), null_count=1)
+    pq.write_table(pa.table({"content": ["zy", "hello zy", "zy"], "language": languages}), place.shards / "a.parquet")
+    file = place.folder / "own_filters.py"
+    file.write_text(file.read_text() + "def show(record):\n    return repr(record.fields['language'])\n")
+    with pytest.raises(DataError, match=r"1 own_filters:show: 'wor\ufffdld', 1 own_filters:show: 'xy', 1 .*: None"):
+        place.run(filter=filters("show"), record_keys=("language",))
+
+
 def test_failures_end_the_run_above_the_error_rate_or_at_the_first(place, filters):
     place.add_texts("a.jsonl", "xyz", *["hello"] * 9)
     place.run(filter=filters("rewrite"), record_keys=(), max_error_rate=0.1)
