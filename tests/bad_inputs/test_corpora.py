@@ -77,7 +77,11 @@ MANIFESTS = [
     pytest.param(edited(special_tokens={"mask": 0}), ["expected special_tokens", "found"], id="mask is pad"),
     pytest.param(edited(tokenizer_fingerprint="0" * 64), ["written with tokenizer 000000000000"], id="fingerprint"),
     pytest.param(edited(dtype="uint8"), ["expected dtype uint16 as in small.idx, found uint8"], id="dtype uint8"),
-    pytest.param(edited(inputs={"a": {"bytes": "1"}}), ["bytes, sha256 in 'inputs' of 'a'"], id="input without sum"),
+    pytest.param(
+        edited(inputs={"a": {"bytes": "1"}}),
+        ["bytes, sha256, documents, tokens in 'inputs' of 'a'"],
+        id="input without sum",
+    ),
     pytest.param(edited(volumes={"bin": {"bytes": 20, "sha256": "0"}}), ["sha256 0 as in small.json"], id="no sha256"),
 ]
 

@@ -142,7 +142,8 @@ class Corpus:
             nexts = np.array([volume.pointer_of[number + 1] or volume.end for volume, number in pairs], dtype=np.int64)
             ends = np.array([volume.end for volume in volumes], dtype=np.int64)
         gap, item = np.int64(self.volumes[0].gap), self.dtype.itemsize
-        wrong = (begins + (lengths + gap) * item != nexts) | (lengths < 1) | (begins < 0) | (nexts > ends)
+        wrong = (begins + (lengths + gap) * item != nexts) | (lengths < 1)
+        wrong |= (begins < 0) | (begins > ends) | (nexts > ends)  # begins: their sum with the length may overflow
         if wrong.any():
             first = int(np.argmax(wrong))
             raise (volumes[first] if volumes else self.volumes[0]).wrong_place(int(numbers[first]))

@@ -122,8 +122,18 @@ def test_damage_is_found_by_the_check_of_the_indexes_and_named_with_its_numbers(
         (put("<qq", AT_POINTERS, -6, 0), 0, [2, 3]),
         (put("<q", AT_POINTERS + 16, 10), 2, [0, 3]),
         (put("<qq", AT_POINTERS + 8, 1 << 40, (1 << 40) + 2), 1, [3]),
+        (put("<qq", AT_POINTERS + 8, (1 << 63) - 2, -1 << 63), 1, [3]),
     ],
-    ids=["length", "negative length", "pointer", "pointer behind", "two pointers", "into another", "beyond the end"],
+    ids=[
+        "length",
+        "negative length",
+        "pointer",
+        "pointer behind",
+        "two pointers",
+        "into another",
+        "beyond",
+        "overflow",
+    ],
 )
 def test_a_wrong_place_in_an_index_is_found_by_the_first_look_at_its_document(tmp_path, volumes, change, wrong, others):
     documents = random_documents(LENGTHS * volumes, 100)

@@ -55,9 +55,8 @@ def test_documents_are_read_from_any_number_of_volumes(tmp_path, vocab_size, vol
 @pytest.mark.parametrize("number", [-1, 4])
 def test_document_outside_the_volumes_is_an_index_error(volumes, number):
     corpus, one = Corpus(volumes), np.array([1])
-    with pytest.raises(IndexError, match=f"document {number} of 4"):
-        corpus.document(number)
     for look_up in (
+        lambda: corpus.document(number),
         lambda: corpus.lengths[np.array([number])],
         lambda: corpus.gather(np.array([number]), 0 * one, one),
     ):
