@@ -43,7 +43,7 @@ def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
         "preprocess_data", *arguments_of(place.folder, "--executor", "ray", "--ray-address", "local")
     )
     subprocess.run([environment / "bin" / "python", *words], env=ENVIRONMENT, timeout=600, check=True)
-    assert Corpus(place.folder / "run_content_document").lengths[0] == 2
+    assert Corpus(place.folder / "run_content_document").document(0).size == 2
 
 
 def ray_workers():
