@@ -82,7 +82,7 @@ def test_a_cpu_orthogonalizes_in_float32(monkeypatch):
         exact = a * exact + (b * gram + c * gram @ gram) @ exact
     ours, in_bfloat16 = (getattr(module, name)(matrix, coefficients, 5, 1e-7) for module in (torch.optim._muon, torchs))
     assert ours.dtype == torch.float32 and matrix.dtype == torch.float32
-    torch.testing.assert_close(ours.double(), exact.T, rtol=0, atol=1e-5)  # measured: 1.0e-6 of 0.5
+    torch.testing.assert_close(ours.double(), exact.T, rtol=0, atol=1e-5)  # measured: 6.2e-7 of 0.36
     assert (in_bfloat16 - exact.T).abs().max() > 1e-3
 
 

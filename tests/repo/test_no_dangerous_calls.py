@@ -25,7 +25,7 @@ SOURCES = sorted(
 
 BENCHMARK = "benchmarks/benchmark_loader.py"
 ALLOWED = {
-    # The code that --filter names, by whoever starts the command.
+    # The code that --filter names on the command line.
     "megatron_neobert/data/preprocessing/filters.py": "importlib.util.spec_from_file_location is not to be used",
     BENCHMARK: "imports megatron.core.datasets",  # whose caches are pickles; it reads what it has just written itself
 }

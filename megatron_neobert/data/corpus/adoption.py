@@ -127,7 +127,8 @@ class _MegatronIndex:
 
     def describe(self, eod_id: int | None) -> str:
         """What was found, in words."""
-        form = "one sequence each" if self.are_sequences else f"{len(self._pointers):,} sequences (--split-sentences)"
+        sequences = len(self._pointers)
+        form = "one sequence each" if sequences == self.documents else f"{sequences:,} sequences (--split-sentences)"
         end = "nothing at their end" if eod_id is None else f"id {eod_id} at their end (--append-eod)"
         return f"{self.documents:,} documents, {form}, {end}, {self.empty:,} empty ones besides"
 

@@ -161,7 +161,7 @@ class InputRecord:
 
     bytes: int
     sha256: str | None  # None: a URL, which is read once
-    documents: int | None = None  # of it in this corpus, one after the other; None: a version before 0.2 wrote it
+    documents: int | None = None  # of it in this corpus, one after the other; None: written before they were counted
     tokens: int | None = None  # in them
 
 

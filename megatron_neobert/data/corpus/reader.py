@@ -123,7 +123,7 @@ class Corpus:
             )
         return ids
 
-    def _places(self, documents: NDArray[np.int64]) -> "_Places":
+    def _places(self, documents: NDArray[np.int64]) -> _Places:
         """Raises DataError where the index leads a document elsewhere than to the one before the next."""
         if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
             raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")

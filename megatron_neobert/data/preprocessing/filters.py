@@ -59,7 +59,7 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
         try:
             source = FilterSource(place, function, _sha256_of(place))
             is_filter = callable(load_filter(source))
-        except Exception as error:  # of the import, whatever the file does
+        except Exception as error:  # a file that is imported may raise anything
             raise ConfigError(
                 f"--filter {name}: {type(error).__name__}: {error}; give FILE.py:FUNCTION or MODULE:FUNCTION, which "
                 "can be imported"
@@ -99,23 +99,28 @@ def _sha256_of(place: str) -> str:
 
 
 def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], shard: str) -> RecordBatch:
-    """What the filters leave of a batch; each is given what the one before has left."""
+    """What the filters leave of a batch; each is given what the one before has left.
+
+    Raises:
+        DataError: The file of a filter has changed since the run was planned.
+    """
     if not sources:
         return batch
     left = replace(batch, texts=[], origins=[], utf8_bytes=0)
+    filters = [(source.label, load_filter(source)) for source in sources]
     for text, origin in zip(batch.texts, batch.origins, strict=True):
         record = Record(text, shard, origin.fields)
-        for source in sources:
+        for label, function in filters:
             try:
-                answer = load_filter(source)(record)
+                answer = function(record)
                 if not isinstance(answer, Record | str | None):
                     raise TypeError(f"returned {type(answer).__name__}, and not a record, a reason to drop it or None")
             except Exception as error:
-                detail = f"{source.label}: {type(error).__name__}: {error}"
+                detail = f"{label}: {type(error).__name__}: {error}"
                 reject(left, FILTER_FAILED, origin.number, detail, text.encode())
                 break
             if isinstance(answer, str):
-                left.dropped[f"{source.label}: {answer}"] += 1
+                left.dropped[f"{label}: {answer}"] += 1
                 break
             record = answer or record
         else:

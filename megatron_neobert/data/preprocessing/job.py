@@ -224,11 +224,11 @@ class KnownParts:
         return self._parts.get((path, version))
 
     def write(self, folder: Path, parts: Sequence[ShardPart], versions: Mapping[str, ShardVersion]) -> None:
-        """Keeps these for others, where not all were known before."""
+        """Keeps these for others, unless they are there."""
         by_path: dict[str, list[ShardPart]] = {}
         for part in parts:
             by_path.setdefault(part.path, []).append(part)
-        if all((path, versions[path]) in self._parts for path in by_path):
+        if (folder / _PARTS).exists() and all((path, versions[path]) in self._parts for path in by_path):
             return
         shards = [
             (path, versions[path], [(part.format, part.compression, part.start, part.end) for part in own])

@@ -68,7 +68,7 @@ def test_documents_are_those_that_megatron_was_given(tmp_path, dtype, eod_id, se
 
 
 @pytest.mark.parametrize("chunk", [4, 6, 8, 1 << 20])
-def test_a_wrong_id_is_found_among_the_separators_whatever_is_read_at_once(tmp_path, monkeypatch, chunk):
+def test_a_wrong_id_is_found_among_the_separators_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
     prefix = write_as_megatron(tmp_path / "M", DOCUMENTS, eod_id=SEP)
     monkeypatch.setattr("megatron_neobert.data.corpus.volumes._SCANNED_BYTES", chunk)
     adopt(prefix, TOKENIZER)

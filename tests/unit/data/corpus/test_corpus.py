@@ -160,7 +160,7 @@ def test_a_wrong_place_in_an_index_is_found_by_the_first_look_at_its_document(tm
 
 
 def test_opening_looks_at_the_ends_alone_of_a_billion_documents(tmp_path):
-    """All between the ends is a hole in the file, so whoever looked there would refuse it."""
+    """All between the ends is a hole in the file, so a look at it would refuse the corpus."""
     manifest = write_corpus(tmp_path / "big", random_documents([5], 100), numbered_tokenizer(100))
     documents, tokens = 10**9, 5 * 10**9
     with (tmp_path / "big.idx").open("r+b") as index:

@@ -9,6 +9,7 @@ from unit.data.preprocess_place import decoded
 from unit.tools.commands import run_forked
 
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
+from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import ConfigError, DataError
 
 FILTERS = """
@@ -127,6 +128,16 @@ def test_finished_parts_of_other_code_are_not_continued(place, filters):
     assert place.corpus().manifest.filters["own_filters:rewrite"] != before
 
 
+def test_a_filter_that_changes_after_the_plan_ends_the_run(place, filters):
+    place.add_texts("a.jsonl", "hello")
+    place.add_texts("b.jsonl", "hello")
+    plan = plan_preprocessing(place.settings(filter=filters("rewrite"), record_keys=(), workers=2))
+    file = place.folder / "own_filters.py"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(DataError, match="--filter own_filters:rewrite has changed since the run started"):
+        preprocess(plan, on_progress=lambda progress: None)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -137,9 +148,9 @@ def test_finished_parts_of_other_code_are_not_continued(place, filters):
         ("own_filters.py:wrong", "wrong is no function"),
     ],
 )
-def test_what_is_no_filter_is_refused_before_anything_is_read(place, filters, monkeypatch, name, message):
+@pytest.mark.usefixtures("filters")
+def test_what_is_no_filter_is_refused_before_anything_is_read(place, monkeypatch, name, message):
     monkeypatch.chdir(place.folder)
-    assert filters("rewrite")
     place.add_texts("a.jsonl", "hello")
     with pytest.raises(ConfigError, match=message):
         plan_preprocessing(place.settings(filter=(name,), record_keys=()))
