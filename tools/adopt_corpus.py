@@ -2,8 +2,8 @@
 
     python tools/adopt_corpus.py data/wiki_text_document --tokenizer-model vocab.txt
 
-Reads both files once: sizes, index, every id against the vocabulary. Documents that are one sequence each get a
-manifest beside them, PREFIX.json. Documents in sentences, or with a token at their end, become the corpus
+Reads all of both files, the .bin once: sizes, index, every id against the vocabulary. Documents that are one sequence
+each get a manifest beside them, PREFIX.json. Documents in sentences, or with a token at their end, become the corpus
 PREFIX_documents: a link to the .bin, an index of whole documents without that token, and a manifest. Megatron's files
 stay as they are.
 """

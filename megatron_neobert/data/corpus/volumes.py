@@ -189,9 +189,8 @@ class MappedVolume:
         self.lengths = np.frombuffer(index, "<i4", documents, HEADER.size)
         self.pointers = np.frombuffer(index, "<i8", documents, at_pointers)  # bytes
         self._after_lengths = np.frombuffer(index, "<i8", 2 * documents + 1, at_pointers)
-        self.nexts = self._after_lengths[
-            1 : documents + 1
-        ]  # the pointers behind; for the last one the first boundary: 0
+        # The pointer of the next document; for the last one the first boundary, which is 0.
+        self.nexts = self._after_lengths[1 : documents + 1]
         # The same once more, for one document at a time: a third of the time that an array takes.
         self.length_of = index[HEADER.size : at_pointers].cast("i")
         self.pointer_of = index[at_pointers : at_boundaries + 8].cast("q")
