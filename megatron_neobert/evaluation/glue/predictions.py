@@ -22,19 +22,18 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.encoders import LoadOptions, load_model, load_tokenizer, longest_input
+from megatron_neobert.evaluation.fine_tuning.settings import Protocol
+from megatron_neobert.evaluation.fine_tuning.trainer import EVALUATION_BATCH
 from megatron_neobert.evaluation.glue.tasks import (
     DIAGNOSTIC,
     TASKS,
     GlueSplit,
     GlueTask,
-    Protocol,
     check_rows,
     find_task,
     read_split,
 )
 from megatron_neobert.runtime.atomic_files import replace_file, replacing
-
-EVALUATION_BATCH = 32
 
 
 def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:

@@ -2,51 +2,25 @@
 
 OUTPUT/NAME/glue/TASK holds a task's runs and best weights, OUTPUT/NAME/glue.json, .csv and .md the results. The same
 command resumes after a kill; the runs that were under way then start again. Commands for other tasks may run meanwhile.
-Source of the grids: arXiv 2502.19587 table 6 (grid, and best points of NeoBERT-4096); for the ablations section 4,
-which does not state their weight decay.
+Source of the best points: arXiv 2502.19587 table 6, of NeoBERT-4096.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer, longest_input
+from megatron_neobert.evaluation.fine_tuning.settings import GRIDS, Grid, Point, Protocol
+from megatron_neobert.evaluation.fine_tuning.study import BEST, Progress, Result, TaskStudy, save_result, summarise
 from megatron_neobert.evaluation.glue.predictions import load_classifier, read_test_sets
-from megatron_neobert.evaluation.glue.results import BEST, Result, TaskStudy, save_result, summarise, write_results
-from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol, check_rows, read_split
-from megatron_neobert.evaluation.glue.training import Outcome, Point, Run, run_all
+from megatron_neobert.evaluation.glue.results import write_results
+from megatron_neobert.evaluation.glue.tasks import TASKS, check_rows, read_split
+from megatron_neobert.evaluation.glue.training import GlueRun
 from megatron_neobert.evaluation.records import hold
 from megatron_neobert.evaluation.reported_numbers import GLUE_BEST_POINTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Every combination is a point."""
-
-    batch_sizes: tuple[int, ...]
-    learning_rates: tuple[float, ...]
-    weight_decays: tuple[float, ...]
-
-    def points(self, seeds: Sequence[int]) -> list[Point]:
-        every = itertools.product(self.batch_sizes, self.learning_rates, self.weight_decays, seeds)
-        return [
-            Point(batch_size=batch, learning_rate=rate, weight_decay=decay, seed=seed)
-            for batch, rate, decay, seed in every
-        ]
-
-
-GRIDS = {
-    "paper": Grid(
-        batch_sizes=(2, 4, 8, 16, 32),
-        learning_rates=(5e-6, 6e-6, 8e-6, 1e-5, 2e-5, 3e-5),
-        weight_decays=(1e-2, 1e-5),
-    ),
-    "small": Grid(batch_sizes=(16, 32), learning_rates=(1e-5, 2e-5, 3e-5), weight_decays=(1e-5,)),
-}
 
 
 def choose_grid(name: str, task: str, **replaced: Sequence[Any] | None) -> Grid:
@@ -104,9 +78,6 @@ class Evaluation:
         return self.transfer_from is not None and TASKS[task].starts_from_mnli
 
 
-Progress = Callable[[str, int, int, Run | None, Outcome | None], None]  # task, done, all, the run that has ended
-
-
 def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
     """Runs what has not been run, and writes the results after every task, with those of earlier commands.
 
@@ -136,13 +107,9 @@ def _evaluate_task(
     del protocol["device"]  # where it is computed changes no identity
     identity = {"start": fingerprint(start), "rows": rows, **protocol}
     study = TaskStudy(evaluation.task_folder(task), task, identity)
-    study.tidy()
-    points = evaluation.grids[task].points(evaluation.seeds)
-    finished = study.outcomes
-    left = [point for point in points if point not in finished]
-    on_progress(task, len(points) - len(left), len(points), None, None)
-    runs = [
-        Run(
+
+    def build(point: Point) -> GlueRun:
+        return GlueRun(
             task=task,
             point=point,
             start=start,
@@ -150,13 +117,9 @@ def _evaluate_task(
             folder=study.run_folder(point),
             protocol=evaluation.protocol,
         )
-        for point in left
-    ]
-    for done, (run, outcome) in enumerate(run_all(runs, jobs=evaluation.jobs), start=len(points) - len(left) + 1):
-        study.enter(run.point, outcome)
-        on_progress(task, done, len(points), run, outcome)
-    finished = study.outcomes
-    outcomes = {point: finished[point] for point in points}
+
+    points = evaluation.grids[task].points(evaluation.seeds)
+    outcomes = study.run(points, build, jobs=evaluation.jobs, on_progress=on_progress)
     settings = {
         "protocol": protocol,
         "device": evaluation.protocol.device,
@@ -167,7 +130,8 @@ def _evaluate_task(
         "rows": rows,
         **head,
     }
-    return summarise(task, outcomes, from_mnli=start != evaluation.model, kept=study.kept), settings
+    result = summarise(outcomes, TASKS[task].metrics, kept=study.kept)
+    return result | {"from_mnli": start != evaluation.model}, settings
 
 
 def best_model(evaluation: Evaluation, task: str) -> Path:

@@ -50,19 +50,6 @@ class GlueTask:
         return not self.labels
 
 
-@dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """What every run of an evaluation has in common."""
-
-    epochs: int = 10
-    patience: int = 15  # evaluations
-    max_length: int = 1024  # tokens
-    limit: int | None = None  # rows of every split
-    dtype: str = "float32"  # of the forward and backward passes; weights and moments stay float32
-    attention: str | None = None
-    device: str = "cpu"
-
-
 def _rows(train: int, validation: int, test: int) -> dict[str, int]:
     return {"train": train, "validation": validation, "test": test}
 

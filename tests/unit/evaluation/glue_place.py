@@ -9,9 +9,10 @@ from typing import Any
 
 from unit.evaluation.pseudo_perplexity_models import write_model
 
-from megatron_neobert.evaluation.glue.run import Evaluation, Grid
-from megatron_neobert.evaluation.glue.tasks import TASKS, Protocol
-from megatron_neobert.evaluation.glue.training import Point, Run
+from megatron_neobert.evaluation.fine_tuning.settings import Grid, Point, Protocol
+from megatron_neobert.evaluation.glue.run import Evaluation
+from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation.glue.training import GlueRun
 
 HEADERS = {
     "RTE": "index\tsentence1\tsentence2\tlabel",
@@ -59,8 +60,8 @@ def make_place(folder: Path) -> Path:
     return folder
 
 
-def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | None = None, **protocol: Any) -> Run:
-    return Run(
+def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | None = None, **protocol: Any) -> GlueRun:
+    return GlueRun(
         task=task,
         point=point,
         start=start or place / "model",

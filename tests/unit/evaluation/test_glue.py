@@ -11,11 +11,13 @@ import pytest
 from unit.evaluation.glue_place import POINT, build_evaluation, build_run, make_place
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
+from megatron_neobert.evaluation.fine_tuning.pool import share_out
+from megatron_neobert.evaluation.fine_tuning.settings import Grid
+from megatron_neobert.evaluation.fine_tuning.study import RUN, TaskStudy
+from megatron_neobert.evaluation.fine_tuning.trainer import MODEL, Outcome
 from megatron_neobert.evaluation.glue.predictions import to_answers, write_submission, zip_submission
-from megatron_neobert.evaluation.glue.results import RUN, TaskStudy
-from megatron_neobert.evaluation.glue.run import Grid, best_model, evaluate
+from megatron_neobert.evaluation.glue.run import best_model, evaluate
 from megatron_neobert.evaluation.glue.tasks import TASKS
-from megatron_neobert.evaluation.glue.training import MODEL, Outcome, share_out
 from megatron_neobert.evaluation.records import read_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")

@@ -6,10 +6,12 @@ import statistics
 import pytest
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.glue.results import save_result, summarise, why_no_average, write_results
-from megatron_neobert.evaluation.glue.run import GRIDS, choose_grid
+from megatron_neobert.evaluation.fine_tuning.settings import GRIDS, Point
+from megatron_neobert.evaluation.fine_tuning.study import save_result, summarise
+from megatron_neobert.evaluation.fine_tuning.trainer import Outcome
+from megatron_neobert.evaluation.glue.results import why_no_average, write_results
+from megatron_neobert.evaluation.glue.run import choose_grid
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
-from megatron_neobert.evaluation.glue.training import Outcome, Point
 from megatron_neobert.evaluation.records import read_record
 
 SETTINGS = {"protocol": {"epochs": 10, "limit": None}, "grid": {}, "seeds": [0], "rows": {}}
@@ -26,7 +28,7 @@ def point(batch_size: int, seed: int) -> Point:
 
 def result(task: str = "rte", *scores: float, from_mnli=False, kept=None):
     outcomes = {point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])}
-    return summarise(task, outcomes, from_mnli=from_mnli, kept=kept)
+    return summarise(outcomes, TASKS[task].metrics, kept=kept) | {"from_mnli": from_mnli}
 
 
 def write(folder, results, settings=None, *, fingerprint="this"):
@@ -65,7 +67,7 @@ def test_point_with_the_best_mean_wins_not_the_one_with_the_best_run():
         point(16, 0): outcome(0.6),
         point(16, 1): outcome(0.7),
     }
-    found = summarise("rte", outcomes, from_mnli=True, kept=None)
+    found = summarise(outcomes, ["accuracy"], kept=None)
     assert (found["best_point"]["batch_size"], found["seeds"], found["points"]) == (16, [0, 1], 2)
     assert found["score"] == {"mean": pytest.approx(0.65), "sd": pytest.approx(statistics.stdev([0.6, 0.7]))}
     assert found["seconds"] == 4 * 60

@@ -12,16 +12,10 @@ from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer
+from megatron_neobert.evaluation.fine_tuning.trainer import MODEL, evaluation_interval, fine_tune, rate_factor
 from megatron_neobert.evaluation.glue.predictions import load_classifier
 from megatron_neobert.evaluation.glue.tasks import TASKS
-from megatron_neobert.evaluation.glue.training import (
-    MODEL,
-    build_trainer,
-    evaluation_interval,
-    fine_tune,
-    rate_factor,
-    tokenize_split,
-)
+from megatron_neobert.evaluation.glue.training import tokenize_split
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,7 @@ def test_evaluations_are_a_tenth_of_an_epoch_apart_and_at_most_500_steps(batches
 
 
 def test_optimizer_and_evaluations_are_the_papers(place):
-    arguments = build_trainer(build_run(place, "rte")).args
+    arguments = build_run(place, "rte").build_trainer().args
     assert (arguments.adam_beta1, arguments.adam_beta2, arguments.adam_epsilon) == (0.9, 0.95, 1e-8)
     assert (arguments.max_grad_norm, arguments.eval_steps, arguments.metric_for_best_model) == (0.0, 1, "accuracy")
 
@@ -59,7 +53,7 @@ def test_evaluations_read_the_shortest_rows_first_with_their_labels(tmp_path):
     place = make_place(tmp_path)
     with (place / "glue" / "SST-2" / "dev.tsv").open("a") as stream:  # the others are all of one length
         stream.write("the\t1\n")
-    rows = build_trainer(build_run(place, "sst2")).eval_dataset
+    rows = build_run(place, "sst2").build_trainer().eval_dataset
     lengths = list(map(len, rows["input_ids"]))
     assert lengths == sorted(lengths) and lengths[0] < lengths[1]
     assert rows["labels"][0] == 1
