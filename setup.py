@@ -62,6 +62,7 @@ EXTRAS = {
         "scikit-learn>=1.6",
         "scipy>=1.13",
         "optuna>=4",
+        "seqeval>=1.2",
         "accelerate>=1",  # transformers' Trainer
         "pydantic>=2",
     ],

@@ -22,7 +22,7 @@ from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.evaluation.encoders import choose_device, fingerprint
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
 
-_PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "optuna")
+_PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "optuna", "seqeval")
 
 
 def write_record(
@@ -37,7 +37,7 @@ def write_record(
     """Writes one record.
 
     Args:
-        kind: pseudo_perplexity, throughput, glue, contrastive or mteb.
+        kind: pseudo_perplexity, throughput, glue, ner, mteb or contrastive.
         folder: Of the model.
         settings: All that another run needs to give the same numbers, the seed included.
         results: Plain numbers, strings, lists and dicts.

@@ -36,6 +36,7 @@ KINDS = {
     "pseudo_perplexity": ("Pseudo-perplexity", "tools/evaluate_pseudo_perplexity.py"),
     "throughput": ("Throughput", "tools/benchmark_throughput.py"),
     "glue": ("GLUE", "tools/evaluate_glue.py"),
+    "ner": ("Named-entity recognition", "tools/evaluate_ner.py"),
     "mteb": ("MTEB", "tools/evaluate_mteb.py"),
     "contrastive": ("Contrastive fine-tuning", "tools/finetune_contrastive.py"),
 }
@@ -241,6 +242,34 @@ def glue(runs: Sequence[Measured], output: Path) -> list[str]:
     ]
 
 
+def ner(runs: Sequence[Measured], output: Path) -> list[str]:
+    """Entity F1 of every data set, of its test set where it has one, with the best point."""
+    rows, compared = [], dict[str, list[dict[str, Any]]]()
+    for run in runs:
+        for task, result in run.results["tasks"].items():
+            of_test = "test_" if "test_f1" in result["metrics"] else ""
+            shown = ["–" if not of_test else _percent(result["metrics"]["test_f1"]), _percent(result["score"])]
+            shown += [_percent(result["metrics"][of_test + name]) for name in ("precision", "recall")]
+            kinds = result["kinds"][of_test.rstrip("_") or "validation"].items()
+            shown.append(", ".join(f"{kind} {100 * own['f1']:.1f}" for kind, own in kinds))
+            point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
+            seeds = " ".join(map(str, result["seeds"]))
+            rows.append(([run.model, task, *shown, *point, seeds, str(result["points"])], run.source))
+            settings = run.record["settings"][task]
+            own = {name: settings[name] for name in ("grid", "seeds", "rows")}
+            compared.setdefault(task, []).append(settings["protocol"] | own)
+    header = ("model", "data set", "test F1", "validation F1", "precision", "recall", "F1 by kind, best run",
+              "batch size", "learning rate", "weight decay", "seeds", "points")  # fmt: skip
+    return [
+        table(header, rows),
+        *_differences(*compared.values()),
+        paragraph(
+            "F1 of entities by seqeval, both bounds and the kind right. The validation set has chosen step and point. "
+            "Precision, recall and kinds are of the test set where there is one. The paper has no numbers of this kind."
+        ),
+    ]
+
+
 def mteb(runs: Sequence[Measured], output: Path) -> list[str]:
     """Averages by category as in the paper's table, for each set of tasks; what is missing; and every task."""
     groups: dict[str, list[Measured]] = {}
@@ -287,7 +316,7 @@ def contrastive(runs: Sequence[Measured], output: Path) -> list[str]:
 
 
 SECTIONS: dict[str, Callable[[Sequence[Measured], Path], list[str]]] = {
-    section.__name__: section for section in (pseudo_perplexity, throughput, glue, mteb, contrastive)
+    section.__name__: section for section in (pseudo_perplexity, throughput, glue, ner, mteb, contrastive)
 }
 
 

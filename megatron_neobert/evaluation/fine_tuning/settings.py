@@ -7,6 +7,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_neobert.errors import CommandParser, ConfigError, positive
 
@@ -98,7 +99,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {min(values)} is below 0.")
 
 
-def given_values(arguments: argparse.Namespace) -> dict[str, tuple[int, ...] | tuple[float, ...]]:
+def given_values(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of Grid that flags replace."""
     flags = {"batch_sizes": "batch_size", "learning_rates": "learning_rate", "weight_decays": "weight_decay"}
     return {field: tuple(values) for field, flag in flags.items() if (values := getattr(arguments, flag))}

@@ -92,6 +92,7 @@ class PaperTrainer(transformers.Trainer):
     Args:
         collator: Makes batches of rows.
         metric: Of the `compute` metrics, the one that chooses the weights.
+        evaluations: In an epoch, at least; they are never more than 500 steps apart.
         more: Further arguments of transformers.Trainer.
     """
 
@@ -106,11 +107,13 @@ class PaperTrainer(transformers.Trainer):
         collator: Any,
         metric: str,
         compute: Callable[[Any], dict[str, float]],
+        evaluations: int = 10,
         **more: Any,
     ) -> None:
+        interval = evaluation_interval(-(-len(train) // run.point.batch_size), evaluations)
         super().__init__(
             model=model,
-            args=_arguments(run, batches=-(-len(train) // run.point.batch_size), metric=metric),
+            args=_arguments(run, interval=interval, metric=metric),
             train_dataset=train,
             eval_dataset=validation,
             processing_class=tokenizer,
@@ -141,9 +144,9 @@ def rate_factor(step: int, *, total: int) -> float:
     return 1 - (1 - FLOOR) * (step - warmup) / (decayed - warmup)
 
 
-def evaluation_interval(batches: int) -> int:
+def evaluation_interval(batches: int, evaluations: int = 10) -> int:
     """Steps between two evaluations, from the batches of an epoch."""
-    return max(1, min(500, batches // 10))
+    return max(1, min(500, batches // evaluations))
 
 
 def shortest_first(rows: Dataset) -> Dataset:
@@ -152,7 +155,7 @@ def shortest_first(rows: Dataset) -> Dataset:
     return rows.select(sorted(range(len(lengths)), key=lengths.__getitem__))
 
 
-def _arguments(run: Run, *, batches: int, metric: str) -> transformers.TrainingArguments:
+def _arguments(run: Run, *, interval: int, metric: str) -> transformers.TrainingArguments:
     protocol, point = run.protocol, run.point
     on_cpu = torch.device(protocol.device).type == "cpu"
     return transformers.TrainingArguments(
@@ -168,7 +171,7 @@ def _arguments(run: Run, *, batches: int, metric: str) -> transformers.TrainingA
         max_grad_norm=0.0,
         seed=point.seed,
         eval_strategy="steps",
-        eval_steps=evaluation_interval(batches),
+        eval_steps=interval,
         save_strategy="best",
         save_total_limit=1,
         save_only_model=True,

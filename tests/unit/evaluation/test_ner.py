@@ -1,0 +1,251 @@
+"""Named-entity recognition: files of every form, first tokens of words, scores, and a whole evaluation."""
+
+import dataclasses
+import random
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from seqeval.metrics import f1_score, precision_score
+from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
+
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.evaluation.encoders import load_tokenizer
+from megatron_neobert.evaluation.fine_tuning.settings import Grid, Protocol
+from megatron_neobert.evaluation.fine_tuning.study import BEST
+from megatron_neobert.evaluation.ner.data import Sentence, find_data_sets, labels_of, read_split
+from megatron_neobert.evaluation.ner.run import Evaluation, evaluate
+from megatron_neobert.evaluation.ner.tagging import score, to_rows
+from megatron_neobert.evaluation.records import read_record
+
+TAGS = ("O", "B-ANIMAL", "I-ANIMAL", "B-THING")
+SENTENCES = [
+    Sentence(["the", "cat", "mat", "sat"], ["O", "B-ANIMAL", "I-ANIMAL", "O"]),
+    Sentence(["a", "mat"], ["O", "B-THING"]),
+]
+
+
+def draw(count: int, seed: int) -> list[Sentence]:
+    """A cat is an animal, and a mat is one's second word or a thing, which a small model learns."""
+    rng, sentences = random.Random(seed), []
+    for _ in range(count):
+        words = rng.choices(["the", "cat", "mat", "sat", "on", "a"], k=6)
+        tags = ["O"] * len(words)
+        for place, word in enumerate(words):
+            if word == "cat":
+                tags[place] = "B-ANIMAL"
+            elif word == "mat":
+                tags[place] = "I-ANIMAL" if place and words[place - 1] == "cat" else "B-THING"
+        sentences.append(Sentence(words, tags))
+    return sentences
+
+
+def write_text(folder, splits, *, end=".txt", between=" ", before="", line_end="\n"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, sentences in splits.items():
+        blocks = [
+            [f"{before}{word}{between}{tag}" for word, tag in zip(*sentence, strict=True)] for sentence in sentences
+        ]
+        text = (line_end * 2).join(line_end.join(block) for block in blocks)
+        (folder / f"{split}{end}").write_text(text + line_end, newline="")
+
+
+def as_rows(sentences, numbers=True):
+    return {
+        "tokens": [sentence.words for sentence in sentences],
+        "ner_tags": [[TAGS.index(tag) if numbers else tag for tag in sentence.tags] for sentence in sentences],
+    }
+
+
+def with_names():
+    words = datasets.Features({"tokens": datasets.Sequence(datasets.Value("string"))})
+    words["ner_tags"] = datasets.Sequence(datasets.ClassLabel(names=list(TAGS)))
+    return words
+
+
+def write_parquet(folder):
+    folder.mkdir(parents=True)
+    path = folder / "train-00000-of-00001.parquet"
+    datasets.Dataset.from_dict(as_rows(SENTENCES), features=with_names()).to_parquet(path)
+
+
+def write_saved(folder):
+    saved = datasets.Dataset.from_dict(as_rows(SENTENCES), features=with_names())
+    datasets.DatasetDict({"train": saved}).save_to_disk(str(folder))
+
+
+def write_words(folder):
+    folder.mkdir(parents=True)
+    pyarrow.parquet.write_table(pa.table(as_rows(SENTENCES, numbers=False)), folder / "train.parquet")
+
+
+def write_conll(folder):
+    write_text(folder, {"eng.train": SENTENCES}, end="", between=" NN I-NP ", line_end="\r\n")
+    path = folder / "eng.train"
+    path.write_text("-DOCSTART- -X- -X- O\n\n" + path.read_text())
+
+
+FORMS = {
+    "CoNLL 2003": write_conll,
+    "WNUT": lambda folder: write_text(folder, {"train": SENTENCES}, end=".conll", between="\t"),
+    "WikiANN": lambda folder: write_text(folder, {"train": SENTENCES}, end="", between="\t", before="en:"),
+    "Hub": write_parquet,
+    "parquet with words": write_words,
+    "saved": write_saved,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_sentences(tmp_path, form):
+    FORMS[form](tmp_path / "set" / "en")
+    assert read_split(tmp_path, "set/en", "train") == SENTENCES
+    assert find_data_sets(tmp_path) == ["set/en"]
+    assert labels_of(SENTENCES) == ["O", "B-ANIMAL", "B-THING", "I-ANIMAL"]
+
+
+def test_colon_in_a_word_is_no_language_unless_every_word_has_it(tmp_path):
+    sentences = [Sentence(["en:a", "b"], ["O", "O"])]
+    write_text(tmp_path / "set", {"train": sentences})
+    assert read_split(tmp_path, "set", "train") == sentences
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("cat\n", "line 1: 'cat' is one field; a line has a word first and its tag last"),
+        ("the O\ncat ANIMAL\n", "line 2: 'ANIMAL' is no tag"),
+        ("\n\n", "train has no sentence"),
+    ],
+)
+def test_text_that_is_no_tagged_text_is_refused_with_its_line(tmp_path, text, reason):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.txt").write_text(text)
+    with pytest.raises(DataError, match=reason):
+        read_split(tmp_path, "set", "train")
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"tokens": [["a"]], "ner_tags": [[1]]}, "tag 1 has no name, since the file names none"),
+        ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "row 0 has 2 words, but 1 tags"),
+        ({"text": ["a"]}, "has the columns text; expected tokens and ner_tags"),
+    ],
+)
+def test_rows_without_names_or_tags_are_refused(tmp_path, columns, reason):
+    (tmp_path / "set").mkdir()
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "set" / "train.parquet")
+    with pytest.raises(DataError, match=reason):
+        read_split(tmp_path, "set", "train")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ner")
+    write_model(folder / "model", "Bert")
+    write_text(folder / "data" / "animals", {"train": draw(96, 0), "dev": draw(32, 1), "test": draw(32, 2)})
+    write_text(folder / "data" / "untested", {"train": draw(48, 3), "valid": draw(24, 4)})
+    return folder
+
+
+def build(place, *tasks, output="output", **changes):
+    values = {
+        "model": place / "model",
+        "data_dir": place / "data",
+        "output": place / output,
+        "tasks": tasks,
+        "grid": Grid(batch_sizes=(8,), learning_rates=(1e-3,), weight_decays=(1e-5,)),
+        "seeds": (0,),
+        "protocol": Protocol(epochs=4),
+    }
+    return Evaluation(**{**values, **changes})
+
+
+def results_of(evaluation):
+    tasks = read_record(evaluation.folder / "ner.json")["results"]["tasks"]
+    return {name: result | {"seconds": 0.0} for name, result in tasks.items()}
+
+
+def test_first_token_of_a_word_carries_its_tag_and_a_word_without_a_token_is_outside(place):
+    tokenizer = load_tokenizer(place / "model")
+    sentence = Sentence(["the", "\u200b", "catcat", "mat"], ["O", "B-THING", "B-ANIMAL", "I-ANIMAL"])
+    tagged = to_rows([sentence], list(TAGS), tokenizer, 40)
+    (row,) = tagged.rows
+    words = tokenizer([sentence.words], is_split_into_words=True).word_ids(0)
+    firsts = [place for place, word in enumerate(words) if word is not None and words.index(word) == place]
+    assert [row["labels"][place] for place in firsts] == [TAGS.index(sentence.tags[words[place]]) for place in firsts]
+    assert {label for place, label in enumerate(row["labels"]) if place not in firsts} == {-100}
+    given = np.array([[max(label, 0) for label in row["labels"]]])
+    expected = [tag if word in words else "O" for word, tag in enumerate(sentence.tags)]
+    assert tagged.to_tags(given) == [expected]
+
+
+def test_words_beyond_the_longest_input_count_as_outside_and_are_named(place):
+    with pytest.warns(UserWarning, match="2 words lie beyond 4 tokens"):
+        tagged = to_rows(SENTENCES[:1], list(TAGS), load_tokenizer(place / "model"), 4)
+    assert tagged.to_tags(np.full((1, 4), TAGS.index("B-THING"))) == [["B-THING", "B-THING", "O", "O"]]
+
+
+def test_entity_counts_only_with_both_bounds_and_its_kind():
+    expected = [["B-A", "I-A", "O", "B-B"]]
+    assert score(expected, expected)["f1"] == 1.0
+    assert score(expected, [["B-A", "O", "O", "B-B"]]) == {"f1": 0.5, "precision": 0.5, "recall": 0.5}
+    assert score(expected, [["O"] * 4]) == {"f1": 0.0, "precision": 0.0, "recall": 0.0}
+
+
+def test_scores_are_seqevals_of_the_tags_that_are_written(place):
+    evaluation = build(place, "animals", "untested", protocol=Protocol(epochs=16))
+    evaluate(evaluation, lambda *_: None)
+    results = results_of(evaluation)
+    for split, task, prefix in (
+        ("test", "animals", "test_"),
+        ("validation", "animals", ""),
+        ("validation", "untested", ""),
+    ):
+        text = (evaluation.task_folder(task) / f"{split}.tsv").read_text()
+        blocks = [[line.split("\t") for line in block.splitlines()] for block in text.split("\n\n")]
+        words, expected, found = (
+            list(map(list, column)) for column in zip(*(zip(*b, strict=True) for b in blocks), strict=True)
+        )
+        assert sorted(zip(words, expected, strict=True)) == sorted(
+            (sentence.words, sentence.tags) for sentence in read_split(place / "data", task, split)
+        )
+        metrics = results[task]["metrics"]
+        assert metrics[f"{prefix}f1"]["mean"] == f1_score(expected, found) > 0.5
+        assert metrics[f"{prefix}precision"]["mean"] == precision_score(expected, found)
+    assert "test_f1" not in results["untested"]["metrics"]
+    page = (evaluation.folder / "ner.md").read_text()
+    assert "| animals |" in page and "ANIMAL " in page
+
+
+def test_interrupted_evaluation_resumes_and_ends_with_the_same_results(place):
+    whole = build(place, "animals", output="whole", seeds=(0, 1), protocol=Protocol(epochs=1))
+    evaluate(whole, lambda *_: None)
+    broken, runs = dataclasses.replace(whole, output=place / "broken"), []
+
+    def interrupt(task, done, total, run, outcome):
+        runs.extend([run] if run else [])
+        if len(runs) == 1 and run:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(broken, interrupt)
+    evaluate(broken, interrupt)
+    assert [run.point.seed for run in runs] == [0, 1]
+    assert results_of(broken) == results_of(whole)
+    assert (broken.task_folder("animals") / BEST / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_encoder_gets_a_head_for_tags(place, tmp_path, kind):
+    write_model(tmp_path / kind, kind)
+    evaluation = build(place, "untested", output=tmp_path / "output", model=tmp_path / kind)
+    evaluate(dataclasses.replace(evaluation, protocol=Protocol(epochs=1, limit=8)), lambda *_: None)
+    assert 0 <= results_of(evaluation)["untested"]["score"]["mean"] <= 1
+
+
+def test_data_set_that_is_not_there_is_named_before_anything_is_run(place):
+    with pytest.raises(MissingInputError, match="cats has no train: expected"):
+        evaluate(build(place, "cats"), lambda *_: None)
