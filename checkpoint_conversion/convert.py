@@ -14,7 +14,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 import megatron_neobert
 from megatron_neobert.config.stretches import settings_at
-from megatron_neobert.errors import CommandParser, ConversionError, OutputError, positive, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, ConversionError, OutputError, positive, run_command
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder, sha256_of
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -74,6 +74,12 @@ def _parse() -> argparse.Namespace:
     iterations.add_argument("--all-iterations", action="store_true", help=every)
     average = "mean of the weights of N checkpoints, each with those before it (default: 1, no mean)"
     add("--average", default=1, type=positive, metavar="N", help=average)
+    datasets = "data on the Hub, for the model card"
+    add("--dataset", dest="datasets", nargs="+", default=(), metavar="OWNER/NAME", help=datasets)
+    hub = "upload the folder to this model on the Hub, created private where there is none"
+    add("--push-to-hub", dest="model_id", metavar="OWNER/NAME", help=hub)
+    revision = "branch to upload to (default: main; with --all-iterations each to iteration-N, the newest to main too)"
+    add("--revision", metavar="NAME", help=revision)
     back = commands.add_parser(
         "hf-to-megatron",
         help="write a checkpoint to continue pre-training from and compare it with the folder's model",
@@ -113,6 +119,8 @@ class ExportOptions:
     verified: bool = True
     license: str | None = None  # the Hub's identifier, for the model card
     base_model: str | None = None  # on the Hub, whose weights training began from; for the model card
+    datasets: Sequence[str] = ()  # on the Hub; for the model card
+    model_id: str | None = None  # its own name on the Hub; for the model card
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -122,17 +130,20 @@ class ExportOptions:
 
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     """Returns the number of folders written."""
-    from megatron_neobert.checkpoint.folder import latest_checkpoint
+    from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
 
-    output: Path = arguments.output
-    if not arguments.all_iterations:
-        refuse_existing(output)  # before minutes of reading
-    latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
+    if arguments.revision and (arguments.all_iterations or not arguments.model_id):
+        raise ConfigError(
+            "--revision names the branch of one folder on the Hub; give it with --push-to-hub and without "
+            "--all-iterations."
+        )
+    newest = latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
     from checkpoint_conversion.comparison import to_table
     from checkpoint_conversion.megatron_io import read_checkpoint
     from checkpoint_conversion.model_card import check_declared
 
-    check_declared(license=arguments.license, base_model=arguments.base_model)
+    declared = {name: getattr(arguments, name) for name in ("license", "base_model", "datasets", "model_id")}
+    check_declared(**declared)
     options = ExportOptions(
         layout=arguments.format,
         dtype=arguments.dtype,
@@ -140,36 +151,45 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
         sentence_transformers=arguments.sentence_transformers,
         average=arguments.average,
         verified=arguments.verified,
-        license=arguments.license,
-        base_model=arguments.base_model,
+        **declared,
     )
-    wanted = _every_iteration(arguments, options) if arguments.all_iterations else [(arguments.iteration, output)]
+    wanted = [(newest, arguments.output)]
+    if arguments.all_iterations:
+        wanted = [(one, arguments.output / one.name) for one in reversed(list_checkpoints(arguments.load))]
+    hub = None
+    if arguments.model_id:
+        from checkpoint_conversion.hub import HubModel
+
+        hub = HubModel(arguments.model_id)
     written = 0
-    for iteration, folder in wanted:
-        checkpoint = read_checkpoint(arguments.load, iteration=iteration, average=arguments.average)
-        tokenizer = _choose_tokenizer(arguments.tokenizer_model, checkpoint)
-        print(f"converting {checkpoint.folder}")
-        if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
-            print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
-        written += 1
+    for source, folder in wanted:
+        iteration = iteration_of(source)
+        if not _is_there(folder, source, options):
+            checkpoint = read_checkpoint(arguments.load, iteration=iteration, average=arguments.average)
+            tokenizer = _choose_tokenizer(arguments.tokenizer_model, checkpoint)
+            print(f"converting {checkpoint.folder}")
+            if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
+                print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
+            written += 1
+        if hub and arguments.all_iterations:
+            hub.push(folder, f"iteration-{iteration}")
+        if hub and source == newest:
+            hub.push(folder, arguments.revision)
     return written
 
 
-def _every_iteration(arguments: argparse.Namespace, options: ExportOptions) -> Iterator[tuple[int, Path]]:
-    """Each checkpoint of the save folder and its place, but for those that were converted before."""
-    from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
+def _is_there(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
+    """Whether the checkpoint was converted before.
 
-    for checkpoint in reversed(list_checkpoints(arguments.load)):
-        folder = arguments.output / checkpoint.name
-        if not folder.exists():
-            yield iteration_of(checkpoint), folder
-        elif _is_export_of(folder, checkpoint, options):
-            print(f"kept {folder}, which is there already")
-        else:
-            raise OutputError(
-                f"--output {folder} is there, but was not made from {checkpoint} with these options; name another "
-                "--output or remove it."
-            )
+    Raises:
+        OutputError: Something else is in its place.
+    """
+    if _is_export_of(folder, checkpoint, options):
+        print(f"kept {folder}, which is there already")
+        _write_card(folder, options, {})
+        return True
+    refuse_existing(folder)
+    return False
 
 
 def _is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
@@ -220,7 +240,6 @@ def export(
 
     from checkpoint_conversion.comparison import checkpoint_model, verify
     from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
-    from checkpoint_conversion.model_card import write_model_card
 
     dtype = getattr(torch, options.dtype)
     with build_folder(output) as temporary:
@@ -236,13 +255,21 @@ def export(
         if options.sentence_transformers:
             write_sentence_transformers_files(temporary, options.layout, model)
         _write_report(checkpoint, temporary, checks, options)
-        declared = checkpoint.declared
-        write_model_card(
-            temporary,
-            license=options.license or declared.get("license"),
-            base_model=options.base_model or declared.get("base_model"),
-        )
+        _write_card(temporary, options, checkpoint.declared)
     return checks
+
+
+def _write_card(folder: Path, options: ExportOptions, declared: Mapping[str, str]) -> None:
+    """`declared`: what is known of the source; what neither has stays as in a card that is there."""
+    from checkpoint_conversion.model_card import write_model_card
+
+    write_model_card(
+        folder,
+        license=options.license or declared.get("license"),
+        base_model=options.base_model or declared.get("base_model"),
+        datasets=options.datasets,
+        model_id=options.model_id,
+    )
 
 
 def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Checks", options: ExportOptions) -> None:
