@@ -51,7 +51,7 @@ lint:
 	@$(environment) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy
 
 docs:
-	@$(environment) && NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict && echo "build/site/index.html; with search: $$python -m http.server --directory build/site"
+	@$(environment) && NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict && echo build/site/index.html
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
