@@ -101,6 +101,8 @@ def _missing_inputs(settings: Settings) -> list[str]:
             continue  # which is reported already
         absent = [component.prefix for component in components if not Path(f"{component.prefix}.json").exists()]
         problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
+        lists = dict.fromkeys(component.drop for component in components if component.drop)
+        problems += [f"{flag} :drop={file}: no such file; check the path." for file in lists if not Path(file).exists()]
     if data.tokenizer_model and not Path(data.tokenizer_model).exists():
         problems.append(f"--tokenizer-model {data.tokenizer_model}: no such file or folder; check the path.")
     return problems

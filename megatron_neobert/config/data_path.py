@@ -1,4 +1,4 @@
-"""What `--data-path` names: corpora, their shares of the documents, and which of their documents by length.
+"""What `--data-path` names: corpora, their shares of the documents, and which of their documents are read.
 
 Text alone: nothing is opened, and the standard library suffices. Shares are fractions, so that 0.2 is a fifth and
 proportions can be kept exactly.
@@ -16,25 +16,29 @@ from megatron_neobert.errors import ConfigError
 _FORM = "name one corpus, or give each a weight before it, such as 0.2 PREFIX_A 0.8 PREFIX_B:min=1024:max=4096"
 _MOST_COMPONENTS = 1024
 _LONGEST_LIMIT = 18  # digits
-_LIMIT = re.compile(r"(.*):([A-Za-z_]+)=([^/:]*)", re.DOTALL)
+# A number has no slash, so that a folder may be called x:y=z; a drop list is a path, which then has no colon.
+_LIMIT = re.compile(r"(.*):(?:(drop)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Component:
-    """A corpus, or those of its documents that have minimum to maximum tokens ([CLS] and [SEP] not counted)."""
+    """A corpus, or those of its documents that have minimum to maximum tokens ([CLS] and [SEP] not counted) and that a
+    drop list leaves."""
 
     prefix: str
     weight: Fraction = Fraction(1)  # of any sum: a share of the documents once divided by the sum of all
     minimum: int = 1
     maximum: int | None = None
+    drop: str | None = None  # path of a drop list
 
     @property
     def is_filtered(self) -> bool:
-        return self.minimum > 1 or self.maximum is not None
+        return self.minimum > 1 or self.maximum is not None or self.drop is not None
 
     def __str__(self) -> str:
         limits = f":min={self.minimum}" if self.minimum > 1 else ""
-        return self.prefix + limits + (f":max={self.maximum}" if self.maximum is not None else "")
+        limits += f":max={self.maximum}" if self.maximum is not None else ""
+        return self.prefix + limits + (f":drop={self.drop}" if self.drop is not None else "")
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
@@ -82,7 +86,8 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 def curve_names(entries: Sequence[str]) -> list[str]:
     """A word for each corpus of `--valid-data-path`: the end of its path, and its place where two end alike."""
-    words = [re.sub(r"[^A-Za-z0-9]+", "_", entry.rsplit("/", 1)[-1])[-40:] for entry in entries]
+    words = [re.sub(r":drop=[^:]*", "", entry).rsplit("/", 1)[-1] for entry in entries]
+    words = [re.sub(r"[^A-Za-z0-9]+", "_", word)[-40:] for word in words]
     if len(set(words)) == len(words):
         return words
     return [f"{word}_{place}" for place, word in enumerate(words, start=1)]
@@ -111,14 +116,18 @@ def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fracti
 
 
 def _read_component(text: str, weight: Fraction, problems: list[str], flag: str) -> Component:
-    prefix, limits = text, dict[str, int]()
+    prefix, limits, drop = text, dict[str, int](), None
     while found := _LIMIT.fullmatch(prefix):
-        prefix, name, number = found.groups()
+        prefix, is_drop, path, name, number = found.groups()
+        if is_drop and drop is None:
+            drop = path
+            continue
+        name, number = name or is_drop, number or path or ""
         is_number = number.isascii() and number.isdigit() and len(number) <= _LONGEST_LIMIT
         if name not in ("min", "max") or name in limits or not is_number:
             problems.append(
-                f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; each of :min=N and "
-                ":max=N may follow a prefix once, with N in tokens."
+                f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; each of :min=N, "
+                ":max=N and :drop=FILE may follow a prefix once, with N in tokens and no ':' in FILE."
             )
         limits[name] = int(number) if is_number else 1
     if not prefix:
@@ -130,4 +139,4 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
             f"{'any number of' if maximum is None else maximum} tokens; lengths are counted from 1, and the largest "
             "must not be below the smallest. Change min or max."
         )
-    return Component(prefix, weight, minimum, maximum)
+    return Component(prefix, weight, minimum, maximum, drop)

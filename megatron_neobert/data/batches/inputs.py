@@ -61,7 +61,7 @@ def open_inputs(data: DataConfig) -> Inputs:
         tokenizer=tokenizer,
         training=training,
         validation=validation,
-        identity=_identity(components, corpora),
+        identity=_identity(components, corpora, training),
         description=[
             f"{component}: {len(source.documents):,} of {corpus.manifest.documents:,} documents "
             f"({corpus.manifest.tokens:,} tokens)"
@@ -136,23 +136,26 @@ def _split_sources(
 def _choose(component: Component, corpus: Corpus, documents: range, purpose: str) -> range | KeptDocuments:
     if not component.is_filtered:
         return documents
-    kept = KeptDocuments(corpus, documents, minimum=component.minimum, maximum=component.maximum)
+    kept = KeptDocuments(corpus, documents, minimum=component.minimum, maximum=component.maximum, drop=component.drop)
     if not kept:
         statistics = corpus.manifest.statistics
         raise DataError(
             f"{component}: none of the {len(documents):,} documents for {purpose} has at least {component.minimum:,}"
             + (f" and at most {component.maximum:,}" if component.maximum is not None else "")
-            + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}. Change min "
-            "and max, or --split, or leave the component out."
+            + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}"
+            + (f", and {component.drop} drops others" if component.drop is not None else "")
+            + ". Change min and max, or --split, or leave the component out."
         )
     return kept
 
 
-def _identity(components: Sequence[Component], corpora: Sequence[Corpus]) -> str:
+def _identity(components: Sequence[Component], corpora: Sequence[Corpus], sources: Sequence[Source]) -> str:
     if len(components) == 1 and not components[0].is_filtered:
         return corpora[0].manifest.sha256
-    lines = [
-        f"{weight} {corpus.manifest.sha256} {component.minimum} {component.maximum}"
-        for weight, component, corpus in zip(whole_weights(components), components, corpora, strict=True)
-    ]
+    lines = []
+    for weight, component, corpus, source in zip(whole_weights(components), components, corpora, sources, strict=True):
+        line = f"{weight} {corpus.manifest.sha256} {component.minimum} {component.maximum}"
+        if isinstance(source.documents, KeptDocuments) and source.documents.drop_list:
+            line += f" {source.documents.drop_list.of.mask_sha256}"
+        lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

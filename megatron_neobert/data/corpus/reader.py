@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.data.corpus.drop_list import DropList
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
@@ -197,17 +198,23 @@ class _Lengths:
 
 
 class KeptDocuments:
-    """The documents of a range that have minimum to maximum tokens, numbered from 0 in the order of the corpus.
+    """The documents of a range that have minimum to maximum tokens and that a drop list leaves, numbered from 0.
 
     One count per 256 documents leads to the block of the n-th of them, and the lengths of those 256 to its place: 31 MB
     for 10^9 documents for any share that is kept. Counting them reads every length once, 0.1 s for 10^8 that the page
-    cache holds, and looking up a window of 4,096 takes about 6 ms.
+    cache holds, and looking up a window of 4,096 takes about 6 ms. A drop list is mapped, a bit per document.
+
+    Raises:
+        MissingInputError, DataError: There is no such drop list, or it is not of this corpus.
     """
 
-    def __init__(self, corpus: Corpus, documents: range, *, minimum: int, maximum: int | None) -> None:
-        self.corpus, self.documents, self.minimum, self.maximum = corpus, documents, minimum, maximum
+    def __init__(
+        self, corpus: Corpus, documents: range, *, minimum: int, maximum: int | None, drop: str | None = None
+    ) -> None:
+        self.corpus, self.documents, self.minimum, self.maximum, self._drop = corpus, documents, minimum, maximum, drop
+        self.drop_list = None if drop is None else DropList(Path(drop), corpus.manifest, corpus.prefix)
         self._tables = _tables_of_lengths(corpus, documents)  # each with the document that its first entry belongs to
-        counts = [self._count(lengths_bw) for _, lengths_bw in self._tables]
+        counts = [self._count(first, lengths_bw) for first, lengths_bw in self._tables]
         self._ends = np.cumsum(np.concatenate([[0], *counts]))  # documents kept before each block; of all at the end
         self._first_blocks = np.cumsum([0, *(len(count) for count in counts)])
 
@@ -216,7 +223,7 @@ class KeptDocuments:
 
     def __reduce__(self) -> tuple[Any, ...]:
         anew = partial(KeptDocuments, self.corpus, self.documents, minimum=self.minimum, maximum=self.maximum)
-        return anew, ()  # another process counts for itself
+        return partial(anew, drop=self._drop), ()  # another process counts for itself
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the corpus of the kept documents `indices`, each in [0, len(self))."""
@@ -228,22 +235,28 @@ class KeptDocuments:
             own = np.flatnonzero(tables == table)
             first_document, lengths_bw = self._tables[table]
             local = blocks[own] - self._first_blocks[table]
-            kept_before = np.cumsum(self._is_kept(lengths_bw[local]), axis=1, dtype=np.int16)
+            begins = first_document + local * lengths_bw.shape[1]
+            kept_before = np.cumsum(self._is_kept(begins, lengths_bw[local]), axis=1, dtype=np.int16)
             in_block = np.argmax(kept_before > places[own, None], axis=1)
-            numbers[own] = first_document + local * lengths_bw.shape[1] + in_block
+            numbers[own] = begins + in_block
         return numbers
 
-    def _is_kept(self, lengths: NDArray[np.int32]) -> NDArray[np.bool_]:
-        if self.maximum is None:
-            return lengths >= self.minimum
-        return (lengths >= self.minimum) & (lengths <= self.maximum)
+    def _is_kept(self, begins: NDArray[np.int64], lengths_bw: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Of blocks that begin with these documents."""
+        kept = lengths_bw >= self.minimum
+        if self.maximum is not None:
+            kept &= lengths_bw <= self.maximum
+        if self.drop_list is not None:
+            kept &= ~self.drop_list.drops(begins, lengths_bw.shape[1])
+        return kept
 
-    def _count(self, lengths_bw: NDArray[np.int32]) -> NDArray[np.int64]:
+    def _count(self, first_document: int, lengths_bw: NDArray[np.int32]) -> NDArray[np.int64]:
         """Kept documents of each block."""
+        begins = first_document + np.arange(len(lengths_bw)) * lengths_bw.shape[1]
         counts = np.empty(len(lengths_bw), dtype=np.int64)
         for first in range(0, len(lengths_bw), _BLOCKS_AT_ONCE):
             some = slice(first, first + _BLOCKS_AT_ONCE)
-            counts[some] = np.count_nonzero(self._is_kept(lengths_bw[some]), axis=1)
+            counts[some] = np.count_nonzero(self._is_kept(begins[some], lengths_bw[some]), axis=1)
         return counts
 
 

@@ -1,0 +1,115 @@
+"""MinHash: how alike two documents are, from a few numbers of each.
+
+A document is the set of its n-grams of token ids, and two are as alike as the Jaccard index of their sets, |A and B| /
+|A or B|. Under a random order of all n-grams the first one is the same for both with just that probability, so of many
+orders the share of equal firsts estimates it (Broder, 1997). Orders are cut into bands of `rows` each; documents equal
+in all rows of a band are candidates: 1 - (1 - J^rows)^bands of the pairs with index J (Leskovec, Rajaraman and Ullman,
+Mining of Massive Datasets, chapter 3). Pure numpy, of one core; nothing is read or written here.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK_TOKENS = 1 << 16  # at a time, as 32-bit numbers in the second-level cache: measured the fastest
+_BASE = np.uint32(0x9E3779B1)  # 2^32 / golden ratio, a prime: of the polynomial over an n-gram
+_MIX_32 = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's last step, by Austin Appleby, public domain
+_MIX_64 = np.uint64(0xD6E8FEB86659FD93)
+_SKETCH_VALUES = 256  # an uint8 is what two documents are compared by
+
+
+@dataclass(frozen=True)
+class MinHashSettings:
+    """What decides which documents are near-duplicates. Bands, rows and n-grams by default as datatrove has them."""
+
+    bands: int = 14
+    rows: int = 8
+    ngram: int = 5  # tokens
+    threshold: float = 0.8  # of the estimated Jaccard index
+
+    @property
+    def permutations(self) -> int:
+        return self.bands * self.rows
+
+
+def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHashSettings) -> NDArray[np.uint32]:
+    """The smallest n-gram of each document under each random order, [permutations, documents].
+
+    Args:
+        ids: Token ids of the documents end to end.
+        lengths: Tokens of each document, at least 1.
+    """
+    random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * settings.permutations), "<u4").astype(np.uint32)
+    factors, masks = random[: settings.permutations] | np.uint32(1), random[settings.permutations :]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    found = np.empty((settings.permutations, len(lengths)), dtype=np.uint32)
+    first = 0
+    while first < len(lengths):
+        begin = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
+        starts = np.append(0, ends[first : stop - 1] - begin)
+        hashes = _hash_ngrams(ids[begin : int(ends[stop - 1])], starts, lengths[first:stop], settings.ngram)
+        ordered = np.empty_like(hashes)
+        for number in range(settings.permutations):  # a bijection of 32 bits: multiplied by an odd number, xor
+            np.multiply(hashes, factors[number], out=ordered)
+            np.bitwise_xor(ordered, masks[number], out=ordered)
+            found[number, first:stop] = np.minimum.reduceat(ordered, starts)
+        first = stop
+    return found
+
+
+def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
+    """One number for all rows of a band, [bands, documents]."""
+    keys = np.zeros((len(minima_pn) // rows, minima_pn.shape[1]), dtype=np.uint64)
+    for number, values in enumerate(minima_pn):
+        key = keys[number // rows]
+        key ^= values
+        key *= _MIX_64
+        key ^= key >> np.uint64(32)
+    return keys
+
+
+def sketches(minima_pn: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """What is kept of each document, [documents, permutations]: one byte of each minimum."""
+    return np.ascontiguousarray(minima_pn.T, dtype=np.uint32).astype(np.uint8)
+
+
+def estimated_jaccard(first_np: NDArray[np.uint8], second_np: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Of pairs of sketches, less what different minima have in common by chance (Li and König, b-bit minwise hashing).
+
+    Standard deviation sqrt(J (1 - J) / permutations), 0.038 at J = 0.8 and 112 of them.
+    """
+    equal = np.count_nonzero(first_np == second_np, axis=1) / first_np.shape[1]
+    return (equal * _SKETCH_VALUES - 1) / (_SKETCH_VALUES - 1)
+
+
+def _hash_ngrams(
+    ids: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.int32], ngram: int
+) -> NDArray[np.uint32]:
+    """The n-gram that begins at each token, as 32 mixed bits; of a shorter document its whole.
+
+    Where none begins, at a document's last tokens, its first one stands once more, which changes no minimum.
+    """
+    tokens = ids.astype(np.uint32) + np.uint32(1)  # so that 0 is none
+    hashes = tokens.copy()
+    for place in range(1, ngram):
+        hashes *= _BASE
+        hashes[:-place] += tokens[place:]
+    short, places = np.flatnonzero(lengths < ngram), np.arange(ngram)
+    inside = places < lengths[short, None]
+    whole = np.where(inside, tokens[np.where(inside, starts[short, None] + places, 0)], np.uint32(0))
+    hashes[starts[short]] = 0
+    for place in range(ngram):
+        hashes[starts[short]] = hashes[starts[short]] * _BASE + whole[:, place]
+    for shift, factor in _MIX_32:
+        hashes ^= hashes >> np.uint32(shift)
+        hashes *= np.uint32(factor)
+    hashes ^= hashes >> np.uint32(16)
+    last = np.minimum(lengths, ngram) - 1  # tokens at the end where no n-gram begins
+    ends = starts + lengths
+    for back in range(1, ngram):
+        some = last >= back
+        hashes[ends[some] - back] = hashes[starts[some]]
+    return hashes
