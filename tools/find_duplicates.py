@@ -21,10 +21,9 @@ def main() -> None:
     from megatron_neobert.data.deduplication.run import FindSettings, MinHashSettings, find_duplicates
 
     minhash = MinHashSettings(arguments.bands, arguments.rows, arguments.ngram, arguments.threshold)
-    names = ("workers", "bucket_documents", "shard_index", "num_shards", "merge", "resume", "overwrite")
-    settings = FindSettings(
-        tuple(arguments.prefixes), arguments.output, minhash, **{name: getattr(arguments, name) for name in names}
-    )
+    names = ("executor", "ray_address", "workers", "bucket_documents", "shard_index", "num_shards")
+    given = {name: getattr(arguments, name) for name in (*names, "merge", "resume", "overwrite")}
+    settings = FindSettings(tuple(arguments.prefixes), arguments.output, minhash, **given)
     found = find_duplicates(settings, on_progress=lambda text: print(text, file=sys.stderr, flush=True))
     if found is None:
         print(
@@ -45,7 +44,9 @@ def _parse() -> Any:
     add("--ngram", type=positive, default=5, metavar="N", help="tokens of a shingle (5)")
     add("--bands", type=positive, default=14, metavar="B", help="of which one must agree (14)")
     add("--rows", type=positive, default=8, metavar="R", help="permutations of a band (8)")
-    add("--workers", type=positive, default=1, metavar="N", help="processes, one core each (1)")
+    add("--workers", type=positive, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
+    add("--executor", choices=("local", "ray"), default="local", help="(local)")
+    add("--ray-address", metavar="ADDRESS", help="auto or host:port of a cluster, local for a new one (RAY_ADDRESS)")
     add(
         "--bucket-documents",
         type=positive,

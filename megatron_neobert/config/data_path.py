@@ -130,6 +130,8 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
                 ":max=N and :drop=FILE may follow a prefix once, with N in tokens and no ':' in FILE."
             )
         limits[name] = int(number) if is_number else 1
+    if ":drop=" in prefix:
+        problems.append(f"{flag} {_shorten(text)} names no drop list: FILE of :drop=FILE must have no ':'; rename it.")
     if not prefix:
         problems.append(f"{flag} {_shorten(repr(text))} names no corpus; {_FORM}.")
     minimum, maximum = limits.get("min", 1), limits.get("max")

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import DAMAGED, Manifest
+from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import replacing
 
 _FORMAT = "megatron_neobert drop list 1"
+_DAMAGED = "it is damaged; copy it again, or run tools/find_duplicates.py again"
 _LONGEST_HEADER = 1 << 24  # bytes; 300 for each of the corpora
 
 
@@ -67,12 +68,12 @@ class DropList:
         expected, size = len(header) + sum(sizes), path.stat().st_size
         if size != expected or min(sizes, default=0) < 1:
             raise DataError(
-                f"drop list {path}: expected {expected:,} bytes for {len(sizes)} corpora, found {size:,}; {DAMAGED}"
+                f"drop list {path}: expected {expected:,} bytes for {len(sizes)} corpora, found {size:,}; {_DAMAGED}"
             )
         offsets = [len(header) + before for before in accumulate(sizes, initial=0)]
         found = [place for place, one in enumerate(corpora) if one.documents_sha256 == manifest.documents_sha256]
         if not found or corpora[found[0]].documents != manifest.documents:
-            names = ", ".join(f"{one.prefix} ({one.documents_sha256[:12]})" for one in corpora[:5])
+            names = ", ".join(f"{one.prefix} ({str(one.documents_sha256)[:12]})" for one in corpora[:5])
             raise DataError(
                 f"drop list {path} is of {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
                 "written anew since; run tools/find_duplicates.py on it"
@@ -80,7 +81,7 @@ class DropList:
         self.of = corpora[found[0]]
         self.mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", offsets[found[0]], sizes[found[0]])
         if hashlib.sha256(self.mask.data).hexdigest() != self.of.mask_sha256:
-            raise DataError(f"drop list {path}: expected sha256 {self.of.mask_sha256} of its bits; {DAMAGED}")
+            raise DataError(f"drop list {path}: expected sha256 {self.of.mask_sha256} of its bits; {_DAMAGED}")
 
     def drops(self, first: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
         """Whether documents first[i] to first[i] + count - 1 are dropped, [len(first), count].

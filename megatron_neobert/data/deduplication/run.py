@@ -19,7 +19,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ from megatron_neobert.data.deduplication.minhash import (
     sketches,
 )
 from megatron_neobert.data.preprocessing.job import JobFolder
-from megatron_neobert.data.preprocessing.workers import Report, Workers
+from megatron_neobert.data.preprocessing.workers import Report, Workers, run_on_ray
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of
 
@@ -54,7 +54,9 @@ class FindSettings:
     prefixes: tuple[str, ...]  # of two documents that are alike the one in the earlier corpus stays
     output: Path
     minhash: MinHashSettings = field(default_factory=MinHashSettings)
-    workers: int = 1
+    executor: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    workers: int | None = None  # one; with Ray as many as it has room for
     bucket_documents: int = 12_000_000  # whose keys of one band are compared together, about
     shard_index: int | None = None
     num_shards: int | None = None
@@ -71,6 +73,9 @@ class Task(ABC):
     folder: Path
     name: str
     minhash: MinHashSettings
+
+    def __str__(self) -> str:
+        return self.name
 
     @abstractmethod
     def write(self, report: Report) -> None: ...
@@ -290,7 +295,7 @@ def _do(tasks: Sequence[Task], settings: FindSettings, what: str, on_progress: C
             "tasks of the array once more, then merge"
         )
     finished = len(own) - len(missing)
-    with closing(_results(missing, settings.workers)) as results:
+    with closing(_results(missing, settings)) as results:
         for _ in results:
             finished += 1
             on_progress(f"{what}: {finished:,} of {len(own):,}")
@@ -300,9 +305,12 @@ def _do(tasks: Sequence[Task], settings: FindSettings, what: str, on_progress: C
     return all_finished == len(tasks)
 
 
-def _results(tasks: Sequence[Task], workers: int) -> Generator[Task, None, None]:
-    if min(workers, len(tasks)) > 1:
-        yield from Workers(do_task, count=min(workers, len(tasks))).run(tasks, on_report=lambda _: None)
+def _results(tasks: Sequence[Task], settings: FindSettings) -> Generator[Task, None, None]:
+    workers = min(settings.workers or 1, len(tasks))
+    if settings.executor == "ray" and tasks:
+        yield from run_on_ray(do_task, tasks, workers=settings.workers, address=settings.ray_address)
+    elif workers > 1:
+        yield from Workers(do_task, count=workers).run(tasks, on_report=lambda _: None)
     else:
         for task in tasks:
             yield do_task(task, lambda _: None)

@@ -285,7 +285,7 @@ def _run_tasks(
     """Results in the order in which they finish."""
     plan, settings = progress.plan, progress.plan.settings
     if settings.executor == "ray" and tasks:
-        yield from run_on_ray(tasks, workers=settings.workers, address=settings.ray_address)
+        yield from run_on_ray(tokenize_part, tasks, workers=settings.workers, address=settings.ray_address)
     elif workers := workers or start_workers(settings):
         yield from workers.run(tasks, on_report=progress.report)
     else:  # one worker is this process: nothing to start, nothing to send

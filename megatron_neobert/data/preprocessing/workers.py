@@ -22,13 +22,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import megatron_neobert
 from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
-
-if TYPE_CHECKING:  # a worker imports this module, and what its function needs while it prepares itself
-    from megatron_neobert.data.preprocessing.job import PartResult, PartTask
 
 Report = Callable[[Any], None]
 
@@ -165,11 +162,12 @@ def _work(function: Callable[[Any, Report], Any], prepare: Callable[[], None] | 
 
 
 def run_on_ray(
-    tasks: "Sequence[PartTask]", *, workers: int | None, address: str | None
-) -> "Generator[PartResult, None, None]":
+    function: Callable[[Any, Report], Any], tasks: Sequence[Any], *, workers: int | None, address: str | None
+) -> Generator[Any, None, None]:
     """Results in the order in which they finish; closing the iterator cancels what is left.
 
     Args:
+        function: As of `Workers`; what it reports is lost.
         tasks: Each needs one CPU of the cluster.
         workers: At most so many at once; None: as many as the cluster has room for.
         address: "auto" or host:port of a cluster, "local" for a new one on this machine; None: what RAY_ADDRESS names,
@@ -179,7 +177,7 @@ def run_on_ray(
         ModuleNotFoundError: Ray is not installed.
         ConfigError: Ray does not start, or there is no such cluster.
         ChildProcessError: A part's worker died again and again.
-        NeoBERTError, OSError: As raised by `tokenize_part`.
+        NeoBERTError, OSError: As raised by the function.
     """
     import ray
 
@@ -202,13 +200,13 @@ def run_on_ray(
         ) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place
-    function = ray.remote(num_cpus=1, max_retries=_RETRIES)(_tokenize)
+    remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(_answer)
     waiting = iter(tasks)
-    running: dict[Any, PartTask] = {}
+    running: dict[Any, Any] = {}
     try:
         while True:
             for task in islice(waiting, (workers or len(tasks)) - len(running)):
-                running[function.remote(task)] = task
+                running[remote.remote(function, task)] = task
             if not running:
                 return
             (done,), _ = ray.wait(list(running))
@@ -229,10 +227,8 @@ def run_on_ray(
         ray.shutdown()
 
 
-def _tokenize(task: "PartTask") -> "PartResult | Exception":
-    from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
-
+def _answer(function: Callable[[Any, Report], Any], task: Any) -> Any:
     try:
-        return tokenize_part(task, lambda progress: None)
+        return function(task, lambda progress: None)
     except (NeoBERTError, OSError, ModuleNotFoundError) as error:
         return error  # raised here, Ray would wrap it in a class of its own

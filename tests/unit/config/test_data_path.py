@@ -23,6 +23,14 @@ def test_weights_and_limits_are_read_exactly():
     )
 
 
+@pytest.mark.parametrize("entry", ["x/y:drop=/lists/a b=c.drop", "x/y:min=5:drop=../d", "x/y:drop=d:max=9:min=5"])
+def test_a_drop_list_is_a_path_beside_the_limits(entry):
+    (component,) = parse_data_path([entry])
+    assert component.prefix == "x/y"
+    assert component.drop == re.search("drop=([^:]*)", entry)[1]
+    assert (component.minimum, component.maximum) == (5 if "min" in entry else 1, 9 if "max" in entry else None)
+
+
 def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
     assert whole_weights(parse_data_path(["0.2", "a", "0.4", "b", "0.4", "c"])) == (1, 2, 2)
     assert whole_weights(parse_data_path(["30", "a", "70", "b"])) == (3, 7)
@@ -46,7 +54,10 @@ def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
         (["a:min=1k"], "':min=1k' is not a limit"),
         (["a:min=-1"], "':min=-1' is not a limit"),
         (["a:mim=5"], "':mim=5' is not a limit"),
-        (["a:min=1:min=2"], "is not a limit; each of :min=N and :max=N may follow a prefix once"),
+        (["a:min=1:min=2"], "is not a limit; each of :min=N, :max=N and :drop=FILE may follow a prefix once"),
+        (["a:drop="], "':drop=' is not a limit"),
+        (["a:drop=x/y:drop=z"], "':drop=x/y' is not a limit"),
+        (["a:drop=x:y"], "a:drop=x:y names no drop list: FILE of :drop=FILE must have no ':'"),
         ([":min=5"], "':min=5' names no corpus"),
         ([""], "'' names no corpus"),
     ],
@@ -63,5 +74,5 @@ def test_all_problems_of_all_entries_arrive_together():
 
 
 def test_a_component_is_written_as_it_was_read():
-    for text in ("a", "a:min=5", "a:max=9", "a:min=5:max=9"):
+    for text in ("a", "a:min=5", "a:max=9", "a:min=5:max=9", "a:min=5:max=9:drop=x/y"):
         assert str(parse_data_path([text])[0]) == text

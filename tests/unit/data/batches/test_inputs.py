@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+from unit.data.corpus.memory_corpus import batch_settings, micro_batches, original_ids
 from unit.data.preprocess_place import Place
-from unit.data.small_corpus import write_vocabulary
+from unit.data.small_corpus import write_corpus, write_vocabulary
 
 from megatron_neobert.config.data_path import curve_names
 from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.inputs import open_inputs
+from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.corpus.drop_list import write_drop_list
 from megatron_neobert.data.corpus.reader import KeptDocuments
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError
 
 
@@ -129,6 +133,51 @@ def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_fr
         identity(path),
     ]
     assert len({blend, *others}) == 8
+
+
+def drop(place, *numbers, name="list"):
+    """A drop list of the corpus `run`, behind its prefix."""
+    corpus = place.corpus()
+    mask = np.isin(np.arange(len(corpus)), numbers)
+    write_drop_list(place.folder / name, [("run", corpus.manifest, mask, 0)], {})
+    return f"{prefix(place)}:drop={place.folder / name}"
+
+
+def test_batches_with_a_drop_list_are_those_of_a_corpus_without_its_documents(place):
+    """The masks, which follow from a document's number in its corpus, are not compared."""
+    corpus, tokenizer = place.corpus(), load_tokenizer(place.vocab)
+    left_out = [0, 3, 4, 17, 100, len(corpus) - 1]
+    rest = [corpus.document(number) for number in range(len(corpus)) if number not in left_out]
+    write_corpus(place.folder / "rest", rest, tokenizer)
+    all_ids = []
+    for path in (drop(place, *left_out), str(place.folder / "rest"), prefix(place)):
+        inputs = open_inputs(settings(place, path, split="1"))
+        stream = BatchStream(inputs.training, batch_settings(seq_length=256))
+        all_ids.append([original_ids(batch) for batch in micro_batches(stream, 8)])
+    assert all_ids[0] == all_ids[1]
+    assert all_ids[0] != all_ids[2], "the control"
+    assert set(numbers(open_inputs(settings(place, drop(place, *left_out), split="1")).training[0])) == (
+        set(range(len(corpus))) - set(left_out)
+    )
+
+
+def test_a_changed_drop_list_is_changed_data_and_a_moved_one_is_not(place):
+    lists = {"none": (), "some": (1, 2), "others": (1, 3), "moved": (1, 2)}
+    paths = {"whole": prefix(place), **{name: drop(place, *numbers, name=name) for name, numbers in lists.items()}}
+    found = {name: open_inputs(settings(place, path, split="1")).identity for name, path in paths.items()}
+    assert found.pop("moved") == found["some"]
+    assert len(set(found.values())) == 4
+
+
+def test_drop_lists_that_leave_nothing_or_are_of_another_corpus_are_refused(place):
+    everything = drop(place, *range(len(place.corpus())))
+    with pytest.raises(DataError, match=r"none of the \d+ documents for training has at least 1 tokens.* drops others"):
+        open_inputs(settings(place, everything, split="1"))
+    other = place.corpus(end="_validation").prefix
+    with pytest.raises(DataError, match=r"drop list .*list is of run .* but .*_validation is"):
+        open_inputs(settings(place, f"{other}:drop={place.folder / 'list'}", split="1"))
+    with pytest.raises(MissingInputError, match="drop list nowhere: no such file"):
+        open_inputs(settings(place, f"{other}:drop=nowhere", split="1"))
 
 
 def test_limits_that_no_document_meets_are_refused_with_numbers(place):

@@ -47,7 +47,7 @@ def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
 
 
 def ray_workers():
-    return [process for process in psutil.Process().children(recursive=True) if "ray::_tokenize" in process.name()]
+    return [process for process in psutil.Process().children(recursive=True) if "ray::_answer" in process.name()]
 
 
 @pytest.mark.slow

@@ -1,0 +1,239 @@
+"""Near-duplicates planted in real text: which are found, by however many processes, and after any kill."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from unit.data.deduplication.planted import read_books
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+from unit.tools.commands import ENVIRONMENT
+
+from megatron_neobert.data.corpus.drop_list import DropList
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.deduplication import run
+from megatron_neobert.data.deduplication.minhash import MinHashSettings
+from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates, join
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Eight of the planted corpus."""
+    monkeypatch.setattr(run, "PART_DOCUMENTS", 100)
+
+
+def find(output, *prefixes, minhash=None, **changes):
+    settings = FindSettings(tuple(map(str, prefixes)), output, minhash or MinHashSettings(), **changes)
+    return find_duplicates(settings, on_progress=lambda text: None)
+
+
+def dropped(output, prefix):
+    corpus = Corpus(prefix)
+    return np.flatnonzero(DropList(output, corpus.manifest, corpus.prefix).drops(np.array([0]), len(corpus))[0])
+
+
+def chance(alike, bands=14, rows=8):
+    return 1 - (1 - alike**rows) ** bands
+
+
+def test_planted_duplicates_are_found_as_often_as_the_formula_says_and_nothing_else(planted, tmp_path):
+    """Of 200 copies with Jaccard indices 0.57 to 0.99; the threshold is low, so that the bands alone decide.
+
+    Measured: 146 found where 149.7 are expected, standard deviation 4.7; the most alike that is missed has 0.80.
+    """
+    found = find(tmp_path / "list", planted.prefix, minhash=MinHashSettings(threshold=0.3))
+    numbers = set(dropped(tmp_path / "list", planted.prefix).tolist())
+    chances = np.array([chance(alike) for *_, alike in planted.pairs])
+    hits = sum(later in numbers for _, later, _ in planted.pairs)
+    assert abs(hits - chances.sum()) < 4 * np.sqrt((chances * (1 - chances)).sum()) + 1
+    assert all(later in numbers for _, later, alike in planted.pairs if alike > 0.93)
+    assert numbers <= {later for _, later, _ in planted.pairs}, "precision 1: no passage but the copies"
+    assert found["clusters"] == len(numbers) and found["largest_cluster"] == 2
+
+
+def test_threshold_leaves_out_candidates_that_are_not_alike_enough(planted, tmp_path):
+    """0.9 is three standard deviations of the estimate, 0.03 each, above 0.8 and below 0.99."""
+    find(tmp_path / "list", planted.prefix, minhash=MinHashSettings(threshold=0.9))
+    numbers = set(dropped(tmp_path / "list", planted.prefix).tolist())
+    indices = [alike for _, later, alike in planted.pairs if later in numbers]
+    assert min(indices) > 0.8
+    assert all(later in numbers for _, later, alike in planted.pairs if alike > 0.97)
+    candidates = [alike for *_, alike in planted.pairs if 0.6 < alike < 0.8]
+    assert sum(map(chance, candidates)) > 10, "the control: the bands alone find many of these"
+
+
+def test_text_without_copies_loses_nothing(shared_data, tmp_path):
+    tokenizer, documents = read_books(shared_data, 400)
+    write_corpus(tmp_path / "plain", documents, tokenizer)
+    found = find(tmp_path / "list", tmp_path / "plain")
+    assert (found["clusters"], found["largest_cluster"]) == (0, 1)
+    assert not len(dropped(tmp_path / "list", tmp_path / "plain"))
+
+
+@pytest.fixture(scope="module")
+def expected(planted, tmp_path_factory):
+    """The list of one process and one range."""
+    output = tmp_path_factory.mktemp("expected") / "list"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "PART_DOCUMENTS", 100)
+        find(output, planted.prefix)
+    return output.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes"),
+    [
+        (100, {"workers": 3}),
+        (100, {"bucket_documents": 200}),  # 4 ranges in each band
+        (37, {}),
+        (1 << 18, {"workers": 2, "bucket_documents": 300}),
+    ],
+)
+def test_list_is_the_same_for_any_processes_parts_and_bound_of_memory(
+    planted, expected, tmp_path, monkeypatch, parts, changes
+):
+    monkeypatch.setattr(run, "PART_DOCUMENTS", parts)
+    monkeypatch.setattr(run, "_PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr(run, "_JOINED_AT_ONCE", 100)
+    find(tmp_path / "list", planted.prefix, **changes)
+    assert (tmp_path / "list").read_bytes() == expected
+    assert [file.name for file in tmp_path.iterdir()] == ["list"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatron_neobert.data.deduplication import run
+run.PART_DOCUMENTS, calls, sync = 400, 0, os.fsync
+def count(descriptor):  # files and folders are brought to disk before and after each gets its name
+    global calls
+    calls += 1
+    if calls == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(descriptor)
+os.fsync = count
+run.find_duplicates(run.FindSettings((sys.argv[1],), Path(sys.argv[2])), on_progress=lambda text: None)
+print(calls)
+"""
+
+
+def run_killed(prefix, output, at):
+    command = [sys.executable, "-c", KILLED, prefix, str(output), str(at)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "PART_DOCUMENTS", 400)
+    whole = run_killed(planted.prefix, tmp_path / "whole", 0)
+    assert (tmp_path / "whole").read_bytes() == expected
+    last = int(whole.stdout)
+    for at in (1, 4, 5, last // 2, last - 4, last):
+        output = tmp_path / f"killed{at}"
+        assert run_killed(planted.prefix, output, at).returncode == -9
+        assert output.exists() == (at == last), "it appears whole, and last"
+        find(output, planted.prefix, resume=True)
+        assert output.read_bytes() == expected, at
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("kind", ["keys", "sketches", "pairs"])
+def test_finished_part_that_was_damaged_is_done_again_and_no_other(planted, expected, tmp_path, kind, monkeypatch):
+    output = tmp_path / "list"
+    monkeypatch.setattr(run, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        find(output, planted.prefix)
+    monkeypatch.undo()
+    monkeypatch.setattr(run, "PART_DOCUMENTS", 100)
+    damaged = max((tmp_path / "list.partial").glob(f"*.{kind}"), key=lambda file: file.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(OutputError, match=r"holds \d+ finished parts .* continue with --resume, or .* --overwrite"):
+        find(output, planted.prefix)
+    done = []
+    monkeypatch.setattr(run, "do_task", lambda task, report, do=run.do_task: done.append(task.name) or do(task, report))
+    find(output, planted.prefix, resume=True)
+    assert done == [damaged.stem]
+    assert output.read_bytes() == expected
+
+
+@pytest.mark.slow  # two clusters are started; preprocessing's tests start one
+def test_ray_gives_the_same_list(planted, expected, tmp_path):
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    find(tmp_path / "list", planted.prefix, executor="ray", ray_address="local", workers=2)
+    assert (tmp_path / "list").read_bytes() == expected
+
+
+def test_array_of_tasks_started_twice_and_merged_gives_the_same_list(planted, expected, tmp_path):
+    output = tmp_path / "list"
+    for _ in range(2):
+        for index in range(3):
+            assert not output.exists()
+            assert find(output, planted.prefix, shard_index=index, num_shards=3) is None
+        if not list((tmp_path / "list.partial").glob("*.pairs")):
+            pytest.fail("the last of the first three finds all signatures there, and begins with pairs")
+    find(output, planted.prefix, merge=True)
+    assert output.read_bytes() == expected
+
+
+def test_merge_names_what_is_not_finished(planted, tmp_path):
+    find(tmp_path / "list", planted.prefix, shard_index=0, num_shards=2)
+    with pytest.raises(
+        MissingInputError, match=r"4 of 8 signatures are not finished, the first is signatures-100: run"
+    ):
+        find(tmp_path / "list", planted.prefix, merge=True)
+
+
+def test_of_copies_in_several_corpora_the_earlier_named_one_stays(tmp_path):
+    tokenizer = numbered_tokenizer(1000)
+    a, b, c, d = random_documents([80, 90, 70, 60], 1000)
+    write_corpus(tmp_path / "A", [a, b, b], tokenizer)
+    write_corpus(tmp_path / "B", [c, b, a, d, d], tokenizer)
+    output = tmp_path / "list"
+    found = find(output, tmp_path / "A", tmp_path / "B")
+    assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[2], [1, 2, 4]]
+    assert [entry["dropped_tokens"] for entry in found["corpora"]] == [90, 90 + 80 + 60]
+    assert (found["clusters"], found["largest_cluster"]) == (3, 3)
+    find(output, tmp_path / "B", tmp_path / "A", overwrite=True)
+    assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[0, 1, 2], [4]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clusters_are_those_of_a_plain_search_through_the_graph(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    pairs = generator.integers(0, 300, (180, 2))
+    for number, some in enumerate(np.array_split(pairs, 3)):
+        some.astype("<i8").tofile(tmp_path / str(number))
+    expected = np.arange(300)
+    for _ in range(300):  # every document takes the least number among its neighbours, until nothing changes
+        for one, other in pairs:
+            expected[one] = expected[other] = min(expected[one], expected[other])
+    assert join(300, [tmp_path / str(number) for number in range(3)]).tolist() == expected.tolist()
+
+
+def test_corpora_that_cannot_be_compared_are_refused(tmp_path):
+    documents = random_documents([8, 9], 100)
+    write_corpus(tmp_path / "A", documents, numbered_tokenizer(100))
+    write_corpus(tmp_path / "B", documents, numbered_tokenizer(101))
+    with pytest.raises(DataError, match=r"B was written with tokenizer \w{12}, but .*A with \w{12}: the same ids mean"):
+        find(tmp_path / "list", tmp_path / "A", tmp_path / "B")
+    with pytest.raises(ConfigError, match=r"A and .*A are the same corpus; name it once"):
+        find(tmp_path / "list", tmp_path / "A", tmp_path / "A")
+    find(tmp_path / "list", tmp_path / "A")
+    with pytest.raises(OutputError, match="list exists already; choose another, or replace with --overwrite"):
+        find(tmp_path / "list", tmp_path / "A")
+
+
+def test_work_of_other_settings_or_of_a_corpus_written_anew_is_not_continued(tmp_path):
+    tokenizer = numbered_tokenizer(100)
+    write_corpus(tmp_path / "A", random_documents([8, 9] * 200, 100), tokenizer)
+    settings = FindSettings((str(tmp_path / "A"),), tmp_path / "list", shard_index=0, num_shards=2)
+    find_duplicates(settings, on_progress=lambda text: None)
+    other = replace(settings, minhash=MinHashSettings(threshold=0.7))
+    with pytest.raises(ConfigError, match=r"belongs to a run with settings .*'threshold': 0.8.* where this one has"):
+        find_duplicates(other, on_progress=lambda text: None)
+    write_corpus(tmp_path / "A", random_documents([8, 9] * 200, 100, seed=1), tokenizer, overwrite=True)
+    with pytest.raises(ConfigError, match="belongs to a run with corpora"):
+        find_duplicates(settings, on_progress=lambda text: None)

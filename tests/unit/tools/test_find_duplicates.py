@@ -1,0 +1,55 @@
+"""The command that finds near-duplicates."""
+
+import pytest
+from commands import run_forked
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+
+from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.errors import MissingInputError
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """Three documents, the last of which is the first again."""
+    documents = random_documents([30, 70], 1000)
+    write_corpus(tmp_path / "P", [*documents, documents[0]], numbered_tokenizer(1000))
+    return tmp_path / "P"
+
+
+def test_summary_has_documents_clusters_and_shares(prefix, tmp_path):
+    code, output = run_forked("find_duplicates", prefix, "--output", tmp_path / "list")
+    assert code == 0
+    assert f"{prefix}: 1 of 3 documents dropped (33.33%), with 23.08% of the tokens" in output
+    assert "1 clusters of near-duplicates, the largest of 2 documents" in output
+    assert f"wrote {tmp_path / 'list'}" in output
+
+
+def test_array_of_tasks_is_told_what_comes_next(prefix, tmp_path):
+    task = ("find_duplicates", prefix, "--output", tmp_path / "list", "--shard-index")
+    assert "start the array again for its pairs" in run_forked(*task, 0, "--num-shards", 1).output
+    assert run_forked(*task[:4], "--merge").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--threshold", "1.5"], 2, "--threshold 1.5 is not above 0 and at most 1"),
+        (["--shard-index", "3", "--num-shards", "3"], 2, "--shard-index 3 of --num-shards 3: give both"),
+        (["--shard-index", "0"], 2, "--shard-index 0 of --num-shards None: give both"),
+        (["--rows", "0"], 2, "0 is not a whole number of at least 1"),
+        (["--num-shards", "2", "--shard-index", "0", "--merge"], 2, "--merge joins what the tasks have finished"),
+        (["nowhere"], 66, "no corpus nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(prefix, tmp_path, arguments, code, message):
+    ended = run_forked("find_duplicates", prefix, *arguments, "--output", tmp_path / "list")
+    assert ended.refused(code) and message in ended.output
+    assert not list(tmp_path.glob("list*"))
+
+
+def test_missing_drop_lists_are_named_before_a_run_with_all_else_that_is_missing(tiny_corpus):
+    words = ["--data-path", f"{tiny_corpus.prefix}:drop=no.drop", "--tokenizer-model", "no/words", "--dry-run"]
+    with pytest.raises(
+        MissingInputError, match=r"--data-path :drop=no\.drop: no such file; check the path\.\n.*no/words"
+    ):
+        parse_command_line(words, world_size=1)
