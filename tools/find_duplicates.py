@@ -52,7 +52,7 @@ def _parse() -> Any:
         type=positive,
         default=12_000_000,
         metavar="N",
-        help="compare so many keys at a time, with 50 bytes of memory each (12,000,000); the list is the same for any",
+        help="compare so many keys at a time, with 80 bytes of memory each (12,000,000); the list is the same for any",
     )
     add("--shard-index", type=int, metavar="I", help="this is task I, from 0, of an array: do its part only")
     add("--num-shards", type=positive, metavar="N", help="number of tasks of the array")

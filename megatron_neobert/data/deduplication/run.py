@@ -7,7 +7,7 @@ through all corpora in the order given.
 
 The result is the same for any number of workers and any size of a range. Parts and ranges wait in OUTPUT.partial with
 their checksums, as those of preprocessing do. Disk: 12 bytes per band and one per permutation of each document, 280 by
-default. Memory of a worker: 0.5 kB for each document of a part, 2^18 of them, and 50 bytes for each document of a
+default. Memory of a worker: 0.5 kB for each document of a part, 2^18 of them, and 80 bytes for each document of a
 range, and of those that share one key, which no range divides. At the end: 5 bytes per document, 20 per duplicate.
 """
 
@@ -43,7 +43,7 @@ from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha25
 PART_DOCUMENTS = 1 << 18
 _BATCH_TOKENS = 1 << 20  # read at a time; a longer document is read whole
 _PAIRS_AT_ONCE = 1 << 17  # compared: 60 MB
-_JOINED_AT_ONCE = 1 << 20  # pairs, or documents
+_JOINED_AT_ONCE = 1 << 20  # documents
 _PAIR = np.dtype("<i8")
 
 
@@ -108,9 +108,7 @@ class SignatureTask(Task):
 
     def write(self, report: Report) -> None:
         """Keys of each band sorted, and then in this order the documents, counted from the part's first."""
-        corpus = _open(self.prefix)
-        if corpus.manifest.documents_sha256 != self.documents_sha256:
-            raise DataError(f"{self.prefix} has been written anew since this run began; start again with --overwrite")
+        corpus = _open(self.prefix, self.documents_sha256)
         lengths = corpus.lengths[np.arange(self.documents.start, self.documents.stop)]
         ends = np.cumsum(lengths, dtype=np.int64)
         keys = np.empty((self.minhash.bands, len(lengths)), dtype=np.uint64)
@@ -329,8 +327,11 @@ def _parts(settings: FindSettings, corpora: Sequence[Corpus], folder: Path) -> l
 
 
 @cache  # a worker has many parts of one corpus
-def _open(prefix: str) -> Corpus:
-    return Corpus(prefix)
+def _open(prefix: str, documents_sha256: str) -> Corpus:
+    corpus = Corpus(prefix)
+    if corpus.manifest.documents_sha256 != documents_sha256:
+        raise DataError(f"{prefix} has been written anew since this run began; start again with --overwrite")
+    return corpus
 
 
 def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:

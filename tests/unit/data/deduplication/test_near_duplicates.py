@@ -196,7 +196,7 @@ def test_of_copies_in_several_corpora_the_earlier_named_one_stays(tmp_path):
     assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[2], [1, 2, 4]]
     assert [entry["dropped_tokens"] for entry in found["corpora"]] == [90, 90 + 80 + 60]
     assert (found["clusters"], found["largest_cluster"]) == (3, 3)
-    find(output, tmp_path / "B", tmp_path / "A", overwrite=True)
+    find(output, tmp_path / "B", tmp_path / "A", overwrite=True, bucket_documents=1)  # ranges without a document too
     assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[0, 1, 2], [4]]
 
 
@@ -237,3 +237,6 @@ def test_work_of_other_settings_or_of_a_corpus_written_anew_is_not_continued(tmp
     write_corpus(tmp_path / "A", random_documents([8, 9] * 200, 100, seed=1), tokenizer, overwrite=True)
     with pytest.raises(ConfigError, match="belongs to a run with corpora"):
         find_duplicates(settings, on_progress=lambda text: None)
+    task = run.SignatureTask(tmp_path, "part", settings.minhash, str(tmp_path / "A"), "of before", range(1), 0)
+    with pytest.raises(DataError, match="A has been written anew since this run began; start again with --overwrite"):
+        task.write(lambda _: None)
