@@ -2,11 +2,11 @@
 
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 
 def main() -> None:
-    import xxhash
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupSignature
     from datatrove.pipeline.dedup.minhash import MinhashConfig
@@ -16,7 +16,7 @@ def main() -> None:
     folder = Path(sys.argv[1], "datatrove")
     shutil.rmtree(folder, ignore_errors=True)
     # xxhash 4 refuses the text that datatrove 0.10.1 gives it.
-    hashing = HashConfig(hash_fc="xxhash" if int(xxhash.VERSION.partition(".")[0]) < 4 else "sha1")
+    hashing = HashConfig(hash_fc="xxhash" if version("xxhash") < "4" else "sha1")
     config = MinhashConfig(n_grams=5, num_buckets=14, hashes_per_bucket=8, hash_config=hashing)
     signatures, buckets, remove = (str(folder / name) for name in ("signatures", "buckets", "remove"))
     reader = ParquetReader(str(folder.with_name("shards")), text_key="text", read_metadata=False)
