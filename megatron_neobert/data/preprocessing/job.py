@@ -263,9 +263,7 @@ class JobFolder:
             if self.task is not None:
                 self._lock(f"lock.{self.task}", exclusive=True)
         except OSError as error:
-            raise OutputError(
-                f"{self.path}: cannot be created ({error.strerror}); choose another --output-prefix"
-            ) from error
+            raise OutputError(f"{self.path}: cannot be created ({error.strerror}); write to another folder") from error
         return self
 
     def __exit__(self, *_: object) -> None:
