@@ -117,24 +117,24 @@ class Statistics:
 class LengthCounts:
     """How many documents have which length; filled chunk by chunk."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
+        self.counts: Counter[int] = Counter(counts)  # documents by length
 
     @property
     def documents(self) -> int:
-        return self._counts.total()
+        return self.counts.total()
 
     @property
     def tokens(self) -> int:
-        return sum(length * count for length, count in self._counts.items())
+        return sum(length * count for length, count in self.counts.items())
 
     def add(self, lengths: NDArray[np.int32]) -> None:
         new, counts = np.unique(lengths, return_counts=True)
-        self._counts.update(dict(zip(new.tolist(), counts.tolist(), strict=True)))
+        self.counts.update(dict(zip(new.tolist(), counts.tolist(), strict=True)))
 
     def statistics(self) -> Statistics:
         """Of at least one document."""
-        lengths, counts = (np.array(column) for column in zip(*sorted(self._counts.items()), strict=True))
+        lengths, counts = (np.array(column) for column in zip(*sorted(self.counts.items()), strict=True))
         documents, tokens, not_longer = self.documents, self.tokens, np.cumsum(counts)
         longest_of = {percent: np.searchsorted(not_longer, -(-percent * documents // 100)) for percent in PERCENTS}
         return Statistics(

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, FileRecord, LengthCounts, Volume
+from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, FileRecord, Volume
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.runtime.atomic_files import own_name, replacing
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -35,79 +35,47 @@ _SCANNED_BYTES = 2 << 20  # of ids, at a time
 _READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
 
 
-class VolumesWriter:
-    """Turns a stream of documents into one or more volumes in `folder`, which it creates.
+def write_volume(
+    path: Path, documents: Iterable[tuple[bytes, NDArray[np.int32]]], dtype: np.dtype[Any]
+) -> Volume | None:
+    """A new `path`.bin and .idx, on disk; None where there is no document.
 
     Args:
-        folder: On the file system of the finished corpus; nothing else may be in it.
-        dtype: Of the token ids.
-        volume_bytes: Upper limit of a .bin, which only a single longer document exceeds; None: no limit.
+        documents: The ids of some, end to end, as bytes, and the tokens of each.
+        dtype: Of the ids.
     """
+    bin_path, lengths_path = path.with_suffix(".bin"), own_name(path.with_suffix(".lengths"))
+    try:
+        with replacing(bin_path) as temporary, lengths_path.open("wb") as lengths_file:
+            content = _HashedFile(temporary)
+            for ids, lengths in documents:
+                content.write(ids)
+                lengths_file.write(lengths.astype("<i4", copy=False).data)
+            record = content.finish()
+        if not record.bytes:
+            bin_path.unlink()
+            return None
+        return _with_index(path, record, lengths_path, dtype)
+    finally:
+        lengths_path.unlink(missing_ok=True)
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], *, volume_bytes: int | None) -> None:
-        folder.mkdir()
-        self.lengths = LengthCounts()  # complete after `finish`
-        self.folder, self._dtype, self._volume_bytes = folder, dtype, volume_bytes
-        self._finished: list[Volume] = []
-        self._ids: _HashedFile | None = None  # of the volume in work, as soon as it has a document
 
-    def append(self, ids: memoryview, lengths: NDArray[np.int32]) -> None:
-        """Adds documents: their ids end to end in `dtype`, as bytes, and the tokens of each."""
-        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
-        first, begin = 0, 0
-        while first < lengths.size:
-            used = self._ids.bytes if self._ids else 0
-            stop = lengths.size
-            if self._volume_bytes is not None:
-                stop = int(np.searchsorted(ends, begin + self._volume_bytes - used, side="right"))
-            if stop <= first and used:
-                self.cut()
-                continue
-            stop = max(stop, first + 1)
-            end = int(ends[stop - 1])
-            if self._ids is None:
-                self._ids = _HashedFile(self._path("bin"))
-                self._lengths = self._path("lengths").open("wb")
-            self._ids.write(ids[begin:end])
-            self._lengths.write(lengths[first:stop].astype("<i4", copy=False).data)
-            first, begin = stop, end
-
-    def link(self, ids: Path, lengths: Path, *, sha256: str) -> None:
-        """Makes a whole file of ids a volume without reading it; a copy only where the file system has no links."""
-        self.cut()
-        target = self._path("bin")
+def link_volume(path: Path, ids: Path, lengths: Path, dtype: np.dtype[Any], *, sha256: str) -> Volume:
+    """Makes a whole file of ids a volume without reading it; a copy only where the file system has no links."""
+    bin_path = path.with_suffix(".bin")
+    with replacing(bin_path) as temporary:
         try:
-            os.link(ids, target)
+            os.link(ids, temporary)
         except OSError:
-            shutil.copyfile(ids, target)
-        sync_to_disk(target)
-        self._finish(lengths, FileRecord(target.stat().st_size, sha256))
+            shutil.copyfile(ids, temporary)
+    return _with_index(path, FileRecord(bin_path.stat().st_size, sha256), lengths, dtype)
 
-    def cut(self) -> None:
-        """The next document begins a new volume."""
-        if self._ids is None:
-            return
-        record = self._ids.finish()
-        self._lengths.close()
-        self._ids = None
-        lengths = self._path("lengths")
-        self._finish(lengths, record)
-        lengths.unlink()
 
-    def finish(self) -> list[Volume]:
-        """The volumes, called by their numbers; their files lie at `folder / f"{number}.bin"` and .idx."""
-        self.cut()
-        return self._finished
-
-    def _path(self, end: str) -> Path:
-        return self.folder / f"{len(self._finished)}.{end}"
-
-    def _finish(self, lengths: Path, ids: FileRecord) -> None:
-        for chunk in read_chunks(lengths, "<i4"):
-            self.lengths.add(chunk)
-        documents, tokens = lengths.stat().st_size // 4, ids.bytes // self._dtype.itemsize
-        index = write_index(self._path("idx"), lambda: read_chunks(lengths, "<i4"), documents, self._dtype)
-        self._finished.append(Volume(str(len(self._finished)), documents, tokens, ids, index))
+def _with_index(path: Path, ids: FileRecord, lengths: Path, dtype: np.dtype[Any]) -> Volume:
+    documents, tokens = lengths.stat().st_size // 4, ids.bytes // dtype.itemsize
+    with replacing(path.with_suffix(".idx")) as temporary:
+        index = write_index(temporary, lambda: read_chunks(lengths, "<i4"), documents, dtype)
+    return Volume(path.name, documents, tokens, ids, index)
 
 
 def write_index(

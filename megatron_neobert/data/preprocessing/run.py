@@ -6,26 +6,14 @@ Finished parts wait in PREFIX.partial, so what a killed run has done is not done
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron_neobert.data.corpus.format import (
-    BackendRecord,
-    InputRecord,
-    QuarantinedShard,
-    describe_reasons,
-    draft_manifest,
-)
-from megatron_neobert.data.corpus.writer import (
-    OutputSettings,
-    PartFiles,
-    WrittenCorpus,
-    refuse_existing,
-    write_corpus,
-)
+from megatron_neobert.data.corpus.format import describe_reasons
+from megatron_neobert.data.corpus.writer import WrittenCorpus, refuse_existing
 from megatron_neobert.data.preprocessing.job import (
     Counts,
     JobFolder,
@@ -36,6 +24,7 @@ from megatron_neobert.data.preprocessing.job import (
     error_record,
     read_result,
 )
+from megatron_neobert.data.preprocessing.join import join_parts
 from megatron_neobert.data.preprocessing.part_tasks import load_early, remember, tokenize_part
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, part_tasks, refuse_damaged
 from megatron_neobert.data.preprocessing.workers import Workers, run_on_ray
@@ -193,7 +182,7 @@ def preprocess(
                     f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one. Check "
                     "--input, --text-key and the filters"
                 )
-            written = _join(tasks, list(results.values()), progress, damaged)
+            written = join_parts(plan, tasks, list(results.values()), counts, damaged, on_bytes=progress.join)
             job.remove()
     return PreprocessReport(
         written=written,
@@ -292,71 +281,3 @@ def _run_tasks(
         remember(plan.tokenizer, plan.encoder)
         for task in tasks:
             yield tokenize_part(task, progress.report)
-
-
-def _join(
-    tasks: Sequence[PartTask], results: Sequence[PartResult], progress: Progress, damaged: Mapping[str, str]
-) -> WrittenCorpus:
-    plan, settings, counts = progress.plan, progress.plan.settings, progress.finished
-    inputs = {
-        task.shard_name: InputRecord(task.shard.bytes, result.shard_sha256)
-        for task, result in zip(tasks, results, strict=True)
-        if task.starts_shard
-    }
-    backends: dict[str, BackendRecord] = {}
-    for result in results:
-        before = backends.get(result.encoder, BackendRecord(0, 0))
-        documents, compared = before.documents + result.counts.documents, before.compared + result.compared
-        backends[result.encoder] = BackendRecord(documents, compared)
-    return write_corpus(
-        _part_files(tasks, results),
-        OutputSettings(
-            files=plan.files,
-            keep_shards=settings.keep_shards,
-            shard_bytes=settings.shard_size,
-            validation_fraction=settings.split_validation,
-            deduplicate=settings.deduplicate is not None,
-        ),
-        draft_manifest(
-            plan.tokenizer,
-            inputs=inputs,
-            text_key=settings.read.text_key,
-            filters=plan.filters,
-            records=counts.records,
-            repaired_documents=counts.repaired_documents,
-            rejected=dict(sorted(counts.rejected.items())),
-            dropped=dict(sorted(counts.dropped.items())),
-            tokenizer_backends=dict(sorted(backends.items())),
-            quarantined={
-                plan.shard_name(path): QuarantinedShard(version.bytes, damaged[path])
-                for path, version in plan.versions.items()
-                if path in damaged
-            },
-        ),
-        folder=plan.files.partial,
-        on_progress=progress.join,
-    )
-
-
-def _part_files(tasks: Sequence[PartTask], results: Sequence[PartResult]) -> list[PartFiles]:
-    """The parts' files in order."""
-    files, before = [], 0
-    for task, result in zip(tasks, results, strict=True):
-        if task.starts_shard:
-            before = 0
-        files.append(
-            PartFiles(
-                shard=task.shard_name,
-                ids=task.file("ids"),
-                lengths=task.file("lengths"),
-                hashes=task.file("hashes"),
-                rejects=task.file("rejects"),
-                records_before=(task.part.unit, before) if task.part.numbers_are_relative else None,
-                documents=result.counts.documents,
-                tokens=result.counts.tokens,
-                unknown_tokens=result.counts.unknown_tokens,
-                ids_sha256=result.sha256["ids"],
-            )
-        )
-        before += result.numbers
-    return files

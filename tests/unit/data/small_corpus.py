@@ -17,6 +17,7 @@ from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_fi
 from megatron_neobert.data.corpus.writer import OutputSettings, PartFiles, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -75,7 +76,7 @@ def write_part(
         documents=len(documents),
         tokens=flat.size,
         unknown_tokens=int((flat == tokenizer.unk_id).sum()),
-        ids_sha256=hashlib.sha256(flat.tobytes()).hexdigest(),
+        sha256={file.suffix[1:]: sha256_of(file) for file in (ids, lengths, hashes) if file.exists()},
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from unit.data.corpus.corpus_parts import TOKENIZER, UNKNOWN, Place, documents_if_it_opens, documents_of, selected
 from unit.data.small_corpus import made_up_draft, output_settings, write_part
 
-from megatron_neobert.data.corpus import writer
+from megatron_neobert.data.corpus import joining
 from megatron_neobert.data.corpus.format import InputRecord, corpus_files, read_manifest, validation_files
 from megatron_neobert.data.corpus.writer import refuse_existing, write_corpus
 from megatron_neobert.errors import DataError, OutputError
@@ -29,8 +29,8 @@ def test_documents_are_those_that_a_plain_loop_selects(
     place, monkeypatch, small_windows, layout, deduplicate, validation_fraction
 ):
     if small_windows:
-        monkeypatch.setattr(writer, "_WINDOW_DOCUMENTS", 2)
-        monkeypatch.setattr(writer, "_WINDOW_BYTES", 10)
+        monkeypatch.setattr(joining, "_WINDOW_DOCUMENTS", 2)
+        monkeypatch.setattr(joining, "_WINDOW_BYTES", 10)
     selection = {"deduplicate": deduplicate, "validation_fraction": validation_fraction}
     training, held_out, dropped = selected(place.texts, place.documents, **selection)
     written = place.write(**selection, **layout)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_neobert.data.corpus import volumes, writer
-from megatron_neobert.data.corpus.writer import find_duplicates
+from megatron_neobert.data.corpus import fates, volumes
+from megatron_neobert.data.corpus.fates import find_duplicates
 
 
 def write_hashes(folder, hashes, files=3):
@@ -52,8 +52,8 @@ def test_hashes_that_agree_in_one_half_alone_are_different(tmp_path, sizes):
 def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, monkeypatch):
     monkeypatch.setattr(volumes, "_CHUNK", 100)
     loaded = []
-    original = writer._repeats
-    monkeypatch.setattr(writer, "_repeats", lambda hashes: loaded.append(hashes.size) or original(hashes))
+    original = fates._repeats
+    monkeypatch.setattr(fates, "_repeats", lambda hashes: loaded.append(hashes.size) or original(hashes))
     paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
     found = find_duplicates(paths, bucket_documents=1000)
     assert found.tolist() == [False] + [True] * 999
