@@ -78,7 +78,7 @@ def join_parts(
             },
         ),
         folder=plan.files.partial,
-        write_volumes=partial(_write_volumes, processes=_processes(settings)),
+        write_volumes=partial(write_volumes_by, processes=_processes(settings)),
         on_progress=on_bytes,
     )
 
@@ -89,9 +89,10 @@ def _processes(settings: PreprocessSettings) -> int:
     return settings.workers or 1 if settings.executor == "local" else min(settings.workers or here, here)
 
 
-def _write_volumes(
+def write_volumes_by(
     tasks: Sequence[VolumeTask], on_bytes: Callable[[int], None], *, processes: int
 ) -> Iterator[WrittenVolume]:
+    """All volumes, in the order in which they finish."""
     if (count := min(processes, len(tasks))) == 1:
         yield from write_one_after_the_other(tasks, on_bytes)
         return

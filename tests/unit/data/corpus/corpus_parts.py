@@ -12,7 +12,7 @@ from unit.data.small_corpus import (
 
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.corpus.writer import write_corpus
+from megatron_neobert.data.corpus.writer import write_corpus, write_one_after_the_other
 from megatron_neobert.errors import DataError, MissingInputError
 
 TOKENIZER = numbered_tokenizer(100)
@@ -46,7 +46,7 @@ class Place:
         ids = generator.integers(FIRST_ORDINARY, 100, length)
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
-    def write(self, on_progress=lambda _: None, *, inputs=None, **options):
+    def write(self, on_progress=lambda _: None, *, inputs=None, write_volumes=write_one_after_the_other, **options):
         output = output_settings(self.files, **options)
         draft = made_up_draft(
             self.parts,
@@ -56,7 +56,8 @@ class Place:
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
         )
-        return write_corpus(self.parts, output, draft, folder=self.files.partial, on_progress=on_progress)
+        how = {"write_volumes": write_volumes, "on_progress": on_progress}
+        return write_corpus(self.parts, output, draft, folder=self.files.partial, **how)
 
     def corpus_bytes(self):
         return {

@@ -101,6 +101,44 @@ def test_interrupted_run_leaves_nothing_and_ends_with_130(place, moment):
     assert sorted(place.iterdir()) == before
 
 
+def all_bytes(place, name):
+    """Of all files of a corpus, by what follows its name."""
+    return {file.name.removeprefix(name): file.read_bytes() for file in place.glob(f"{name}_*")}
+
+
+JOIN = ("--workers", 2, "--keep-shards", "--split-validation", "0.05")
+
+
+@needs_proc
+@pytest.mark.parametrize("moment", ["output/key", "output/*.done"])  # the join begins; a volume is finished
+def test_run_killed_while_it_joins_is_resumed_to_the_same_bytes(place, moment):
+    large_shards(place, shards=40, megabytes=0.05)
+    process = start(place, *JOIN)
+    wait_for(lambda: list(place.glob(f"run_content_document.partial/{moment}")))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not list(place.glob("run_content_document*.json")), "it is over"
+    assert len(list(place.glob("run_content_document.partial/*.done"))) == 40
+    finish(place, "--resume", *JOIN)
+    finish(place, "--output-prefix", place / "fresh", *JOIN)
+    assert not list(place.glob("*.partial"))
+    assert all_bytes(place, "run") == all_bytes(place, "fresh")
+    assert len(all_bytes(place, "run")) == 40 * 2 + 1 + 3
+
+
+@needs_proc
+def test_worker_killed_while_it_joins_ends_the_run_with_74_and_parts_are_kept(place):
+    large_shards(place, shards=40, megabytes=0.05)
+    process = start(place, *JOIN)
+    wait_for(lambda: list(place.glob("run_content_document.partial/output/key")))
+    workers = wait_for(lambda: children_of(process.pid))
+    os.kill(workers[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 74, errors
+    assert f"worker process {workers[0]} was killed by SIGKILL at volume " in errors
+    assert "40 finished parts are kept" in errors
+
+
 @pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))
@@ -118,13 +156,8 @@ def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_bytes(place, nu
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     finish(place, "--resume", *more)
-    files = {
-        name: {file.name.removeprefix(name): file for file in place.glob(f"{name}_*")} for name in ("whole", "run")
-    }
-    assert files["whole"].keys() == files["run"].keys()
-    assert len(files["whole"]) == 8 * 2 + 1 + 3
-    for end, file in files["whole"].items():
-        assert file.read_bytes() == files["run"][end].read_bytes()
+    assert all_bytes(place, "run") == all_bytes(place, "whole")
+    assert len(all_bytes(place, "run")) == 8 * 2 + 1 + 3
 
 
 @needs_proc
