@@ -160,7 +160,7 @@ class InputRecord:
     """A shard as it was when it was read."""
 
     bytes: int
-    sha256: str | None  # None: a URL, which is read once
+    sha256: str | None  # of all its bytes; None: a table or a shard of several parts at a URL, of which none reads all
     documents: int | None = None  # of it in this corpus, one after the other; None: written before they were counted
     tokens: int | None = None  # in them
 

@@ -164,7 +164,7 @@ class PartResult:
     damage: str | None = None  # why it cannot be read to its end; then nothing of what follows is known
     counts: Counts = field(default_factory=Counts)
     sha256: dict[str, str] = field(default_factory=dict)  # of its files, by kind
-    shard_sha256: str | None = None  # of the whole shard, with its first part; None for URLs too
+    shard_sha256: str | None = None  # of the whole shard, with its first part; None for some URLs too
     numbers: int = 0  # record numbers used up
     encoder: str = ""
     is_reference: bool = False

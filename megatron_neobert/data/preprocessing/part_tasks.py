@@ -28,7 +28,7 @@ from megatron_neobert.data.preprocessing.job import (
 )
 from megatron_neobert.data.shards.find import shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part
-from megatron_neobert.data.shards.reading import RecordBatch, Rejected
+from megatron_neobert.data.shards.reading import RecordBatch, Rejected, ShardDigest
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
@@ -54,7 +54,8 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
     counts, numbers = Counts(), 0
     with ExitStack() as stack:
         files = _PartFiles(task, tokenizer, encoder, stack)
-        batches, damage = read_part(task.part, task.settings.read), None
+        digest = ShardDigest() if task.starts_shard and task.part.end is None else None
+        batches, damage = read_part(task.part, task.settings.read, digest), None
         while True:
             try:
                 batch = next(batches, None)
@@ -79,7 +80,7 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
                 shard=task.shard,
                 counts=counts,
                 sha256=files.finish(),
-                shard_sha256=shard_sha256(task.part.path) if task.starts_shard else None,
+                shard_sha256=_shard_sha256(task, digest),
                 numbers=numbers,
                 encoder=encoder.name,
                 is_reference=encoder.is_reference,
@@ -88,6 +89,13 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
             )
     write_result(task, result)
     return result
+
+
+def _shard_sha256(task: PartTask, digest: ShardDigest | None) -> str | None:
+    """Of the whole shard, for its first part; read again where not all of its bytes have passed by."""
+    if not task.starts_shard:
+        return None
+    return (digest and digest.of_all(task.shard.bytes)) or shard_sha256(task.part.path)
 
 
 class _PartFiles:

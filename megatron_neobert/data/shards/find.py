@@ -67,7 +67,7 @@ def shard_version(path: str) -> ShardVersion:
 
 
 def shard_sha256(path: str) -> str | None:
-    """Of a local file; None for a URL, since what is transferred twice is paid for twice."""
+    """Reads a local file; None for a URL, since what is transferred twice is paid for twice."""
     return None if is_url(path) else sha256_of(Path(path))
 
 

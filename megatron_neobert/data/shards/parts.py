@@ -19,6 +19,7 @@ from megatron_neobert.data.shards.reading import (
     PartStream,
     ReadSettings,
     RecordBatch,
+    ShardDigest,
     ShardPart,
     compression_of,
     named_errors,
@@ -29,9 +30,7 @@ from megatron_neobert.data.shards.text_files import find_cuts, read_json, read_t
 from megatron_neobert.data.shards.web_archives import read_archive
 from megatron_neobert.errors import DataError
 
-_READERS: dict[Format, Callable[[ShardPart, ReadSettings], Iterator[RecordBatch]]] = {
-    "parquet": read_column,
-    "arrow": read_column,
+_STREAMED: dict[Format, Callable[[ShardPart, ReadSettings, ShardDigest | None], Iterator[RecordBatch]]] = {
     "jsonl": read_json,
     "json": read_json,
     "text": read_text,
@@ -108,8 +107,11 @@ def row_cuts(groups: list[RowGroup], *, part_bytes: int) -> list[int]:
     return cuts
 
 
-def read_part(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+def read_part(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
     """All records of one part, in order.
+
+    Args:
+        digest: Takes the bytes in where they are read one after the other; of a table, some columns alone are read.
 
     Raises:
         DataError: The shard is damaged, or a parquet or Arrow shard has no text column of that name.
@@ -118,7 +120,8 @@ def read_part(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
     """
     numbers = 0
     try:
-        for batch in _READERS[part.format](part, settings):
+        read = _STREAMED.get(part.format)
+        for batch in read(part, settings, digest) if read else read_column(part, settings):
             numbers += batch.numbers
             yield batch
     except DamagedStream as damage:

@@ -7,6 +7,7 @@ that. Memory: one block of compressed and one of decompressed bytes.
 """
 
 import bz2
+import hashlib
 import io
 import lzma
 import os
@@ -276,6 +277,21 @@ def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
     return zstd.ZstdDecompressor(options=options), zstd.ZstdError
 
 
+class ShardDigest:
+    """The sha256 of a shard, of the bytes that pass by while it is read from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self._sha256, self._bytes = hashlib.sha256(), 0
+
+    def update(self, block: bytes) -> None:
+        self._sha256.update(block)
+        self._bytes += len(block)
+
+    def of_all(self, size: int) -> str | None:
+        """Hexadecimal; None where fewer than `size` bytes have passed by, so that the digest is not the shard's."""
+        return self._sha256.hexdigest() if self._bytes == size else None
+
+
 class PartStream(io.RawIOBase):
     """The bytes of one part of a shard, decompressed, without the byte order mark that a text file may begin with.
 
@@ -284,8 +300,8 @@ class PartStream(io.RawIOBase):
 
     _file: BinaryIO = io.BytesIO()  # closed in place of a file that cannot be opened
 
-    def __init__(self, part: ShardPart) -> None:
-        self._part = part
+    def __init__(self, part: ShardPart, digest: ShardDigest | None = None) -> None:
+        self._part, self._digest = part, digest
         self._file = open_shard(part.path)
         self._size = part.end or file_size(self._file, part.path)
         self._position = self._file.seek(part.start) if part.start else 0  # a URL may give a stream that cannot seek
@@ -339,6 +355,8 @@ class PartStream(io.RawIOBase):
             if not block:
                 return
             self._position += len(block)
+            if self._digest is not None:
+                self._digest.update(block)
             yield block
 
     def _decompressed(self) -> Iterator[bytes]:

@@ -30,6 +30,7 @@ from megatron_neobert.data.shards.reading import (
     PartStream,
     ReadSettings,
     RecordBatch,
+    ShardDigest,
     ShardPart,
     add_text,
     add_value,
@@ -56,14 +57,14 @@ class TooLong(NamedTuple):
 Records = list[bytes | TooLong]
 
 
-def read_json(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+def read_json(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
     """The objects of JSON lines, of arrays, or over several lines.
 
     Raises:
         DamagedStream: The file ends within an object or an array.
     """
     number, limit = 1, settings.max_document_bytes
-    with PartStream(part) as stream:
+    with PartStream(part, digest) as stream:
         is_lines = part.format == "jsonl"
         groups = read_records(stream, separator=b"\n", limit=limit) if is_lines else read_values(stream, limit=limit)
         for records in groups:
@@ -195,11 +196,11 @@ def read_values(stream: PartStream, *, limit: int) -> Iterator[Records]:
         raise DamagedStream("it ends with open brackets or quotes")
 
 
-def read_text(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+def read_text(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
     """What is blank between two separators is no record, just as a blank line among JSON lines is none."""
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     too_long = f"more than {limit:,} bytes"
-    with PartStream(part) as stream:
+    with PartStream(part, digest) as stream:
         if separator is None:
             content = b""
             while len(content) <= limit and (block := stream.read(max(BATCH_BYTES, len(content)))):

@@ -23,6 +23,7 @@ from megatron_neobert.data.shards.reading import (
     PartStream,
     ReadSettings,
     RecordBatch,
+    ShardDigest,
     ShardPart,
     add_text,
     decode,
@@ -48,7 +49,7 @@ class ArchiveRecord(NamedTuple):
     too_long: str | None = None  # how long
 
 
-def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
+def read_archive(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
     """The texts of pages that were fetched with success, and of WET records.
 
     Raises:
@@ -56,7 +57,7 @@ def read_archive(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatc
         DamagedStream: The archive ends within a record, or a length in it is wrong.
     """
     batch, number, held = RecordBatch(), 0, 0
-    with PartStream(part) as stream:
+    with PartStream(part, digest) as stream:
         try:
             archive = io.BufferedReader(stream, BATCH_BYTES)
             for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):
