@@ -2,6 +2,7 @@
 
     python tools/inspect_data.py corpus/web_content_document
     python tools/inspect_data.py corpus/web_content_document --inputs
+    python tools/inspect_data.py corpus/web_content_document --sources
     python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --random 3
     python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
 
@@ -40,8 +41,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
     corpus = Corpus(arguments.prefix)
-    if arguments.inputs:
-        print_inputs(corpus)
+    if arguments.inputs or arguments.sources:
+        (print_inputs if arguments.inputs else print_sources)(corpus)
         return
     numbers = choose_documents(corpus, arguments)
     if numbers is None:
@@ -66,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     which.add_argument("--random", type=int, metavar="K", help="show K documents chosen at random")
     which.add_argument("--longest", type=int, metavar="K", help="show the K longest documents")
     which.add_argument("--inputs", action="store_true", help="list the inputs, with documents and tokens of each")
+    which.add_argument("--sources", action="store_true", help="list documents and tokens by --source-key's values")
     add("--seed", type=int, default=0, help="of --random (default: 0)")
     add("--tokens", type=int, default=200, metavar="N", help="at most N of each (default: 200)")
     add("--tokenizer-model", metavar="PATH", help="that the corpus was written with")
@@ -130,6 +132,16 @@ def print_inputs(corpus: "Corpus") -> None:
             f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {record.tokens / total:>7.2%}  {visible(name)}"
         )
         first += record.documents
+
+
+def print_sources(corpus: "Corpus") -> None:
+    """A line for each source, the one with most tokens first."""
+    if (key := corpus.manifest.source_key) is None:
+        raise DataError(f"{corpus.files.manifest} does not count sources; preprocess with --source-key for that")
+    total = corpus.manifest.tokens
+    print(f"{'documents':>13} {'tokens':>17} {'share':>7}  {visible(key)}")
+    for name, record in sorted(corpus.manifest.sources.items(), key=lambda item: (-item[1].tokens, item[0])):
+        print(f"{record.documents:>13,} {record.tokens:>17,} {record.tokens / total:>7.2%}  {visible(name)}")
 
 
 def print_document(corpus: "Corpus", number: int, tokenizer: "Tokenizer", *, tokens: int) -> None:

@@ -148,6 +148,13 @@ def parse_arguments() -> argparse.Namespace:
         help=f"longer documents are rejected; bounds the memory ({ReadSettings.max_document_bytes >> 20}MiB)",
     )
 
+    add(
+        "--source-key",
+        metavar="KEY",
+        help="a field of the records (column, JSON key, WARC header) with few values, by which the manifest "
+        "counts documents and tokens",
+    )
+
     add = parser.add_argument_group("how it is tokenized").add_argument
     add(
         "--tokenizer-model",

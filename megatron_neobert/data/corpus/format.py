@@ -166,6 +166,14 @@ class InputRecord:
 
 
 @dataclass(frozen=True)
+class SourceRecord:
+    """What a corpus has of one source."""
+
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class QuarantinedShard:
     """A shard that --quarantine has left out."""
 
@@ -223,6 +231,8 @@ class Manifest:
     volumes: list[Volume]
     tokenizer_backends: dict[str, BackendRecord] = field(default_factory=dict)  # by name and version
     quarantined: dict[str, QuarantinedShard] = field(default_factory=dict)  # by path or URL; not among the inputs
+    source_key: str | None = None  # the field of records by which sources are told apart; None: they are not counted
+    sources: dict[str, SourceRecord] = field(default_factory=dict)  # by value of that field
     eod_id: int | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
@@ -321,6 +331,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     content = asdict(manifest)
     for volume in content["volumes"]:
         del volume["name"]
+    if manifest.source_key is None:
+        del content["source_key"], content["sources"]
     # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
@@ -346,6 +358,12 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, expected in sums.items():
         if (found := getattr(manifest, name)) != expected:
             yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
+    if manifest.source_key is not None:
+        found = SourceRecord(manifest.documents, manifest.tokens)
+        records = manifest.sources.values()
+        summed = SourceRecord(sum(each.documents for each in records), sum(each.tokens for each in records))
+        if found != summed:
+            yield f"expected {summed} over its sources, found {found}"
     for name in ("documents", "tokens"):
         counts = [getattr(record, name) for record in manifest.inputs.values()]
         if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.fates import KEPT
 from megatron_neobert.data.corpus.format import CorpusFiles, FileRecord, LengthCounts, Volume
+from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.volumes import link_volume, read_chunks, write_volume
 from megatron_neobert.runtime.atomic_files import replace_file, sha256_of
 
@@ -40,7 +41,9 @@ class PartFiles:
     documents: int
     tokens: int
     unknown_tokens: int
-    sha256: dict[str, str]  # of the ids, the lengths and, if there, the hashes
+    sha256: dict[str, str]  # of the ids, the lengths and, if there, the hashes and sources
+    # A number for each document, uint16, and what the numbers stand for; None: sources are not counted.
+    sources: tuple[Path, list[str]] | None = None
     # Under which key rejects have their numbers and what to add to those; None: they count from the shard's beginning.
     records_before: tuple[str, int] | None = None
 
@@ -91,6 +94,7 @@ class WrittenVolume:
     unknown_tokens: int = 0
     lengths: LengthCounts = field(default_factory=LengthCounts)
     inputs: dict[str, Counter[str]] = field(default_factory=dict)  # documents and tokens, by shard
+    sources: dict[str, Counter[str]] = field(default_factory=dict)  # the same by source
 
     def count(self, part: PartFiles, lengths: NDArray[np.int32], *, unknown_tokens: int) -> None:
         self.lengths.add(lengths)
@@ -102,8 +106,9 @@ class WrittenVolume:
         """Counts what is in another volume of the same corpus too."""
         self.lengths.counts.update(other.lengths.counts)
         self.unknown_tokens += other.unknown_tokens
-        for shard, counts in other.inputs.items():
-            self.inputs.setdefault(shard, Counter()).update(counts)
+        for own, others in ((self.inputs, other.inputs), (self.sources, other.sources)):
+            for name, counts in others.items():
+                own.setdefault(name, Counter()).update(counts)
 
 
 def lay_out(
@@ -184,6 +189,8 @@ def write_volume_of(task: VolumeTask, on_bytes: OnBytes) -> WrittenVolume:
     else:
         documents = _documents(task, written, dtype, on_bytes)
         written.volume = write_volume(task.folder / task.name, documents, dtype)
+    for piece in task.pieces:
+        _count_sources(piece, task, written.sources)
     volume = written.volume and asdict(written.volume)
     content = vars(written) | {"volume": volume, "lengths": list(written.lengths.counts.items())}
     replace_file(task.folder / f"{task.name}.done", json.dumps(content))
@@ -211,6 +218,7 @@ def _read_record(task: VolumeTask) -> WrittenVolume | None:
         unknown_tokens=content["unknown_tokens"],
         lengths=LengthCounts(dict(content["lengths"])),
         inputs={shard: Counter(counts) for shard, counts in content["inputs"].items()},
+        sources={name: Counter(counts) for name, counts in content["sources"].items()},
     )
 
 
@@ -220,6 +228,23 @@ def _takes_all(task: VolumeTask) -> bool:
         return True
     piece = task.pieces[0]
     return bool((np.fromfile(task.fates, np.uint8, piece.stop - piece.first, offset=piece.before) == task.fate).all())
+
+
+def _count_sources(piece: Piece, task: VolumeTask, counts: dict[str, Counter[str]]) -> None:
+    if piece.part.sources is None:
+        return
+    file, names = piece.part.sources
+    for first in range(piece.first, piece.stop, _WINDOW_DOCUMENTS):
+        size = min(_WINDOW_DOCUMENTS, piece.stop - first)
+        lengths = np.fromfile(piece.part.lengths, "<i4", size, offset=4 * first)
+        sources = np.fromfile(file, SOURCE_DTYPE, size, offset=SOURCE_DTYPE.itemsize * first)
+        if task.fates is not None:
+            fates = np.fromfile(task.fates, np.uint8, size, offset=piece.before + first - piece.first)
+            lengths, sources = lengths[fates == task.fate], sources[fates == task.fate]
+        documents, tokens = np.bincount(sources), np.bincount(sources, lengths)  # floats, exact below 2**53
+        for number in np.flatnonzero(documents).tolist():
+            new = {"documents": int(documents[number]), "tokens": int(tokens[number])}
+            counts.setdefault(names[number], Counter()).update(new)
 
 
 def _documents(

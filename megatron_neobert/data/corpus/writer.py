@@ -26,6 +26,7 @@ from megatron_neobert.data.corpus.format import (
     CorpusFiles,
     InputRecord,
     Manifest,
+    SourceRecord,
     Volume,
     read_manifest,
     reject_line,
@@ -118,7 +119,8 @@ def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
 
 def _begin(work: Path, parts: Sequence[PartFiles], output: OutputSettings, draft: Manifest) -> None:
     """Makes the folder; what a killed call has left in it stays only where this one would write the same."""
-    facts = [(part.shard, part.documents, part.tokens, part.sha256) for part in parts]
+    names = [part.sources and part.sources[1] for part in parts]
+    facts = [(part.shard, part.documents, part.tokens, part.sha256) for part in parts], names
     settings = {**vars(output), "files": None, "dtype": draft.dtype, "special_tokens": draft.special_tokens}
     key = hashlib.sha256(json.dumps([facts, settings]).encode()).hexdigest()
     file = work / "key"
@@ -215,6 +217,7 @@ class _Joined:
             "tokens": total.lengths.tokens,
             "unknown_tokens": total.unknown_tokens,
             "statistics": total.lengths.statistics(),
+            "sources": {name: SourceRecord(**counts) for name, counts in sorted(total.sources.items())},
             "volumes": _name(corpus.volumes, files),
         }
 

@@ -26,7 +26,7 @@ class Record(NamedTuple):
 
     text: str
     shard: str  # path or URL
-    fields: dict[str, Any]  # by --record-key; None: the record has no such field
+    fields: dict[str, Any]  # by --record-key, and --source-key; None: the record has no such field
 
 
 Filter = Callable[[Record], str | Record | None]
@@ -124,6 +124,6 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], shard: st
                 break
             record = answer or record
         else:
-            add_text(left, record.text)
+            add_text(left, record.text, origin=origin)
     left.rejected.sort(key=lambda rejected: rejected.number)
     return left

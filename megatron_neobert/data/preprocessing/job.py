@@ -31,7 +31,7 @@ from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of
 
-Kind = Literal["ids", "lengths", "hashes", "rejects"]
+Kind = Literal["ids", "lengths", "hashes", "rejects", "sources"]
 _JOB = "job.json"
 _MISMATCH = "mismatch"
 _PARTS = "parts.json"
@@ -145,7 +145,8 @@ class PartTask:
 
     @property
     def kinds(self) -> list[Kind]:
-        return [kind for kind in get_args(Kind) if kind != "hashes" or self.settings.with_hashes]
+        left_out = {"hashes": not self.settings.with_hashes, "sources": self.settings.read.source_key is None}
+        return [kind for kind in get_args(Kind) if not left_out.get(kind)]
 
     def file(self, kind: Kind) -> Path:
         return self.settings.folder / f"{self.key}.{kind}"
@@ -157,7 +158,7 @@ class PartTask:
 
 @dataclass(frozen=True)
 class PartResult:
-    """What became of a part; its ids, lengths, hashes and rejects wait in the task's files."""
+    """What became of a part; its ids, lengths, hashes, rejects and sources wait in the task's files."""
 
     number: int  # of the part in this run
     shard: ShardVersion
@@ -170,6 +171,7 @@ class PartResult:
     is_reference: bool = False
     compared: int = 0  # documents whose ids a fast back end had to have in common with the reference
     first_error: str | None = None
+    sources: list[str] = field(default_factory=list)  # the values of --source-key, in the order of their numbers
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ def join_parts(
             plan.tokenizer,
             inputs=inputs,
             text_key=settings.read.text_key,
+            source_key=settings.read.source_key,
             filters=plan.filters,
             records=counts.records,
             repaired_documents=counts.repaired_documents,
@@ -117,6 +118,7 @@ def _part_files(tasks: Sequence[PartTask], results: Sequence[PartResult]) -> lis
                 documents=result.counts.documents,
                 tokens=result.counts.tokens,
                 unknown_tokens=result.counts.unknown_tokens,
+                sources=(task.file("sources"), result.sources) if task.settings.read.source_key is not None else None,
                 sha256={kind: sha256 for kind, sha256 in result.sha256.items() if kind != "rejects"},
             )
         )

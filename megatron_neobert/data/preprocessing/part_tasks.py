@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
+from megatron_neobert.data.corpus.sources import SOURCE_DTYPE, check_sources, source_name
 from megatron_neobert.data.preprocessing.filters import apply_filters
 from megatron_neobert.data.preprocessing.job import (
     Counts,
@@ -86,6 +87,7 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
                 is_reference=encoder.is_reference,
                 compared=encoder.compared,
                 first_error=files.first_error,
+                sources=[*files.sources],
             )
     write_result(task, result)
     return result
@@ -103,6 +105,7 @@ class _PartFiles:
 
     def __init__(self, task: PartTask, tokenizer: Tokenizer, encoder: Encoder, stack: ExitStack) -> None:
         self.first_error: str | None = None
+        self.sources: dict[str, int] = {}  # number by value of --source-key
         self._task, self._encoder = task, encoder
         self._dtype, self._unknown = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
         # Names of this process's own: a worker that everybody thought dead may be at the same part.
@@ -125,6 +128,11 @@ class _PartFiles:
         if self._task.settings.with_hashes:
             texts = (batch.texts[place].encode() for place in kept)
             self._write("hashes", b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts))
+        if (key := self._task.settings.read.source_key) is not None:
+            names = [source_name(batch.origins[place].fields[key], key) for place in kept]
+            numbers = [self.sources.setdefault(name, len(self.sources)) for name in names]
+            check_sources(self.sources, key)
+            self._write("sources", np.array(numbers, dtype=SOURCE_DTYPE).tobytes())
         counts.dropped.update(dropped)
         counts.documents, counts.tokens = encoded.lengths.size, encoded.ids.size
         counts.unknown_tokens = int(np.count_nonzero(encoded.ids == self._unknown))

@@ -241,7 +241,7 @@ def is_complete(plan: Plan) -> bool:
     largest = max(volume.bin.bytes for volume in manifest.volumes)
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
-        and manifest.filters == plan.filters
+        and (manifest.filters, manifest.source_key) == (plan.filters, settings.read.source_key)
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes

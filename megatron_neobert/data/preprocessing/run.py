@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron_neobert.data.corpus.format import describe_reasons
+from megatron_neobert.data.corpus.sources import check_sources
 from megatron_neobert.data.corpus.writer import WrittenCorpus, refuse_existing
 from megatron_neobert.data.preprocessing.job import (
     Counts,
@@ -50,6 +51,7 @@ class Progress:
     joined_bytes: int = 0  # of token ids, after all parts are finished
     in_work: dict[int, PartProgress] = field(default_factory=dict)
     first_error: str | None = None
+    sources: set[str] = field(default_factory=set)  # of finished parts
     _shown: float = 0.0
 
     @property
@@ -76,6 +78,7 @@ class Progress:
         self._show()
 
     def finish(self, result: PartResult) -> None:
+        """Raises DataError where all finished parts together have too many sources."""
         self._count(result)
         self._show()
 
@@ -90,6 +93,8 @@ class Progress:
         self.in_work.pop(result.number, None)
         self.finished_bytes += self.plan.input_bytes(self.plan.parts[result.number])
         self.finished.add(result.counts)
+        self.sources.update(result.sources)
+        check_sources(self.sources, self.plan.settings.read.source_key)
         self.first_error = self.first_error or result.first_error
 
     def join(self, new_bytes: int) -> None:

@@ -68,6 +68,14 @@ class ReadSettings:
     text_separator: str | None = None  # between the documents of a plain text file; None: the file is one document
     max_document_bytes: int = 16 << 20  # bounds the memory: a text without spaces takes some 100 times its size
     record_keys: tuple[str, ...] | None = None  # what filters see of a record besides its text; None: no filters
+    source_key: str | None = None  # by whose values the corpus's documents are counted
+
+    @property
+    def field_keys(self) -> tuple[str, ...] | None:
+        """What is read of a record besides its text; None: nothing, and texts need no origins."""
+        if self.source_key is None:
+            return self.record_keys
+        return tuple(dict.fromkeys((*(self.record_keys or ()), self.source_key)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class ShardPart:
 
 
 class Origin(NamedTuple):
-    """Where a text comes from, for filters."""
+    """Where a text comes from, for filters and counts by source."""
 
     number: int  # of the record, as in Rejected
     fields: dict[str, Any]  # by record key; None where the record has no such field
@@ -121,7 +129,7 @@ class RecordBatch:
     """Some consecutive records of a part. `texts` are not empty, valid Unicode, in the order of the shard."""
 
     texts: list[str] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)  # of the texts, where there are filters
+    origins: list[Origin] = field(default_factory=list)  # of the texts, where filters or sources ask for them
     utf8_bytes: int = 0  # of texts
     repaired: int = 0  # texts in which invalid UTF-8 or lone surrogates became U+FFFD
     rejected: list[Rejected] = field(default_factory=list)

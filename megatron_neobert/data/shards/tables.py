@@ -89,7 +89,7 @@ def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch
     batch, row = RecordBatch(), part.start
     read = parquet_rows if part.format == "parquet" else arrow_rows
     # Each field in a reading of its own.
-    others = {key: _values(read(part, key, of_text=False)) for key in settings.record_keys or ()}
+    others = {key: _values(read(part, key, of_text=False)) for key in settings.field_keys or ()}
     for column, progress in take_together(read(part, settings.text_key)):
         text_bytes = pc.sum(pc.binary_length(column)).as_py() or 0
         full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
@@ -97,7 +97,7 @@ def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch
             yield batch
             batch = RecordBatch()
         origins = None
-        if settings.record_keys is not None:
+        if settings.field_keys is not None:
             numbers = range(row, row + len(column))
             origins = [Origin(number, {key: next(values) for key, values in others.items()}) for number in numbers]
         _add_rows(batch, column, row, text_bytes, settings.max_document_bytes, origins)
@@ -344,7 +344,7 @@ def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = Tr
     texts = [name for name, (_, arrow_type) in found.items() if _holds_text(arrow_type)]
     remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
     if not of_text:
-        remedy = f"its columns: {', '.join(found)}; choose among them with --record-key"
+        remedy = f"its columns: {', '.join(found)}; choose among them with --record-key or --source-key"
     if key not in found:
         raise DataError(f"{path} has no column '{key}'; {remedy}")
     names, arrow_type = found[key]
