@@ -121,10 +121,12 @@ def test_headers_of_web_archives_are_sources(place):
     assert place.corpus().manifest.sources == expected
 
 
-def test_resumed_run_with_another_source_key_starts_anew(place):
-    place.run(source_key="meta.from")
-    place.run(source_key="meta", overwrite=True)  # whose values are whole objects
-    assert "{'from': 'web'}" in place.corpus().manifest.sources
+def test_an_array_of_tasks_and_a_merge_give_the_same_sources(place):
+    place.run("whole", source_key="meta.from")
+    for task in range(3):
+        place.run(source_key="meta.from", shard_index=task, num_shards=3)
+    place.run(source_key="meta.from", merge=True)
+    assert place.contents() == place.contents("whole")
 
 
 @pytest.mark.parametrize("where", ["in one part", "in all together"])
