@@ -143,16 +143,14 @@ def _cut_at_size(
         first = begin = at = at_byte = 0  # the piece begins at `first` and `begin`, the chunk `at` and `at_byte`
         for lengths in read_chunks(part.lengths, "<i4"):
             sizes = lengths.astype(np.int64) * item_bytes
-            ends, kept_ends = np.cumsum(sizes), None
-            kept_ends = (
-                ends
-                if fates is None
-                else np.cumsum(sizes * (np.fromfile(fates, np.uint8, sizes.size, offset=before + at) == KEPT))
-            )
-            start, kept = 0, 0
+            ends = kept_ends = np.cumsum(sizes)
+            if fates is not None:
+                is_kept = np.fromfile(fates, np.uint8, sizes.size, offset=before + at) == KEPT
+                kept_ends = np.cumsum(sizes * is_kept)
+            start = kept = 0  # documents of the chunk that have a volume, and the bytes of those that are kept
             while start < sizes.size:
                 stop = int(np.searchsorted(kept_ends, kept + volume_bytes - used, side="right"))
-                if stop <= start and used:
+                if stop <= start and used:  # the volume ends before this document
                     here, here_byte = at + start, at_byte + (int(ends[start - 1]) if start else 0)
                     if here > first:
                         pieces.append(Piece(part, first, here, begin, before + first))

@@ -125,6 +125,9 @@ def _begin(work: Path, parts: Sequence[PartFiles], output: OutputSettings, draft
     key = hashlib.sha256(json.dumps([facts, settings]).encode()).hexdigest()
     file = work / "key"
     if file.exists() and file.read_text() == key:
+        for other in work.iterdir():
+            if other.suffix not in (".bin", ".idx", ".done") and other.name not in ("key", "fates"):
+                other.unlink()  # it was being written
         return
     if work.exists():
         shutil.rmtree(work)

@@ -94,7 +94,7 @@ def write_volumes_by(
     tasks: Sequence[VolumeTask], on_bytes: Callable[[int], None], *, processes: int
 ) -> Iterator[WrittenVolume]:
     """All volumes, in the order in which they finish."""
-    if (count := min(processes, len(tasks))) == 1:
+    if (count := min(processes, len(tasks))) <= 1:
         yield from write_one_after_the_other(tasks, on_bytes)
         return
     with closing(Workers(write_volume_of, count=count).run(tasks, on_report=on_bytes)) as volumes:

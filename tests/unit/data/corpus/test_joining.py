@@ -83,7 +83,15 @@ def test_finished_volumes_are_kept_after_an_interrupt_and_the_others_are_written
     work = place.files.partial / "output"
     finished = {file.stat().st_ino for file in work.glob("*.bin")}
     assert len(finished) == 2 and not any(name.startswith("P.") for name in place.corpus_bytes())
-    place.write(shard_bytes=20, **SPLIT)
+    unfinished = [work / name for name in ("1.bin.host-7", "1.lengths.host-7", "1.done.host-7", "fates.host.name-7")]
+    for file in unfinished:
+        file.touch()
+
+    def write_volumes(tasks, on_bytes):
+        assert not any(file.exists() for file in unfinished), "they would take as much room as the corpus"
+        yield from in_any_order(tasks, on_bytes)
+
+    place.write(write_volumes=write_volumes, shard_bytes=20, **SPLIT)
     assert place.corpus_bytes() == whole.corpus_bytes()
     assert finished == {(place.folder / name).stat().st_ino for name in ("P_00000.bin", "P_validation.bin")}
     assert not work.exists()
