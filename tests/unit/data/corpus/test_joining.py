@@ -29,8 +29,6 @@ def in_any_order(tasks, on_bytes):
 @pytest.mark.parametrize("options", [{}, SPLIT], ids=["all", "split"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_bytes_are_those_of_one_process_for_any_workers_and_order(tmp_path, write_volumes, options, layout):
-    if write_volumes is by_three_workers and (layout == {} and not options):
-        pytest.skip("one volume has one writer")
     one, many, dealt_with = Place(tmp_path / "one"), Place(tmp_path / "many"), ([], [])
     one.write(dealt_with[0].append, **options, **layout)
     many.write(dealt_with[1].append, write_volumes=write_volumes, **options, **layout)
