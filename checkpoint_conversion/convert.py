@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 _SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
-_PATHS = ("data_path", "tokenizer_model", "valid_data_path")  # of machines that no reader of the report knows
+# Of machines that no reader of the report knows.
+_PATHS = ("data_path", "tokenizer_model", "valid_data_path", "object_storage_cache_path", "object_storage_cache_gb")
 
 
 def main() -> None:

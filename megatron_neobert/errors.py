@@ -38,6 +38,7 @@ MODULES_OF_EXTRAS = {
     "fast": ("nanotoken", "gigatoken"),
     "sentencepiece": ("sentencepiece",),
     "warc": ("fastwarc", "resiliparse"),
+    "s3": ("s3fs",),
     "ray": ("ray",),
     "wandb": ("wandb",),
     "dali": ("nvidia.dali",),
@@ -100,6 +101,12 @@ class OutputError(NeoBERTError):
 
 class SaveError(NeoBERTError):
     """A checkpoint that could not be written."""
+
+    exit_code = EXIT_IO_ERROR
+
+
+class StorageError(NeoBERTError):
+    """An object in remote storage that cannot be read, or its local copy that cannot be written."""
 
     exit_code = EXIT_IO_ERROR
 

@@ -35,12 +35,13 @@ _CHUNK = 1 << 20  # lengths compared at a time
 
 def main() -> None:
     arguments = parse_arguments()
+    from megatron_neobert.data.corpus.object_storage import storage_for
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
-    corpus = Corpus(arguments.prefix)
+    corpus = Corpus(arguments.prefix, storage_for(arguments.prefix, arguments.object_storage_cache_path))
     if arguments.inputs or arguments.sources:
         (print_inputs if arguments.inputs else print_sources)(corpus)
         return
@@ -61,7 +62,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add = parser.add_argument
-    add("prefix", help="path without .bin, as in PREFIX_content_document")
+    add("prefix", help="path or URL without .bin, as in PREFIX_content_document")
+    add("--object-storage-cache-path", metavar="DIR", help="local folder that a URL is read through")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
     which.add_argument("--random", type=int, metavar="K", help="show K documents chosen at random")

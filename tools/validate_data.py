@@ -16,15 +16,17 @@ from megatron_neobert.errors import CommandParser, run_command
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("prefix", help="path without .bin, as in PREFIX_content_document")
+    parser.add_argument("prefix", help="path or URL without .bin, as in PREFIX_content_document")
+    parser.add_argument("--object-storage-cache-path", metavar="DIR", help="local folder that a URL is read through")
     parser.add_argument("--full", action="store_true", help="read every token, and compare all checksums")
     arguments = parser.parse_args()
+    from megatron_neobert.data.corpus.object_storage import storage_for
     from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
 
-    corpus = Corpus(arguments.prefix)
+    corpus = Corpus(arguments.prefix, storage_for(arguments.prefix, arguments.object_storage_cache_path))
     (check_content if arguments.full else check_indexes)(corpus)
     manifest = corpus.manifest
     volumes = f" in {len(corpus.volumes):,} volumes" if len(corpus.volumes) > 1 else ""

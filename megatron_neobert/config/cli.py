@@ -99,7 +99,8 @@ def _missing_inputs(settings: Settings) -> list[str]:
             components = parse_data_path(entries)
         except ConfigError:
             continue  # which is reported already
-        absent = [component.prefix for component in components if not Path(f"{component.prefix}.json").exists()]
+        local = [component.prefix for component in components if not component.is_remote]
+        absent = [prefix for prefix in local if not Path(f"{prefix}.json").exists()]
         problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
         lists = dict.fromkeys(component.drop for component in components if component.drop)
         problems += [f"{flag} :drop={file}: no such file; check the path." for file in lists if not Path(file).exists()]

@@ -32,6 +32,10 @@ class Component:
     drop: str | None = None  # path of a drop list
 
     @property
+    def is_remote(self) -> bool:
+        return "://" in self.prefix
+
+    @property
     def is_filtered(self) -> bool:
         return self.minimum > 1 or self.maximum is not None or self.drop is not None
 

@@ -293,9 +293,14 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     paths = [("--data-path", data.data_path), *(("--valid-data-path", (entry,)) for entry in validation)]
     for flag, entries in paths:
         try:
-            parse_data_path(entries, flag=flag)
+            remote = [component.prefix for component in parse_data_path(entries, flag=flag) if component.is_remote]
         except ConfigError as error:
             yield from error.problems
+            continue
+        if remote and data.object_storage_cache_path is None:
+            yield (
+                f"{flag} {remote[0]} is read through a folder on a local disk; name one: --object-storage-cache-path."
+            )
     if len(set(validation)) < len(validation):
         yield (f"--valid-data-path {' '.join(validation)} names a corpus twice; name each once.")
     for entry in validation:

@@ -12,7 +12,9 @@ from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source
+from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, KeptDocuments
+from megatron_neobert.data.shards.reading import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 
@@ -43,11 +45,13 @@ def open_inputs(data: DataConfig) -> Inputs:
         DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left.
     """
     components = parse_data_path(data.data_path)
+    folder, limit_bytes = Path(data.object_storage_cache_path or ""), data.object_storage_cache_gb * 10**9
+    storage = ObjectStorage(folder, limit_bytes=limit_bytes)
     tokenizer = load_tokenizer(Path(data.tokenizer_model or ""), data.tokenizer_type)
 
     @cache
     def open_corpus(prefix: str) -> Corpus:
-        corpus = Corpus(Path(prefix))
+        corpus = Corpus(prefix, storage if is_url(prefix) else None)
         corpus.check_tokenizer(tokenizer)
         return corpus
 

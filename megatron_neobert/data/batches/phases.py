@@ -86,8 +86,8 @@ class TrainingStream:
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
         """Steps first, first + every, ... counted from the iteration; those between are packed but not read."""
-        announce = self.legs[0].stream.settings.document_block_size > 1
-        return build_steps(islice(self.global_batches(), first, None, every), announce=announce)
+        ahead = max(leg.stream.steps_ahead for leg in self.legs)
+        return build_steps(islice(self.global_batches(), first, None, every), ahead=ahead)
 
 
 def build_training_stream(settings: Settings, inputs: list[Inputs], *, fixed_shapes: bool = False) -> TrainingStream:

@@ -49,6 +49,8 @@ _DOCUMENTS_MULTIPLE = 64
 class Documents(Protocol):
     """What batches need of a corpus."""
 
+    is_remote: bool  # whether reading takes so long that it must begin some batches before
+
     @property
     def lengths(self) -> Lengths:
         """Tokens of each document, at least 1."""

@@ -7,6 +7,7 @@ model (tensor, pipeline, context) do so each for itself, which costs less than s
 Letters: `t` tokens of a micro-batch, `n` documents and dummy documents (plus one), `m` masked tokens.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,7 @@ from megatron_neobert.data.batches.rows import (
 )
 from megatron_neobert.errors import ConfigError
 
+_REMOTE_STEPS_AHEAD = 4
 _LONGEST_MULTIPLE = 128  # tokens: eight lengths at most in rows of 1,024, for each of which a kernel may be built anew
 
 
@@ -138,13 +140,20 @@ class BatchStream:
             CheckpointError: The cursor names a row that its window does not have.
         """
         batches = ((self, rows, cursor_after) for rows, cursor_after in self.global_batches())
-        return build_steps(islice(batches, first, None, every), announce=self.settings.document_block_size > 1)
+        return build_steps(islice(batches, first, None, every), ahead=self.steps_ahead)
 
     def global_batches(self) -> Iterator[tuple[PackedRows, Cursor]]:
         """The rows of each step for all ranks, and the cursor behind them. Batches run on across windows and epochs."""
         reader = RowReader(self.sources, self.settings, cursor=self.cursor)
         while True:
             yield reader.take(self.settings.global_batch_size), reader.cursor
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps before a step is built its documents are announced; 0: not at all."""
+        if any(source.corpus.is_remote for source in self.sources):
+            return _REMOTE_STEPS_AHEAD
+        return int(self.settings.document_block_size > 1)
 
     @property
     def _slots(self) -> int:
@@ -160,7 +169,7 @@ class BatchStream:
         return [self._build(part) for part in self._own_micro_batches(rows)]
 
     def announce(self, rows: PackedRows) -> None:
-        """Asks the operating system to read this rank's part of a global batch."""
+        """Has this rank's part of a global batch read into page cache or cache folder, without waiting for it."""
         for part in self._own_micro_batches(rows):
             for corpus, members in _group_by_corpus(self.sources, part.segments):
                 corpus.will_need(part.segments.numbers_n[members])
@@ -195,23 +204,21 @@ class BatchStream:
         )
 
 
-def build_steps(batches: Iterator[StreamBatch], *, announce: bool) -> Iterator[StepBatches]:
-    """The steps of some global batches, whichever streams they are of.
+def build_steps(batches: Iterator[StreamBatch], *, ahead: int) -> Iterator[StepBatches]:
+    """The steps of some global batches without an end, whichever streams they are of.
 
     Args:
-        announce: Whether each is built only after the operating system was asked to read this rank's part of the next.
+        ahead: Each is built after this rank's part of so many that follow has been announced.
     """
-    for stream, rows, cursor_after in _announced(batches) if announce else batches:
-        yield StepBatches(stream.build(rows), cursor_after)
-
-
-def _announced(batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
-    ahead = next(batches)
-    for following in batches:
-        stream, rows, _ = following
-        stream.announce(rows)
-        yield ahead
-        ahead = following
+    waiting = deque[StreamBatch]()
+    for batch in batches:
+        waiting.append(batch)
+        if ahead:
+            stream, rows, _ = batch
+            stream.announce(rows)
+        if len(waiting) > ahead:
+            stream, rows, cursor_after = waiting.popleft()
+            yield StepBatches(stream.build(rows), cursor_after)
 
 
 def build_micro_batch(sources: tuple[Source, ...], rows: PackedRows, *, settings: BatchSettings) -> PackedBatch:

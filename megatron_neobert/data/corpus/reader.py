@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.drop_list import DropList
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
+from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -49,28 +50,38 @@ class Corpus:
     """A finished corpus. Documents are numbered through all volumes.
 
     Args:
-        prefix: The path without .bin, .idx and .json.
+        prefix: The path without .bin, .idx and .json; with `storage` a URL.
+        storage: What a remote corpus is read through.
 
     Raises:
         MissingInputError: None of the files exists.
+        StorageError: A remote file cannot be read.
         DataError: One is missing, or they are damaged or contradict each other; names file, byte, expected and found.
         ConfigError: There are more volumes than this process may have files open.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
-        self.files = corpus_files(prefix)
-        self.manifest = _read_complete(self.files)
+    def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
+        self.prefix, self.storage = Path(prefix) if storage is None else str(prefix), storage
+        self.is_remote = storage is not None
+        if storage is None:
+            self.files = corpus_files(prefix)
+            self.manifest = _read_complete(self.files)
+            bins: Sequence[Path | RemoteFile] = [
+                self.files.volume_files(volume.name)[0] for volume in self.manifest.volumes
+            ]
+        else:
+            self.files, self.manifest, bins = storage.open_corpus(str(prefix))
         _allow_open_files(self.files, 2 * len(self.manifest.volumes))
         self.volumes = [
             MappedVolume(
-                *self.files.volume_files(volume.name),
+                bin_,
+                self.files.volume_files(volume.name)[1],
                 expected=volume,
                 dtype=self.manifest.dtype,
                 gap=0 if self.manifest.eod_id is None else 1,
                 manifest=self.files.manifest,
             )
-            for volume in self.manifest.volumes
+            for bin_, volume in zip(bins, self.manifest.volumes, strict=True)
         ]
         self.dtype = self.volumes[0].dtype
         self._ends = np.cumsum([volume.lengths.size for volume in self.volumes], dtype=np.int64)
@@ -83,13 +94,13 @@ class Corpus:
         return int(self._ends[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Corpus, (self.prefix,)  # another process maps the files itself
+        return Corpus, (self.prefix, self.storage)  # another process maps the files itself
 
     def document(self, number: int) -> NDArray[Any]:
         """The ids of one document, a read-only view."""
         places = self._places(np.array([number]))
-        start, volume = int(places.begins[0]) // self.dtype.itemsize, (places.volumes or self.volumes)[0]
-        return volume.tokens[start : start + int(places.lengths[0])]
+        begin, volume = int(places.begins[0]), (places.volumes or self.volumes)[0]
+        return np.frombuffer(volume.bytes[begin : begin + int(places.lengths[0]) * self.dtype.itemsize], self.dtype)
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -106,6 +117,8 @@ class Corpus:
         item = self.dtype.itemsize
         places = self._places(documents)
         _check_segments(starts, lengths, places.lengths)
+        if self.is_remote:
+            self.will_need(documents)  # all at once what has not been announced
         first = places.begins + starts * item
         bounds = zip(first.tolist(), (first + lengths * item).tolist(), strict=True)
         if places.volumes is None:
@@ -151,7 +164,7 @@ class Corpus:
         return _Places(volumes, begins, lengths)
 
     def will_need(self, documents: NDArray[np.int64]) -> None:
-        """Has the operating system start to read these documents, which does not wait for them."""
+        """Has the operating system, or threads, start to read these documents, which does not wait for them."""
         at = np.searchsorted(self._ends, documents, side="right")
         for number in np.unique(at).tolist():
             volume = self.volumes[number]

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, FileRecord, Volume
+from megatron_neobert.data.corpus.object_storage import RemoteFile
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import own_name, replacing
 
@@ -32,6 +33,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 1 << 20  # documents handled at a time
 _SCANNED_BYTES = 2 << 20  # of ids, at a time
+_ORDERED_CHUNKS = 8  # of those ids, where they are remote
 _READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
 
 
@@ -96,10 +98,10 @@ def write_index(
     return index.finish()
 
 
-def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """The items of a file, some at a time; read and not mapped, so that memory is that of one chunk."""
+def read_chunks(path: Path, dtype: str | np.dtype[Any], count: int = _CHUNK) -> Iterator[NDArray[Any]]:
+    """The items of a file, `count` at a time; read and not mapped, so that memory is that of one chunk."""
     with path.open("rb") as stream:
-        while (items := np.fromfile(stream, dtype, _CHUNK)).size:
+        while (items := np.fromfile(stream, dtype, count)).size:
             yield items
 
 
@@ -138,16 +140,16 @@ class _HashedFile:
 
 
 class MappedVolume:
-    """The documents of one .bin and .idx.
+    """The documents of one .bin, which may be remote, and .idx.
 
     Raises:
         DataError: They are damaged or contradict each other or the manifest; names file, byte, expected and found.
     """
 
     def __init__(
-        self, bin_path: Path, idx_path: Path, *, expected: Volume, dtype: str, gap: int, manifest: Path
+        self, bin_: Path | RemoteFile, idx_path: Path, *, expected: Volume, dtype: str, gap: int, manifest: Path
     ) -> None:
-        self.bin, self.idx, self.gap = bin_path, idx_path, gap
+        self.bin, self.idx, self.gap = bin_, idx_path, gap
         self.dtype, documents, boundaries = read_header(idx_path)
         if boundaries != documents + 1:
             both = f"{documents} sequences and {boundaries} boundaries"
@@ -163,12 +165,13 @@ class MappedVolume:
         self.length_of = index[HEADER.size : at_pointers].cast("i")
         self.pointer_of = index[at_pointers : at_boundaries + 8].cast("q")
         self.end = int(self.pointers[-1]) + (int(self.lengths[-1]) + gap) * self.dtype.itemsize
-        size, tokens = bin_path.stat().st_size, self.end // self.dtype.itemsize - gap * documents
+        size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
+        tokens = self.end // self.dtype.itemsize - gap * documents
         if size != self.end:
             wanted = (
                 f"{self.end} bytes for {tokens + gap * documents} tokens of {self.dtype}, as {idx_path.name} has it"
             )
-            raise damage(bin_path, max(0, min(self.end, size)), wanted, f"a file of {size} bytes")
+            raise damage(bin_, max(0, min(self.end, size)), wanted, f"a file of {size} bytes")
         for name, found, recorded in (
             ("documents", documents, expected.documents),
             ("tokens", tokens, expected.tokens),
@@ -178,9 +181,8 @@ class MappedVolume:
                 raise DataError(
                     f"{manifest}: expected {name} {found} as in {idx_path.name}, found {recorded}; {DAMAGED}"
                 )
-        self._bin_map = _map(bin_path)
-        self.bytes = memoryview(self._bin_map)
-        self.tokens: NDArray[Any] = np.frombuffer(self.bytes, dtype=self.dtype)
+        self._bin_map = _map(bin_) if isinstance(bin_, Path) else bin_
+        self.bytes = memoryview(self._bin_map) if isinstance(self._bin_map, mmap.mmap) else self._bin_map
 
     def check_index(self) -> None:
         """Reads all of the index.
@@ -209,15 +211,27 @@ class MappedVolume:
         return ends[(ends >= first) & (ends < stop)]
 
     def will_need(self, documents: NDArray[np.int64]) -> None:
-        """Has the operating system start to read these documents into the page cache, neighbours in one go."""
+        """Has the operating system or threads start to read these documents, neighbours in one go."""
         first = np.sort(documents)
         begins = self.pointers[first]
         ends = begins + self.lengths[first].astype(np.int64) * self.dtype.itemsize
         gaps = np.flatnonzero(begins[1:] - ends[:-1] > _READ_THROUGH_BYTES)
         starts, stops = np.append(0, gaps + 1), np.append(gaps, len(first) - 1)
         for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):
-            page = begin - begin % mmap.PAGESIZE
-            self._bin_map.madvise(mmap.MADV_WILLNEED, page, end - page)
+            if isinstance(self._bin_map, RemoteFile):
+                self._bin_map.will_need(begin, end)
+            else:
+                page = begin - begin % mmap.PAGESIZE
+                self._bin_map.madvise(mmap.MADV_WILLNEED, page, end - page)
+
+    def read_ids(self) -> Iterator[NDArray[Any]]:
+        """All of the .bin, some ids at a time; of a local one read and not mapped, so that it takes no memory."""
+        if isinstance(self.bin, Path):
+            yield from read_chunks(self.bin, self.dtype, _SCANNED_BYTES // self.dtype.itemsize)
+            return
+        for begin in range(0, self.end, _SCANNED_BYTES):
+            self.bin.will_need(begin, min(begin + _ORDERED_CHUNKS * _SCANNED_BYTES, self.end))
+            yield np.frombuffer(bytearray(self.bin[begin : begin + _SCANNED_BYTES]), self.dtype)
 
 
 class AllowedIds:
@@ -259,21 +273,18 @@ class AllowedIds:
         Raises:
             DataError: An id that may not stand where it does, with its byte, document and position.
         """
-        digest, first, unknown, item_bytes = hashlib.sha256(), 0, 0, volume.dtype.itemsize
-        with volume.bin.open("rb") as stream:  # read and not mapped, so that what has been checked takes no memory
-            while (ids := np.fromfile(stream, volume.dtype, _SCANNED_BYTES // item_bytes)).size:
-                digest.update(ids.data)
-                if eod_id is not None:
-                    ends = volume.ends_within(first, first + ids.size) - first
-                    if (others := ends[ids[ends] != eod_id]).size:
-                        raise _wrong_id(
-                            volume, first + int(others[0]), f"{eod_id}, the end of a document", ids[others[0]]
-                        )
-                    ids[ends] = self._run[0]  # out of the way of the next look
-                if (at := self.first_wrong(ids)) is not None:
-                    raise _wrong_id(volume, first + at, self.describe(ids[at]), ids[at])
-                unknown += int(np.count_nonzero(ids == self.unknown))
-                first += ids.size
+        digest, first, unknown = hashlib.sha256(), 0, 0
+        for ids in volume.read_ids():
+            digest.update(ids.data)
+            if eod_id is not None:
+                ends = volume.ends_within(first, first + ids.size) - first
+                if (others := ends[ids[ends] != eod_id]).size:
+                    raise _wrong_id(volume, first + int(others[0]), f"{eod_id}, the end of a document", ids[others[0]])
+                ids[ends] = self._run[0]  # out of the way of the next look
+            if (at := self.first_wrong(ids)) is not None:
+                raise _wrong_id(volume, first + at, self.describe(ids[at]), ids[at])
+            unknown += int(np.count_nonzero(ids == self.unknown))
+            first += ids.size
         return digest.hexdigest(), unknown
 
 
@@ -285,7 +296,7 @@ def _wrong_id(volume: MappedVolume, at: int, wanted: str, found: object) -> Data
     return damage(volume.bin, offset, wanted, f"{found} (token {token} of document {document})")
 
 
-def damage(path: Path, offset: int, expected: object, found: object) -> DataError:
+def damage(path: Path | RemoteFile, offset: int, expected: object, found: object) -> DataError:
     return DataError(f"{path}, byte {offset}: expected {expected}, found {found}; {DAMAGED}")
 
 

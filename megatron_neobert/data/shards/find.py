@@ -57,11 +57,16 @@ def shard_version(path: str) -> ShardVersion:
     if not is_url(path):
         status = Path(path).stat()
         return ShardVersion(status.st_size, str(status.st_mtime_ns))
-    file_system, inner = _file_system(path)
+    file_system, inner = file_system_of(path)
     with named_errors(path):
         facts: dict[str, Any] = file_system.info(inner)
+    return version_in(facts, path)
+
+
+def version_in(facts: dict[str, Any], url: str) -> ShardVersion:
+    """That of a URL, of what its file system says about it."""
     if facts.get("size") is None:
-        raise DataError(f"{path}: its server does not report its size; copy it to a disk and name that file")
+        raise DataError(f"{url}: its server does not report its size; copy it to a disk and name that file")
     versions = (str(facts[key]) for key in _VERSION_KEYS if facts.get(key))
     return ShardVersion(int(facts["size"]), next(versions, ""))
 
@@ -135,7 +140,12 @@ def _walk(top: str, *, hidden: str) -> Iterator[tuple[str, list[str]]]:
                 inner.append(name)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system_of(url: str) -> tuple[Any, str]:
+    """What fsspec reads a URL with, and the path for it; the same in all threads of a process.
+
+    Raises:
+        ConfigError: Nothing reads such URLs, or its package is not installed.
+    """
     with named_errors(url):
         import fsspec
 
@@ -147,7 +157,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _remote_files(url: str) -> list[str]:
-    file_system, path = _file_system(url)
+    file_system, path = file_system_of(url)
     with named_errors(url):
         if file_system.isfile(path):
             return [url]

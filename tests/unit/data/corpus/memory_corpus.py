@@ -19,6 +19,8 @@ IDS = TokenIds(vocab_size=VOCABULARY, cls=1, sep=2, pad=0, mask=3, special=(0, 1
 class MemoryCorpus:
     """Documents with random ids, some of them [UNK]; the ids of each document differ from all others'."""
 
+    is_remote = False
+
     def __init__(self, lengths: Sequence[int] | NDArray[np.int64], *, seed: int = 0) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int32)
         self.ends = np.cumsum(self.lengths, dtype=np.int64)

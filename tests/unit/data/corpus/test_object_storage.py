@@ -1,0 +1,225 @@
+"""Corpora behind URLs: the same batches as from a disk, through a bounded cache, whatever the server does."""
+
+import os
+import shutil
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+
+from benchmarks.object_server import ObjectServer
+from megatron_neobert.data.batches.loader import build_loader
+from megatron_neobert.data.batches.rows import Cursor
+from megatron_neobert.data.batches.stream import BatchStream, Source
+from megatron_neobert.data.corpus import object_storage, volumes
+from megatron_neobert.data.corpus.object_storage import ObjectStorage
+from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.errors import DataError, MissingInputError, StorageError
+
+pytest.importorskip("aiohttp")
+
+DOCUMENTS = 600
+BLOCK = 4096  # bytes
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """600 documents of 1 to 200 ids in four volumes."""
+    folder = tmp_path_factory.mktemp("original")
+    lengths = np.random.default_rng(0).integers(1, 200, DOCUMENTS)
+    write_corpus(folder / "P", random_documents(lengths, 100), numbered_tokenizer(100), shard_bytes=40_000)
+    return folder
+
+
+@pytest.fixture
+def server(original, tmp_path, monkeypatch):
+    """Serves a copy of them, which tests may change."""
+    monkeypatch.setattr(object_storage, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(volumes, "_READ_THROUGH_BYTES", 64)  # as always less than a block
+    monkeypatch.setattr(object_storage, "_WAITS_SECONDS", (0.01,) * 4)
+    shutil.copytree(original, tmp_path / "bucket")
+    with ObjectServer(tmp_path / "bucket").running() as running:
+        yield running
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return ObjectStorage(tmp_path / "cache", limit_bytes=10**9)
+
+
+def fetched(server, ending, method="GET"):
+    """What was asked for: file and first byte, with how often."""
+    asked = ((r.name, r.begin) for r in server.requests if r.method == method and r.name.endswith(ending))
+    return Counter(asked)
+
+
+def stream(corpus, *, cursor=Cursor(), **settings):  # noqa: B008  frozen
+    return BatchStream((Source(corpus, range(DOCUMENTS)),), batch_settings(**settings), cursor=cursor)
+
+
+def batches(corpus, *, steps=12, workers=0, **settings):
+    return contents(islice(build_loader(stream(corpus, **settings), num_workers=workers), steps))
+
+
+def blocks_in(storage):
+    """Complete ones; a thread may still be at work."""
+    return sorted((storage.folder / "blocks").glob("*/*[0-9]"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_from_a_url_are_those_of_the_local_corpus_and_each_block_is_fetched_once(
+    server, storage, original, workers
+):
+    corpus = Corpus(f"{server.url}/P", storage)
+    assert not fetched(server, ".bin")
+    assert batches(corpus, workers=workers) == batches(Corpus(original / "P"))
+    assert set(fetched(server, ".bin").values()) == {1}  # by two workers that read the same windows
+    check_content(corpus)
+
+
+def test_documents_and_their_identity_are_those_of_the_local_corpus(server, storage, original):
+    corpus, local = Corpus(f"{server.url}/P", storage), Corpus(original / "P")
+    assert corpus.manifest == local.manifest
+    assert all(np.array_equal(corpus.document(number), local.document(number)) for number in range(DOCUMENTS))
+
+
+def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
+    for _ in range(2):
+        Corpus(f"{server.url}/P", storage)
+    assert set(fetched(server, ".idx").values()) == {1} and len(fetched(server, ".idx")) == 4
+    cut = next(storage.folder.rglob("P_00001.idx"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    Corpus(f"{server.url}/P", storage)  # a local copy that was cut off is replaced
+    assert sorted(fetched(server, ".idx").values()) == [1, 1, 1, 2]
+    manifest = server.folder / "P.json"
+    manifest.write_text(manifest.read_text().replace('"content"', '"other"'))
+    assert Corpus(f"{server.url}/P", storage).manifest.text_key == "other"
+    assert sorted(fetched(server, ".idx").values()) == [2, 2, 2, 3]
+
+
+def test_resumed_run_reads_only_what_it_has_still_to_train_on(server, storage, original):
+    local = Corpus(original / "P")
+    steps = list(islice(stream(local, document_block_size=8).global_batches(), 40))
+    cursor = steps[19][1]
+    resumed = stream(Corpus(f"{server.url}/P", storage), cursor=cursor, document_block_size=8)
+    for _ in islice(resumed.steps(), 10):
+        pass
+    storage.threads.shutdown()  # so that all that was announced has been asked for
+    needed = set()
+    for rows, _ in steps[20:35]:  # ten, and four that are announced while the tenth is built
+        for number in rows.segments.numbers_n.tolist():
+            at = int(np.searchsorted(local._ends, number, side="right"))
+            volume = local.volumes[at]
+            begin = int(volume.pointers[number - (int(local._ends[at]) - volume.lengths.size)])
+            end = begin + 2 * int(local.lengths[np.array([number])][0])
+            needed |= {(volume.bin.name, block * BLOCK) for block in range(begin // BLOCK, -(-end // BLOCK))}
+    assert set(fetched(server, ".bin")) <= needed
+
+
+def test_steps_of_remote_documents_are_announced_four_before_they_are_built():
+    corpus = MemoryCorpus(np.full(200, 60))
+    corpus.is_remote = True
+    next(iter(stream_of(corpus, global_batch_size=4).steps()))
+    assert len(np.concatenate(corpus.announced)) == (1 + 4) * 4  # a document fills a row
+
+
+def test_blocks_stay_below_the_limit_and_batches_the_same(server, tmp_path, original):
+    limit = 6 * BLOCK
+    storage = ObjectStorage(tmp_path / "cache", limit_bytes=limit)
+    storage._know_this_process()
+    corpus = Corpus(f"{server.url}/P", storage)
+    assert batches(corpus, steps=40) == batches(Corpus(original / "P"), steps=40)
+    storage.threads.shutdown()
+    storage.count_written(limit)
+    assert 0 < sum(path.stat().st_size for path in blocks_in(storage)) <= limit
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "empty", "removed"])
+def test_damaged_block_of_the_cache_is_fetched_again(server, storage, original, damage):
+    before = batches(Corpus(f"{server.url}/P", storage))
+    for path in blocks_in(storage):
+        content = bytearray(path.read_bytes())
+        content[7] ^= 1
+        after = {"changed": content, "cut": content[:-9], "empty": b""}.get(damage)
+        path.unlink() if after is None else path.write_bytes(after)
+    corpus = Corpus(f"{server.url}/P", ObjectStorage(storage.folder, limit_bytes=10**9))
+    assert batches(corpus) == before == batches(Corpus(original / "P"))
+    assert max(fetched(server, ".bin").values()) == 2
+
+
+@pytest.mark.parametrize("fault", ["503", "cut", "short"])
+def test_what_fails_now_and_then_is_asked_for_again(server, storage, original, fault):
+    seen = Counter()
+
+    def first_two(method, name):
+        seen[method, name] += 1
+        return fault if seen[method, name] <= 2 and not (fault == "cut" and method == "HEAD") else None
+
+    server.fault_of = first_two
+    if fault == "short":  # says another size, and a size is what HEAD is asked for
+        server.fault_of = lambda method, name: first_two(method, name) if method == "GET" else None
+    assert batches(Corpus(f"{server.url}/P", storage)) == batches(Corpus(original / "P"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_object_that_cannot_be_read_ends_the_run_with_74_and_its_name(server, storage, workers):
+    corpus = Corpus(f"{server.url}/P", storage)
+    server.fault_of = lambda method, name: "503" if name == "P_00002.bin" else None
+    with pytest.raises(StorageError, match=r"http://127.*P_00002\.bin could not be read in 5 attempts.*503") as caught:
+        batches(corpus, workers=workers)
+    assert caught.value.exit_code == 74
+
+
+def test_object_that_is_replaced_under_the_run_ends_it(server, storage):
+    corpus = Corpus(f"{server.url}/P", storage)
+    for path in server.folder.glob("P_*.bin"):
+        path.write_bytes(path.read_bytes())  # the same size
+        os.utime(path, (1, 1))
+    with pytest.raises(DataError, match=r"P_0000\d\.bin was replaced after this run had opened it: expected .*bytes="):
+        batches(corpus)
+    assert not blocks_in(storage)  # of what was fetched
+
+
+def test_block_of_a_replaced_object_is_not_taken_from_the_cache(server, storage, original):
+    batches(Corpus(f"{server.url}/P", storage))
+    for path in server.folder.glob("P_*.bin"):
+        os.utime(path, (1, 1))
+    before = fetched(server, ".bin").total()
+    assert batches(Corpus(f"{server.url}/P", storage)) == batches(Corpus(original / "P"))
+    assert fetched(server, ".bin").total() == 2 * before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "P_00001.bin",
+            lambda content: content + b"\0\0",
+            r"P_00001\.bin: expected \d+ bytes as in the manifest, found",
+        ),
+        ("P_00001.idx", lambda content: content[:-8], r"P_00001\.idx: expected \d+ bytes as in the manifest"),
+        ("P_00001.idx", lambda content: content[:-1] + b"\1", r"P_00001\.idx: expected sha256 \w{64} as in the"),
+        ("P.json", lambda content: content[:-9], r"P\.json: not a manifest"),
+    ],
+)
+def test_object_that_is_not_the_manifests_is_refused_on_open(server, storage, name, content, message):
+    path = server.folder / name
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        Corpus(f"{server.url}/P", storage)
+
+
+def test_prefix_without_manifest_is_no_corpus(server, storage):
+    with pytest.raises(MissingInputError, match=r"no corpus http://.*/Q: there is no http://.*/Q\.json"):
+        Corpus(f"{server.url}/Q", storage)
+
+
+def test_cache_that_cannot_be_written_is_named(server, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "blocks").write_bytes(b"")  # a file where a folder must be
+    corpus = Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache", limit_bytes=10**9))
+    with pytest.raises(StorageError, match=r"--object-storage-cache-path: .*cache/blocks.* cannot be written"):
+        batches(corpus)
