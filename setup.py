@@ -52,6 +52,7 @@ EXTRAS = {
     "fast": ["nanotoken==0.1.0", "gigatoken==0.10.0"],
     "sentencepiece": ["sentencepiece>=0.2"],
     "warc": ["fastwarc>=2", "resiliparse>=2"],
+    "s3": ["s3fs>=2023.6"],  # whose release is that of fsspec; brings aiohttp, which http:// needs
     "dali": ["nvidia-dali-cuda130>=2"],
     "ray": ["ray>=2.40"],
     "wandb": ["wandb>=0.18"],
@@ -78,10 +79,13 @@ EXTRAS = {
         "types-PyYAML",
         "peft>=0.17",
         "einops>=0.8",  # Transformer Engine's Python, which tests run over an emulated extension
+        "moto[s3]>=5",  # a server that speaks S3, with the two that it needs for it
+        "flask>=3",
+        "flask-cors>=6",
     ],
 }
 # What the tests start for real.
-for optional in ("fast", "sentencepiece", "warc", "ray", "wandb", "eval", "onnx", "docs"):
+for optional in ("fast", "sentencepiece", "warc", "s3", "ray", "wandb", "eval", "onnx", "docs"):
     EXTRAS["dev"] += EXTRAS[optional]
 
 setup(

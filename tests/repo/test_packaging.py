@@ -104,7 +104,7 @@ def test_python_range_is_3_10_to_3_13(metadata):
 
 def test_extras_are_the_promised_ones(metadata):
     promised = {"gpu", "fast", "sentencepiece", "warc", "dali", "ray", "wandb", "eval", "onnx", "docs", "benchmark"}
-    promised |= {"dev"}
+    promised |= {"s3", "dev"}
     assert set(metadata["extras_require"]) == promised
 
 

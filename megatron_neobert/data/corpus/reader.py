@@ -41,7 +41,7 @@ class Lengths(Protocol):
 class _Places(NamedTuple):
     """Where some documents lie."""
 
-    volumes: list[MappedVolume] | None  # None: there is but one
+    volumes: list[int] | None  # by their numbers; None: there is but one
     begins: NDArray[np.int64]  # bytes
     lengths: NDArray[np.int32]  # tokens
 
@@ -85,6 +85,11 @@ class Corpus:
         ]
         self.dtype = self.volumes[0].dtype
         self._ends = np.cumsum([volume.lengths.size for volume in self.volumes], dtype=np.int64)
+        # Once more by number: what is looked up for every document is quicker to reach in lists than in their objects.
+        self._bytes = np.array([volume.end for volume in self.volumes], dtype=np.int64)
+        self._contents = [volume.bytes for volume in self.volumes]
+        self._length_of = [volume.length_of for volume in self.volumes]
+        self._pointer_of = [volume.pointer_of for volume in self.volumes]
         self.lengths: Lengths = _Lengths(self)
         self.allowed = AllowedIds(
             self.manifest.special_ids, unknown=self.manifest.special_tokens["unk"], vocab_size=self.manifest.vocab_size
@@ -99,7 +104,7 @@ class Corpus:
     def document(self, number: int) -> NDArray[Any]:
         """The ids of one document, a read-only view."""
         places = self._places(np.array([number]))
-        begin, volume = int(places.begins[0]), (places.volumes or self.volumes)[0]
+        begin, volume = int(places.begins[0]), self.volumes[(places.volumes or [0])[0]]
         return np.frombuffer(volume.bytes[begin : begin + int(places.lengths[0]) * self.dtype.itemsize], self.dtype)
 
     def gather(
@@ -125,7 +130,8 @@ class Corpus:
             content = self.volumes[0].bytes
             slices = [content[begin:end] for begin, end in bounds]
         else:
-            slices = [volume.bytes[begin:end] for volume, (begin, end) in zip(places.volumes, bounds, strict=True)]
+            content_of = self._contents
+            slices = [content_of[at][begin:end] for at, (begin, end) in zip(places.volumes, bounds, strict=True)]
         ids = np.frombuffer(bytearray().join(slices), dtype=self.dtype)
         if (at := self.allowed.first_wrong(ids)) is not None:
             ends = np.cumsum(lengths)
@@ -149,18 +155,19 @@ class Corpus:
         else:
             at = np.searchsorted(self._ends, documents, side="right")
             numbers = documents - np.append(0, self._ends[:-1])[at]
-            volumes = [self.volumes[number] for number in at.tolist()]
-            pairs = list(zip(volumes, numbers.tolist(), strict=True))
-            lengths = np.array([volume.length_of[number] for volume, number in pairs], dtype=np.int32)
-            begins = np.array([volume.pointer_of[number] for volume, number in pairs], dtype=np.int64)
-            nexts = np.array([volume.pointer_of[number + 1] or volume.end for volume, number in pairs], dtype=np.int64)
-            ends = np.array([volume.end for volume in volumes], dtype=np.int64)
+            volumes, own = at.tolist(), numbers.tolist()
+            length_of, pointer_of = self._length_of, self._pointer_of
+            lengths = np.array([length_of[v][n] for v, n in zip(volumes, own, strict=True)], dtype=np.int32)
+            begins = np.array([pointer_of[v][n] for v, n in zip(volumes, own, strict=True)], dtype=np.int64)
+            nexts = np.array([pointer_of[v][n + 1] for v, n in zip(volumes, own, strict=True)], dtype=np.int64)
+            ends = self._bytes[at]
+            nexts = np.where(nexts == 0, ends, nexts)
         gap, item = np.int64(self.volumes[0].gap), self.dtype.itemsize
         wrong = (begins + (lengths + gap) * item != nexts) | (lengths < 1)
         wrong |= (begins < 0) | (begins > ends) | (nexts > ends)  # begins: their sum with the length may overflow
         if wrong.any():
             first = int(np.argmax(wrong))
-            raise (volumes[first] if volumes else self.volumes[0]).wrong_place(int(numbers[first]))
+            raise self.volumes[volumes[first] if volumes else 0].wrong_place(int(numbers[first]))
         return _Places(volumes, begins, lengths)
 
     def will_need(self, documents: NDArray[np.int64]) -> None:

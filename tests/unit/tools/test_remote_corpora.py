@@ -1,0 +1,76 @@
+"""Commands whose corpus lies behind a URL."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from commands import run_forked
+from processes import run_command
+from unit.data.corpus.memory_corpus import contents
+
+from benchmarks.benchmark_object_storage import ObjectServer
+from megatron_neobert.config.schema import DataConfig, Settings
+from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
+from megatron_neobert.data.batches.stream import BatchStream
+
+pytest.importorskip("aiohttp")
+
+
+@pytest.fixture
+def server(tiny_corpus):
+    with ObjectServer(Path(tiny_corpus.prefix).parent).running() as running:
+        yield running
+
+
+def url_of(server, tiny_corpus):
+    return f"{server.url}/{Path(tiny_corpus.prefix).name}"
+
+
+def test_blend_of_urls_is_that_of_the_local_corpora(server, tiny_corpus, tmp_path):
+    def opened(prefix):
+        data = DataConfig(
+            data_path=("0.3", prefix, "0.7", f"{prefix}:min=20:max=90"),
+            tokenizer_model=tiny_corpus.tokenizer,
+            seq_length=128,
+            object_storage_cache_path=str(tmp_path / "cache"),
+        )
+        inputs = open_inputs(data)
+        settings = Settings(data=data).with_section("training", micro_batch_size=2, global_batch_size=8)
+        streams = [
+            BatchStream(sources, batch_settings(settings, inputs.tokenizer))
+            for sources in (inputs.training, *inputs.validation.values())
+        ]
+        return inputs.identity, [contents(islice(stream.steps(), 8)) for stream in streams]
+
+    assert opened(url_of(server, tiny_corpus)) == opened(tiny_corpus.prefix)
+
+
+def test_dry_run_reads_no_tokens_of_a_url(server, tiny_corpus, tmp_path):
+    flags = ["--data-path", url_of(server, tiny_corpus), "--tokenizer-model", tiny_corpus.tokenizer]
+    ended = run_command(
+        "megatron_neobert.pretrain", "--dry-run", *flags, "--object-storage-cache-path", tmp_path / "cache"
+    )
+    assert ended.code == 0 and "594 of 600 documents" in ended.output, ended.output
+    assert {Path(r.name).suffix for r in server.requests if r.method == "GET"} == {".json", ".idx"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "more"),
+    [("validate_data", []), ("validate_data", ["--full"]), ("inspect_data", []), ("inspect_data", ["--document", 7])],
+)
+def test_corpus_behind_a_url_is_checked_and_shown_as_a_local_one(server, tiny_corpus, tmp_path, tool, more):
+    url = url_of(server, tiny_corpus)
+    more = [*more, *(["--tokenizer-model", tiny_corpus.tokenizer] if tool == "inspect_data" else [])]
+    remote = run_forked(tool, url, "--object-storage-cache-path", tmp_path / "cache", *more)
+    local = run_forked(tool, tiny_corpus.prefix, *more)
+    assert (remote.code, local.code) == (0, 0), remote.output
+    assert remote.output.replace(url, "").split() == local.output.replace(tiny_corpus.prefix, "").split()
+
+
+@pytest.mark.parametrize("command", ["tools.validate_data", "tools.inspect_data", "megatron_neobert.pretrain"])
+def test_url_without_a_cache_folder_is_refused(server, tiny_corpus, command):
+    url = url_of(server, tiny_corpus)
+    flags = ["--data-path", url, "--tokenizer-model", tiny_corpus.tokenizer] if "pretrain" in command else [url]
+    ended = run_command(command, *flags)
+    assert ended.refused(2) and f"{url} is read through a folder on a local disk; name one" in ended.output
+    assert not server.requests
