@@ -192,12 +192,8 @@ class DataConfig:
         "mask replacement: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
         choices=("all_mask", "bert"),
     )
-    object_storage_cache_path: str | None = setting(
-        None, "cache folder on a local disk for corpora given as URLs (s3://bucket/PREFIX), shared by a node's ranks"
-    )
-    object_storage_cache_gb: int = setting(
-        100, "size of that cache in GB, indexes not counted; what was used longest ago makes room", minimum=1
-    )
+    object_storage_cache_path: str | None = setting(None, "local folder that URLs in --data-path are read through")
+    object_storage_cache_gb: int = setting(100, "most GB in that folder, indexes not counted", minimum=1)
     dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
     num_workers: int = setting(1, "data loader processes; 0 prepares batches in the training process", minimum=0)
 
