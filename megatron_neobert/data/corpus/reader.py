@@ -6,6 +6,7 @@ process no more memory of its own than one of ten, in one volume or in many.
 """
 
 import resource
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -41,9 +42,12 @@ class Lengths(Protocol):
 class _Places(NamedTuple):
     """Where some documents lie."""
 
-    volumes: list[int] | None  # by their numbers; None: there is but one
+    volumes: NDArray[np.int64] | None  # by their numbers; None: there is but one
     begins: NDArray[np.int64]  # bytes
     lengths: NDArray[np.int32]  # tokens
+
+    def take(self, at: NDArray[np.int64]) -> "_Places":
+        return _Places(None if self.volumes is None else self.volumes[at], self.begins[at], self.lengths[at])
 
 
 class Corpus:
@@ -90,6 +94,7 @@ class Corpus:
         self._contents = [volume.bytes for volume in self.volumes]
         self._length_of = [volume.length_of for volume in self.volumes]
         self._pointer_of = [volume.pointer_of for volume in self.volumes]
+        self._looked_up = deque[tuple[NDArray[np.int64], _Places]](maxlen=2)  # a window ends within a batch
         self.lengths: Lengths = _Lengths(self)
         self.allowed = AllowedIds(
             self.manifest.special_ids, unknown=self.manifest.special_tokens["unk"], vocab_size=self.manifest.vocab_size
@@ -104,7 +109,7 @@ class Corpus:
     def document(self, number: int) -> NDArray[Any]:
         """The ids of one document, a read-only view."""
         places = self._places(np.array([number]))
-        begin, volume = int(places.begins[0]), self.volumes[(places.volumes or [0])[0]]
+        begin, volume = int(places.begins[0]), self.volumes[0 if places.volumes is None else places.volumes[0]]
         return np.frombuffer(volume.bytes[begin : begin + int(places.lengths[0]) * self.dtype.itemsize], self.dtype)
 
     def gather(
@@ -114,13 +119,13 @@ class Corpus:
 
         Joins one slice per segment: 1.6 G tokens/s for segments of 465 tokens, 0.4 G for 63; a single vectorised index
         over all tokens reaches 0.3 G for both (one core, in the page cache). Several volumes: half of that, a thousand
-        volumes a third.
+        volumes a third; docs/performance.md has what remains of it in whole batches.
 
         Raises:
             DataError: A document whose place in the index is wrong, or an id that none may hold; names both.
         """
         item = self.dtype.itemsize
-        places = self._places(documents)
+        places = self._places_looked_up(documents)
         _check_segments(starts, lengths, places.lengths)
         if self.is_remote:
             self.will_need(documents)  # all at once what has not been announced
@@ -130,8 +135,8 @@ class Corpus:
             content = self.volumes[0].bytes
             slices = [content[begin:end] for begin, end in bounds]
         else:
-            content_of = self._contents
-            slices = [content_of[at][begin:end] for at, (begin, end) in zip(places.volumes, bounds, strict=True)]
+            contents = [self._contents[number] for number in places.volumes.tolist()]
+            slices = [content[begin:end] for content, (begin, end) in zip(contents, bounds, strict=True)]
         ids = np.frombuffer(bytearray().join(slices), dtype=self.dtype)
         if (at := self.allowed.first_wrong(ids)) is not None:
             ends = np.cumsum(lengths)
@@ -155,11 +160,11 @@ class Corpus:
         else:
             at = np.searchsorted(self._ends, documents, side="right")
             numbers = documents - np.append(0, self._ends[:-1])[at]
-            volumes, own = at.tolist(), numbers.tolist()
+            volumes, pairs = at, list(zip(at.tolist(), numbers.tolist(), strict=True))
             length_of, pointer_of = self._length_of, self._pointer_of
-            lengths = np.array([length_of[v][n] for v, n in zip(volumes, own, strict=True)], dtype=np.int32)
-            begins = np.array([pointer_of[v][n] for v, n in zip(volumes, own, strict=True)], dtype=np.int64)
-            nexts = np.array([pointer_of[v][n + 1] for v, n in zip(volumes, own, strict=True)], dtype=np.int64)
+            lengths = np.array([length_of[volume][number] for volume, number in pairs], dtype=np.int32)
+            begins = np.array([pointer_of[volume][number] for volume, number in pairs], dtype=np.int64)
+            nexts = np.array([pointer_of[volume][number + 1] for volume, number in pairs], dtype=np.int64)
             ends = self._bytes[at]
             nexts = np.where(nexts == 0, ends, nexts)
         gap, item = np.int64(self.volumes[0].gap), self.dtype.itemsize
@@ -167,8 +172,27 @@ class Corpus:
         wrong |= (begins < 0) | (begins > ends) | (nexts > ends)  # begins: their sum with the length may overflow
         if wrong.any():
             first = int(np.argmax(wrong))
-            raise self.volumes[volumes[first] if volumes else 0].wrong_place(int(numbers[first]))
+            raise self.volumes[0 if volumes is None else volumes[first]].wrong_place(int(numbers[first]))
         return _Places(volumes, begins, lengths)
+
+    def look_up(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tokens of each. Of several volumes their places are kept until `gather` asks for parts of them."""
+        if len(self.volumes) == 1:
+            return self._places(documents).lengths
+        order = np.argsort(documents)
+        places = self._places(documents[order])  # neighbours one after the other, which caches like
+        if documents.size:
+            self._looked_up.append((documents[order], places))
+        lengths = np.empty_like(places.lengths)
+        lengths[order] = places.lengths
+        return lengths
+
+    def _places_looked_up(self, documents: NDArray[np.int64]) -> _Places:
+        for known, places in self._looked_up:
+            at = np.minimum(np.searchsorted(known, documents), len(known) - 1)
+            if (known[at] == documents).all():
+                return places.take(at)
+        return self._places(documents)
 
     def will_need(self, documents: NDArray[np.int64]) -> None:
         """Has the operating system, or threads, start to read these documents, which does not wait for them."""
@@ -214,7 +238,7 @@ class _Lengths:
         return len(self._corpus)
 
     def __getitem__(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
-        return self._corpus._places(documents).lengths
+        return self._corpus.look_up(documents)
 
 
 class KeptDocuments:
