@@ -98,10 +98,10 @@ def write_index(
     return index.finish()
 
 
-def read_chunks(path: Path, dtype: str | np.dtype[Any], count: int = _CHUNK) -> Iterator[NDArray[Any]]:
-    """The items of a file, `count` at a time; read and not mapped, so that memory is that of one chunk."""
+def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """The items of a file, some at a time; read and not mapped, so that memory is that of one chunk."""
     with path.open("rb") as stream:
-        while (items := np.fromfile(stream, dtype, count)).size:
+        while (items := np.fromfile(stream, dtype, _CHUNK)).size:
             yield items
 
 
@@ -227,7 +227,9 @@ class MappedVolume:
     def read_ids(self) -> Iterator[NDArray[Any]]:
         """All of the .bin, some ids at a time; of a local one read and not mapped, so that it takes no memory."""
         if isinstance(self.bin, Path):
-            yield from read_chunks(self.bin, self.dtype, _SCANNED_BYTES // self.dtype.itemsize)
+            with self.bin.open("rb") as stream:
+                while (ids := np.fromfile(stream, self.dtype, _SCANNED_BYTES // self.dtype.itemsize)).size:
+                    yield ids
             return
         for begin in range(0, self.end, _SCANNED_BYTES):
             self.bin.will_need(begin, min(begin + _ORDERED_CHUNKS * _SCANNED_BYTES, self.end))
