@@ -49,7 +49,7 @@ class DropList:
         DataError: It is no drop list, is damaged, or knows nothing of this corpus.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, prefix: Path) -> None:
+    def __init__(self, path: Path, manifest: Manifest, prefix: Path | str) -> None:
         if not path.is_file():
             raise MissingInputError(f"drop list {path}: no such file; tools/find_duplicates.py writes one")
         with path.open("rb") as stream:
