@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -177,7 +177,7 @@ def write_large_corpus(folder: Path, *, megabytes: int) -> tuple[str, Any]:
     from benchmarks.shared import write_corpus
     from megatron_neobert.data.corpus.format import corpus_files, write_manifest
     from megatron_neobert.data.corpus.reader import Corpus
-    from megatron_neobert.data.corpus.volumes import VolumesWriter
+    from megatron_neobert.data.corpus.volumes import write_volume
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     prefix, vocabulary = write_corpus(
@@ -185,16 +185,12 @@ def write_large_corpus(folder: Path, *, megabytes: int) -> tuple[str, Any]:
     )
     small = Corpus(prefix)
     times = -(-megabytes * 10**6 // small.volumes[0].end)
-    writer = VolumesWriter(folder / "large", small.dtype, volume_bytes=None)
-    for _ in range(times):
-        writer.append(memoryview(small.files.bin.read_bytes()), small.volumes[0].lengths)
-    files = corpus_files(folder / "P")
-    (volume,) = writer.finish()
-    (folder / "large" / "0.bin").rename(files.bin)
-    (folder / "large" / "0.idx").rename(files.idx)
+    ids, lengths = small.files.bin.read_bytes(), small.volumes[0].lengths
+    volume = write_volume(folder / "P", repeat((ids, lengths), times), small.dtype)
+    assert volume is not None, "there is a document"
     manifest = small.manifest
     counts = {name: getattr(manifest, name) * times for name in ("records", "documents", "tokens", "unknown_tokens")}
-    write_manifest(files.manifest, replace(manifest, inputs={}, volumes=[volume], **counts))
+    write_manifest(corpus_files(folder / "P").manifest, replace(manifest, inputs={}, volumes=[volume], **counts))
     return str(folder / "P"), load_tokenizer(vocabulary)
 
 
