@@ -16,20 +16,22 @@ from megatron_neobert.errors import ConfigError
 _FORM = "name one corpus, or give each a weight before it, such as 0.2 PREFIX_A 0.8 PREFIX_B:min=1024:max=4096"
 _MOST_COMPONENTS = 1024
 _LONGEST_LIMIT = 18  # digits
-# A number has no slash, so that a folder may be called x:y=z; a drop list is a path, which then has no colon.
-_LIMIT = re.compile(r"(.*):(?:(drop)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
+# A number has no slash, so that a folder may be called x:y=z; a drop list and the names of inputs are paths, which then
+# have no colon.
+_LIMIT = re.compile(r"(.*):(?:(drop|inputs)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Component:
-    """A corpus, or those of its documents that have minimum to maximum tokens ([CLS] and [SEP] not counted) and that a
-    drop list leaves."""
+    """A corpus, or those of its documents that come from some inputs, have minimum to maximum tokens ([CLS] and [SEP]
+    not counted) and are left by a drop list."""
 
     prefix: str
     weight: Fraction = Fraction(1)  # of any sum: a share of the documents once divided by the sum of all
     minimum: int = 1
     maximum: int | None = None
     drop: str | None = None  # path of a drop list
+    inputs: str | None = None  # names of shards as the manifest has them, with * and ?
 
     @property
     def is_remote(self) -> bool:
@@ -37,12 +39,13 @@ class Component:
 
     @property
     def is_filtered(self) -> bool:
-        return self.minimum > 1 or self.maximum is not None or self.drop is not None
+        return self.minimum > 1 or (self.maximum, self.drop, self.inputs) != (None, None, None)
 
     def __str__(self) -> str:
         limits = f":min={self.minimum}" if self.minimum > 1 else ""
         limits += f":max={self.maximum}" if self.maximum is not None else ""
-        return self.prefix + limits + (f":drop={self.drop}" if self.drop is not None else "")
+        limits += f":drop={self.drop}" if self.drop is not None else ""
+        return self.prefix + limits + (f":inputs={self.inputs}" if self.inputs is not None else "")
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
@@ -90,7 +93,7 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 def curve_names(entries: Sequence[str]) -> list[str]:
     """A word for each corpus of `--valid-data-path`: the end of its path, and its place where two end alike."""
-    words = [re.sub(r":drop=[^:]*", "", entry).rsplit("/", 1)[-1] for entry in entries]
+    words = [re.sub(r":(drop|inputs)=[^:]*", "", entry).rsplit("/", 1)[-1] for entry in entries]
     words = [re.sub(r"[^A-Za-z0-9]+", "_", word)[-40:] for word in words]
     if len(set(words)) == len(words):
         return words
@@ -120,22 +123,26 @@ def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fracti
 
 
 def _read_component(text: str, weight: Fraction, problems: list[str], flag: str) -> Component:
-    prefix, limits, drop = text, dict[str, int](), None
+    prefix, limits, paths = text, dict[str, int](), dict[str, str]()
     while found := _LIMIT.fullmatch(prefix):
-        prefix, is_drop, path, name, number = found.groups()
-        if is_drop and drop is None:
-            drop = path
+        prefix, kind, path, name, number = found.groups()
+        if kind and kind not in paths:
+            paths[kind] = path
             continue
-        name, number = name or is_drop, number or path or ""
+        name, number = name or kind, number or path or ""
         is_number = number.isascii() and number.isdigit() and len(number) <= _LONGEST_LIMIT
         if name not in ("min", "max") or name in limits or not is_number:
             problems.append(
                 f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; each of :min=N, "
-                ":max=N and :drop=FILE may follow a prefix once, with N in tokens and no ':' in FILE."
+                ":max=N, :drop=FILE and :inputs=NAMES may follow a prefix once, with N in tokens and no ':' in FILE "
+                "and NAMES."
             )
         limits[name] = int(number) if is_number else 1
-    if ":drop=" in prefix:
-        problems.append(f"{flag} {_shorten(text)} names no drop list: FILE of :drop=FILE must have no ':'; rename it.")
+    problems += [
+        f"{flag} {_shorten(text)}: what follows :{kind}= must have no ':'; rename it, or put a ? in its place."
+        for kind in ("drop", "inputs")
+        if f":{kind}=" in prefix
+    ]
     if not prefix:
         problems.append(f"{flag} {_shorten(repr(text))} names no corpus; {_FORM}.")
     minimum, maximum = limits.get("min", 1), limits.get("max")
@@ -145,4 +152,4 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
             f"{'any number of' if maximum is None else maximum} tokens; lengths are counted from 1, and the largest "
             "must not be below the smallest. Change min or max."
         )
-    return Component(prefix, weight, minimum, maximum, drop)
+    return Component(prefix, weight, minimum, maximum, **paths)

@@ -164,7 +164,7 @@ class DataConfig:
     data_path: tuple[str, ...] = setting(
         (),
         "corpus prefix as written by tools/preprocess_data.py; or several, each after its share of the documents; "
-        "PREFIX:min=N:max=M takes the documents of N to M tokens, PREFIX:drop=FILE leaves out those of that list",
+        "PREFIX:min=N:max=M:inputs=NAMES takes those of N to M tokens of some inputs, PREFIX:drop=FILE drops a list's",
     )
     valid_data_path: tuple[str, ...] | None = setting(
         None, "corpora for validation, each with its own curve, as tools/preprocess_data.py holds them out; not --split"

@@ -13,7 +13,8 @@ from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
-from megatron_neobert.data.corpus.reader import Corpus, KeptDocuments
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.data.shards.reading import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
@@ -140,7 +141,14 @@ def _split_sources(
 def _choose(component: Component, corpus: Corpus, documents: range, purpose: str) -> range | KeptDocuments:
     if not component.is_filtered:
         return documents
-    kept = KeptDocuments(corpus, documents, minimum=component.minimum, maximum=component.maximum, drop=component.drop)
+    kept = KeptDocuments(
+        corpus,
+        documents,
+        minimum=component.minimum,
+        maximum=component.maximum,
+        drop=component.drop,
+        inputs=component.inputs,
+    )
     if not kept:
         statistics = corpus.manifest.statistics
         raise DataError(
@@ -148,7 +156,8 @@ def _choose(component: Component, corpus: Corpus, documents: range, purpose: str
             + (f" and at most {component.maximum:,}" if component.maximum is not None else "")
             + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}"
             + (f", and {component.drop} drops others" if component.drop is not None else "")
-            + ". Change min and max, or --split, or leave the component out."
+            + (f", and {component.inputs} takes some inputs alone" if component.inputs is not None else "")
+            + ". Change min, max and inputs, or --split, or leave the component out."
         )
     return kept
 
@@ -161,5 +170,7 @@ def _identity(components: Sequence[Component], corpora: Sequence[Corpus], source
         line = f"{weight} {corpus.manifest.sha256} {component.minimum} {component.maximum}"
         if isinstance(source.documents, KeptDocuments) and source.documents.drop_list:
             line += f" {source.documents.drop_list.of.mask_sha256}"
+        if isinstance(source.documents, KeptDocuments) and component.inputs:
+            line += f" {source.documents.ranges}"
         lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -33,7 +33,8 @@ from megatron_neobert.data.batches.packing import (
     join_rows,
     pack_rows,
 )
-from megatron_neobert.data.corpus.reader import KeptDocuments, Lengths
+from megatron_neobert.data.corpus.reader import Lengths
+from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import CheckpointError, DataError
 
 # Packed together. Larger windows waste less but take longer to resume in: 4,096 web-like documents leave less than

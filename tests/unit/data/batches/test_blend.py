@@ -12,7 +12,7 @@ from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_lik
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_between
 from megatron_neobert.data.batches.rows import documents_in_window, pack_window
 from megatron_neobert.data.batches.stream import BatchStream, Source
-from megatron_neobert.data.corpus.reader import KeptDocuments
+from megatron_neobert.data.corpus.selection import KeptDocuments
 
 WEIGHTS = (1, 2, 2)
 NUMBER = (1 << COMPONENT_SHIFT) - 1  # the bits of a document's number inside its corpus

@@ -1,5 +1,9 @@
 """What training opens: one corpus cut in two, one for training and one for validation, or a blend."""
 
+import json
+import pickle
+from pathlib import Path
+
 import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import batch_settings, micro_batches, original_ids
@@ -11,7 +15,7 @@ from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.corpus.drop_list import write_drop_list
-from megatron_neobert.data.corpus.reader import KeptDocuments
+from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError
 
@@ -133,6 +137,65 @@ def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_fr
         identity(path),
     ]
     assert len({blend, *others}) == 8
+
+
+@pytest.fixture
+def three_inputs(tmp_path):
+    """A corpus of three shards and several volumes, and where each shard's documents lie."""
+    place = Place(tmp_path)
+    for shard in ("a-web", "b-wiki", "c-web"):
+        place.add_texts(f"{shard}.jsonl", *(f"{shard} {'hello ' * count}" for count in range(1, 301)))
+    place.run(deduplicate="exact", shard_size=10_000)
+    places, first = {}, 0
+    for name, record in place.corpus().manifest.inputs.items():
+        places[Path(name).stem] = range(first, first + record.documents)
+        first += record.documents
+    assert list(places) == ["a-web", "b-wiki", "c-web"] and len(place.corpus().volumes) > 1
+    return place, places
+
+
+@pytest.mark.parametrize(
+    ("names", "shards", "ranges"),
+    [("*-wiki.jsonl", ["b-wiki"], 1), ("*/[ab]-*", ["a-web", "b-wiki"], 1), ("*-web.json?", ["a-web", "c-web"], 2)],
+)
+def test_a_component_may_take_some_inputs_alone(three_inputs, names, shards, ranges):
+    place, places = three_inputs
+    (source,) = open_inputs(settings(place, f"{prefix(place)}:min=50:inputs={names}", split="1")).training
+    lengths = place.corpus().lengths[np.arange(len(place.corpus()))]
+    assert numbers(source) == [n for shard in shards for n in places[shard] if lengths[n] >= 50]
+    assert len(source.documents.ranges) == ranges  # neighbours are one
+    assert numbers(pickle.loads(pickle.dumps(source))) == numbers(source)
+
+
+def test_the_split_cuts_the_corpus_before_inputs_are_chosen(three_inputs):
+    place, places = three_inputs
+    inputs = open_inputs(settings(place, f"{prefix(place)}:inputs=*-web*", split="1,1"))
+    half = round(len(place.corpus()) / 2)
+    chosen = [*places["a-web"], *places["c-web"]]
+    assert numbers(inputs.training[0]) == [n for n in chosen if n < half]
+    assert numbers(inputs.validation["split"][0]) == [n for n in chosen if n >= half]
+
+
+def test_inputs_that_are_not_there_or_were_not_counted_are_refused(three_inputs):
+    place, _ = three_inputs
+    with pytest.raises(DataError, match=r"none of its 3 inputs is called books\*; they are .*a-web\.jsonl"):
+        open_inputs(settings(place, f"{prefix(place)}:inputs=books*"))
+    files = place.corpus().files
+    manifest = json.loads(files.manifest.read_text())
+    for record in manifest["inputs"].values():
+        del record["documents"], record["tokens"]
+    files.manifest.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"not counted by input when it was written, so :inputs=\* finds none"):
+        open_inputs(settings(place, f"{prefix(place)}:inputs=*"))
+
+
+def test_inputs_are_part_of_the_identity_by_the_documents_that_they_are(three_inputs):
+    place, _ = three_inputs
+    whole, web, also_web, wiki = (
+        open_inputs(settings(place, prefix(place) + end, split="1")).identity
+        for end in ("", ":inputs=*web*", ":inputs=*/?-web.jsonl", ":inputs=*wiki*")
+    )
+    assert web == also_web and len({whole, web, wiki}) == 3
 
 
 def drop(place, *numbers, name="list"):

@@ -16,7 +16,7 @@ from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, content
 from megatron_neobert.data.batches.dali import DaliLoader
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
-from megatron_neobert.data.corpus.reader import KeptDocuments
+from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import CheckpointError, ConfigError
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from unit.data.corpus.test_selection import Volumes, lengths_of, listed
 from unit.data.small_corpus import cut, numbered_tokenizer, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus.drop_list import DropList, write_drop_list
-from megatron_neobert.data.corpus.reader import Corpus, KeptDocuments
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import DataError, MissingInputError
 
 

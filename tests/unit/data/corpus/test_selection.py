@@ -7,7 +7,8 @@ import pytest
 from unit.data.corpus.memory_corpus import MemoryCorpus
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
-from megatron_neobert.data.corpus.reader import Corpus, KeptDocuments
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.corpus.selection import KeptDocuments
 
 
 class Volumes:
