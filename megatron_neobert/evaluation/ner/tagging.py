@@ -6,8 +6,10 @@ precision, recall and F1 of entities, of which both bounds and the kind must be 
 """
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +80,10 @@ def to_rows(sentences: Sequence[Sentence], labels: list[str], tokenizer: Any, le
             "give the folder a tokenizer.json."
         )
     number_of = {label: number for number, label in enumerate(labels)}
-    encoded = tokenizer([s.words for s in sentences], is_split_into_words=True, truncation=True, max_length=length)
-    places = [_first_tokens(encoded.word_ids(row)) for row in range(len(sentences))]
+    texts = [" ".join(sentence.words) for sentence in sentences]  # as running text, which byte-level tokenizers expect
+    encoded = tokenizer(texts, truncation=True, max_length=length, return_offsets_mapping=True)
+    offsets = encoded.pop("offset_mapping")
+    places = [_first_tokens(sentence.words, own) for sentence, own in zip(sentences, offsets, strict=True)]
     tags = [
         [number_of[sentence.tags[word]] if word >= 0 else _NOT_TRAINED_ON for word in own]
         for sentence, own in zip(sentences, places, strict=True)
@@ -93,9 +97,17 @@ def to_rows(sentences: Sequence[Sentence], labels: list[str], tokenizer: Any, le
     return TaggedRows(Dataset.from_dict(sorted_columns), [sentences[row] for row in order], labels)
 
 
-def _first_tokens(words: Sequence[int | None]) -> list[int]:
-    """For each token the word that it begins; -1: none."""
-    return [-1 if word is None or (place and word == words[place - 1]) else word for place, word in enumerate(words)]
+def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """For each token the word that it begins; -1: none. `offsets`: of the tokens in the words' text."""
+    text = " ".join(words)
+    begins = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
+    places, last = [], -1
+    for begin, end in offsets:
+        begin += len(text[begin:end]) - len(text[begin:end].lstrip())  # a byte-level token has the space before it
+        word = bisect_right(begins, begin) - 1 if begin < end else -1
+        places.append(word if word > last else -1)
+        last = max(last, word)
+    return places
 
 
 def score(expected: list[list[str]], found: list[list[str]]) -> dict[str, float]:

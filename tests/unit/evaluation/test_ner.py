@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import tokenizers
+import transformers
 from seqeval.metrics import f1_score, precision_score
 from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
@@ -168,18 +170,46 @@ def results_of(evaluation):
     return {name: result | {"seconds": 0.0} for name, result in tasks.items()}
 
 
-def test_first_token_of_a_word_carries_its_tag_and_a_word_without_a_token_is_outside(place):
-    tokenizer = load_tokenizer(place / "model")
+def byte_level():
+    """As RoBERTa's and ModernBERT's, which would refuse or spoil words without the space before them."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["[PAD]", "[CLS]"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["the cat the cat mat mat"] * 9, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+
+
+def word_pieces(place):
+    return load_tokenizer(place / "model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        (word_pieces, {"the": 0, "[UNK]": 2, "mat": 3}),  # the second word gives no token
+        (lambda _: byte_level(), {"the": 0, "â": 1, "Ġcat": 2, "Ġmat": 3}),
+    ],
+)
+def test_first_token_of_a_word_carries_its_tag_and_a_word_without_a_token_is_outside(place, kind, tokens):
     sentence = Sentence(["the", "\u200b", "catcat", "mat"], ["O", "B-THING", "B-ANIMAL", "I-ANIMAL"])
+    tokenizer = kind(place)
     tagged = to_rows([sentence], list(TAGS), tokenizer, 40)
     (row,) = tagged.rows
-    words = tokenizer([sentence.words], is_split_into_words=True).word_ids(0)
-    firsts = [place for place, word in enumerate(words) if word is not None and words.index(word) == place]
-    assert [row["labels"][place] for place in firsts] == [TAGS.index(sentence.tags[words[place]]) for place in firsts]
-    assert {label for place, label in enumerate(row["labels"]) if place not in firsts} == {-100}
+    firsts = {
+        tokenizer.decode([token]): word
+        for token, word in zip(row["input_ids"], row["word_places"], strict=True)
+        if word >= 0
+    }
+    assert firsts == tokens
+    expected_labels = [-100 if word < 0 else TAGS.index(sentence.tags[word]) for word in row["word_places"]]
+    assert row["labels"] == expected_labels and -100 in expected_labels
     given = np.array([[max(label, 0) for label in row["labels"]]])
-    expected = [tag if word in words else "O" for word, tag in enumerate(sentence.tags)]
-    assert tagged.to_tags(given) == [expected]
+    assert tagged.to_tags(given) == [
+        [tag if word in tokens.values() else "O" for word, tag in enumerate(sentence.tags)]
+    ]
 
 
 def test_words_beyond_the_longest_input_count_as_outside_and_are_named(place):
