@@ -190,7 +190,7 @@ def test_an_error_that_rank_0_alone_meets_ends_all_ranks(settings, function):
 def plant(prefix: Path, id_: int) -> None:
     """Puts an id into the tokens of a corpus, at the start of every fifth document; index and sizes stay right."""
     corpus = Corpus(prefix)
-    ids, starts = corpus.volumes[0].tokens.copy(), corpus.volumes[0].pointers[::5] // corpus.dtype.itemsize
+    ids, starts = np.fromfile(corpus.files.bin, corpus.dtype), corpus.volumes[0].pointers[::5] // corpus.dtype.itemsize
     ids[starts] = id_
     ids.tofile(corpus.files.bin)
 

@@ -56,7 +56,7 @@ def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them
     assert [json.loads(line)["batch_size"] for line in added.splitlines()] == [3, 3]
 
     _, said, _ = call("report", "--results", output, "--output", tmp_path / "report")
-    assert "neobert: no record of pseudo_perplexity, glue, mteb, contrastive" in said
+    assert "neobert: no record of pseudo_perplexity, glue, ner, mteb, contrastive" in said
     page = (tmp_path / "report" / "report.html").read_text()
     with (output / "throughput.csv").open() as stream:
         best = [line for line in csv.DictReader(stream) if line["best"] == "yes"]

@@ -234,9 +234,9 @@ def test_url_without_content_is_missing_input(memory):
 def test_kind_of_address_that_nothing_here_can_open_is_a_setting_to_fix(monkeypatch):
     with pytest.raises(ConfigError, match=r"nowhere://bucket/shard cannot be opened .Protocol not known"):
         find_shards(["nowhere://bucket/shard"])
-    monkeypatch.setitem(sys.modules, "s3fs", None)  # as where it is not installed
-    with pytest.raises(ConfigError, match=r"s3://bucket/shard: .*s3fs.*; install the package"):
-        find_shards(["s3://bucket/shard"])
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match=r"gs://bucket/shard: .*gcsfs.*; install the package"):
+        find_shards(["gs://bucket/shard"])
 
 
 @pytest.fixture
