@@ -10,6 +10,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
