@@ -1,7 +1,7 @@
 """Which documents of which parts become which volume, and the writing of one of them.
 
 The layout follows from counts alone: lengths, and the fate of each document (kept, held out, a duplicate). It is the
-same whoever writes the volumes, and in whatever order; each is written by itself, and its record last, so that volumes
+same for any writer of the volumes and any order; each is written by itself, and its record last, so that volumes
 that a killed run has finished are kept. Memory: a window of one part's documents, and a count per length that occurs.
 """
 

@@ -3,7 +3,7 @@
 Manifest and indexes are copied there whole, compared with the manifest's checksums, and then mapped like those of a
 local corpus. Of a .bin come the blocks that batches need, each into a file of its own; the files used longest ago are
 removed where all blocks together exceed a limit. All processes of a node share the folder, and one of them fetches what
-several want. Whoever misses a file fetches it again, so anybody may remove any file at any time.
+several want. A process that misses a file fetches it again, so any file may be removed at any time.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""Corpora behind URLs: the same batches as from a disk, through a bounded cache, whatever the server does."""
+"""Corpora behind URLs: the same batches as from a disk, through a bounded cache."""
 
 import os
 import shutil
