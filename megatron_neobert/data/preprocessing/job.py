@@ -300,11 +300,15 @@ class JobFolder:
                     "start anew with --overwrite"
                 )
             if earlier not in (None, settings) and (not may_clear or (finished and not overwrite)):
-                name = next(name for name in [*settings, *earlier] if earlier.get(name) != settings.get(name))
+                # A name that one of the two does not know is of another version of this project.
+                either = {
+                    name: [one.get(name, "unknown") for one in (earlier, settings)] for name in settings | earlier
+                }
+                name, (before, now) = next((name, both) for name, both in either.items() if both[0] != both[1])
                 remedy = "start anew with --overwrite" if may_clear else f"delete {self.path.name}"
                 raise ConfigError(
-                    f"{self.path} belongs to a run with {name} {earlier.get(name)} where this one has "
-                    f"{settings.get(name)}; start with the same, or {remedy}"
+                    f"{self.path} belongs to a run with {name} {before} where this one has {now}; start with the same, "
+                    f"or {remedy}"
                 )
             for leftover in self.path.iterdir() if may_clear else ():
                 if leftover.is_dir():

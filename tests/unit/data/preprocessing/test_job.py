@@ -80,6 +80,13 @@ def test_task_of_an_array_never_clears_what_others_have_done(folder):
         begin(folder, {**SETTINGS, "min_tokens": 5}, task=0, overwrite=True)
 
 
+@pytest.mark.parametrize(("earlier", "now"), [({}, {"new": None}), ({"old": None}, {})])
+def test_folder_of_a_version_with_other_settings_is_refused(folder, earlier, now):
+    begin(folder, {**SETTINGS, **earlier}, finish=["b"])
+    with pytest.raises(ConfigError, match=r"a run with (new unknown where this one has None|old None .* has unknown);"):
+        begin(folder, {**SETTINGS, **now}, resume=True)
+
+
 def test_folder_that_cannot_be_made_is_an_output_error(tmp_path):
     (tmp_path / "file").touch()
     with (
