@@ -33,6 +33,7 @@ REQUIREMENTS = [
     "jinja2>=3.1",  # the templates of a model card and of the page that shows a batch
     "safetensors>=0.4.3",
     "PyYAML>=6",
+    "argcomplete>=3",  # the flags of `neobert` in a shell
     "tensorboard>=2.16",
     "rich>=13",
     "markdown-it-py>=3",  # the report as HTML; rich brings it
@@ -98,9 +99,11 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["megatron_neobert", "megatron_neobert.*", "checkpoint_conversion"]),
     package_data={
+        "megatron_neobert": ["configs/*.yaml", "configs/*/*.yaml"],  # those of examples, by a link
         "checkpoint_conversion": ["model_card_template.md"],
         "megatron_neobert.inspection": ["batch_page.html"],
     },
+    entry_points={"console_scripts": ["neobert = megatron_neobert.__main__:start"]},
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
 )

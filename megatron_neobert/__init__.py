@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A system's own python3. tools/check_environment.py alone runs there, to say what is wrong.
 if sys.version_info < (3, 10) and not sys.argv[0].endswith("check_environment.py"):

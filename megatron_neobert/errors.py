@@ -131,12 +131,19 @@ class CommandParser(argparse.ArgumentParser):
         also: Flags that another parser reads, out of what parse_known_args leaves.
     """
 
+    _completes: ClassVar[bool] = False
+
     def __init__(self, doc: str | None = None, *, also: Iterable[str] = (), **options: Any) -> None:
         super().__init__(description=(doc or "").partition("\n")[0], allow_abbrev=False, **options)
         self._also, self._words = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; with `also`, a flag that neither parser knows is an error here."""
+        if "_ARGCOMPLETE" in os.environ and not CommandParser._completes:  # a shell asks which flags there are
+            import argcomplete
+
+            CommandParser._completes = True  # argcomplete calls this method too
+            argcomplete.autocomplete(self)  # prints them and ends the process
         self._words = list(sys.argv[1:] if args is None else args)
         parsed = super().parse_known_args(args, namespace)
         if self._also and (problems := self._unknown_flags()):
@@ -225,13 +232,18 @@ def _missing_package(module: str) -> str | None:
     package = module.split(".")[0]
     if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
         return None
+    is_checkout = (_REPOSITORY / "setup.py").exists()  # and no installed wheel
     for extra, modules in MODULES_OF_EXTRAS.items():
         if any(f"{module}.".startswith(f"{name}.") for name in modules):
             install = f"-m pip install -c {_REPOSITORY}/constraints.txt -e '{_REPOSITORY}[{extra}]'"
+            if not is_checkout:
+                install = f"-m pip install 'megatron-neobert[{extra}]'"
             return f"{module} is not installed; it comes with the extra [{extra}]: {sys.executable} {install}"
     programs = _REPOSITORY / ".venv" / "bin"
     if (programs / "python").exists() and Path(sys.executable).parent != programs:
         remedy = f"start the command with {programs}/python"
+    elif not is_checkout:
+        remedy = f"install all of them: {sys.executable} -m pip install --force-reinstall megatron-neobert"
     else:
         remedy = f"make an environment that has it with: bash {_REPOSITORY}/tools/prepare_environment.sh"
     return f"{sys.executable} has no module {module}; {remedy}"

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import check_folders, has_stop_file
 from megatron_neobert.config.cli import parse_command_line
@@ -33,6 +34,12 @@ from megatron_neobert.errors import (
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, Node, find_node, whole_number
 from megatron_neobert.runtime.rendezvous import Report, agree_to_start, serve_store
+
+
+def train() -> int:
+    """`neobert train [flags]`: starts this package's own script."""
+    sys.argv.insert(1, str(Path(__file__).with_name("pretrain.py")))
+    return main()
 
 
 def main() -> int:

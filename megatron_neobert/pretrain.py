@@ -1,7 +1,11 @@
-"""Entry point of a run: `python -m megatron_neobert.pretrain`, or under torchrun on every rank."""
+"""Entry point of a run on each of its ranks: what `neobert train`, torchrun or srun start, as a module or a file."""
 
 import os
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # of a file it is the folder of the file, whose modules are none by their short names
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron_neobert.errors import run_command
 from megatron_neobert.runtime import signals

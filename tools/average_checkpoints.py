@@ -1,42 +1,12 @@
-"""Averages the weights of a run's checkpoints into one to continue from, or to convert.
+"""`neobert average` as a file of the checkout."""
 
-    python tools/average_checkpoints.py --load SAVE --last 5 --output DIR
-
-writes the mean of the newest five; --iteration N takes those up to N. What is written holds weights alone, in fp32, as
-a conversion from Hugging Face writes them: for training's --continue-from, or convert.py's --load.
-"""
-
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, positive, run_command
-from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    refuse_existing(arguments.output)  # before minutes of reading
-    from checkpoint_conversion.megatron_io import read_checkpoint, write_checkpoint
-
-    mean = read_checkpoint(arguments.load, iteration=arguments.iteration, average=arguments.last)
-    with build_folder(arguments.output) as temporary:
-        write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer, declared=mean.declared)
-    iterations = ", ".join(map(str, mean.averaged))
-    print(f"wrote {arguments.output}: the mean of iterations {iterations}; give it to --continue-from or convert.py")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save")
-    add("--last", required=True, type=positive, metavar="N", help="number of checkpoints")
-    add("--iteration", type=int, metavar="N", help="the last of them (default: the newest)")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
-    return parser.parse_args()
-
+from megatron_neobert.commands.average_checkpoints import main
+from megatron_neobert.errors import run_command
 
 if __name__ == "__main__":
     run_command(main)

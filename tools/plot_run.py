@@ -1,104 +1,12 @@
-"""Command: the curves of one run, or of several over each other, out of their logs.
+"""`neobert plot` as a file of the checkout."""
 
-    python tools/plot_run.py runs/first --output plots
-    python tools/plot_run.py runs/first runs/second --output plots --smooth 20 --x iteration --metrics loss grad_norm
-
-Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png, .svg and .csv:
-loss, accuracy, learning rate, gradient norm and throughput against tokens. Where a run resumed after a stop stands a
-tick; what it had logged beyond its checkpoint is replaced by what it logged later.
-"""
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
-
-if TYPE_CHECKING:
-    from megatron_neobert.inspection.run_log import RunLog
-
-
-def main() -> None:
-    """Reads the logs, draws them, and prints what each run has come to."""
-    arguments = _parse()
-    if arguments.smooth < 1:
-        raise ConfigError(
-            f"--smooth {arguments.smooth} is below 1; it is a number of intervals, and 1 smooths nothing."
-        )
-
-    from megatron_neobert.inspection.run_figure import write_curves
-    from megatron_neobert.inspection.run_log import read_run
-    from megatron_neobert.text import visible
-
-    names = [visible(name) for name in _names(arguments.runs)]
-    runs = [read_run(path, name=name) for path, name in zip(arguments.runs, names, strict=True)]
-    metrics = _choose_metrics(arguments.metrics, runs)
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        written = write_curves(arguments.output, runs, metrics, x=arguments.x, smooth=arguments.smooth)
-    except OSError as error:
-        raise OutputError(f"--output {arguments.output} cannot be written ({error.strerror}); name another.") from error
-    for run in runs:
-        print(_describe(run))
-        if run.unreadable:
-            print(f"warning: {run.name}: unreadable lines that were left out: {run.unreadable}", file=sys.stderr)
-    print("wrote " + " ".join(map(str, written)))
-
-
-def _parse() -> argparse.Namespace:
-    doc = __doc__ or ""
-    parser = CommandParser(__doc__, epilog=" ".join(doc.split("\n\n")[-1].split()))
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, its --save; or a metrics.jsonl")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder for the figure and the table")
-    add("--metrics", nargs="+", metavar="NAME", help="names in the logs; default: the usual five")
-    add("--x", choices=("tokens", "iteration"), default="tokens", help="what runs to the right (default: tokens)")
-    add("--smooth", type=int, default=1, metavar="N", help="mean over the last N intervals (default: %(default)s)")
-    return parser.parse_args()
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path that tells the runs apart."""
-    folders = [path.parent if path.name == "metrics.jsonl" else path for path in (one.resolve() for one in paths)]
-    for parts in range(1, max(len(folder.parts) for folder in folders)):
-        names = ["/".join(folder.parts[-parts:]) for folder in folders]
-        if len(set(names)) == len(set(folders)):
-            break
-    if len(set(folders)) < len(folders):
-        twice = next(path for path, folder in zip(paths, folders, strict=True) if folders.count(folder) > 1)
-        raise ConfigError(f"{twice} is named more than once; name each run once.")
-    return names
-
-
-def _choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:
-    """Those wanted, or of the usual ones those that were logged.
-
-    Raises:
-        ConfigError: A metric that no run has logged.
-    """
-    from megatron_neobert.inspection.run_figure import DEFAULT_METRICS
-
-    logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    if wanted is None:
-        return [name for name in DEFAULT_METRICS if name in logged]
-    if unknown := [name for name in wanted if name not in logged]:
-        raise ConfigError(f"--metrics {unknown[0]} was not logged by any of these runs; they have {', '.join(logged)}.")
-    return list(dict.fromkeys(wanted))
-
-
-def _describe(run: "RunLog") -> str:
-    iteration = max(run.values)
-    losses = [logged["loss"] for logged in run.values.values() if "loss" in logged]
-    loss = f" | loss {losses[-1]:.4f} nats" if losses else ""
-    tokens = [one["consumed_tokens"] for one in run.values.values() if "consumed_tokens" in one]
-    count = f" | {tokens[-1]:,.0f} tokens" if tokens else ""
-    restarts = f" | restarts: {len(run.restarts)}" if run.restarts else ""
-    return f"{run.name}: iteration {iteration:,}{count}{loss}{restarts}"
-
+from megatron_neobert.commands.plot_run import main
+from megatron_neobert.errors import run_command
 
 if __name__ == "__main__":
     run_command(main)

@@ -1,37 +1,12 @@
-"""Command: all results on one page, beside the paper's numbers.
-
-    python tools/report.py --results DIR [DIR...] --output DIR
-
-Reads the records below the folders (the --output of the evaluations) and writes OUTPUT/report.md with its figures, and
-OUTPUT/report.html, which holds them. Reported numbers are marked and enter no average; what is missing is named.
-"""
+"""`neobert report` as a file of the checkout."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, run_command
-from megatron_neobert.runtime.atomic_files import require_folder
-
-
-def main() -> None:
-    """Reads the arguments, writes the report and prints what is missing."""
-    parser = CommandParser(__doc__)
-    parser.add_argument("--results", required=True, nargs="+", type=Path, metavar="DIR", help="--output of evaluations")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write to; may exist")
-    arguments = parser.parse_args()
-    for folder in arguments.results:
-        require_folder("--results", folder, remedy="name the --output of an evaluation")
-
-    from megatron_neobert.evaluation.report import missing, write_report
-
-    runs = write_report(arguments.results, arguments.output)
-    for model, kinds in missing(runs).items():
-        if kinds:
-            print(f"{model}: no record of {', '.join(kinds)}")
-    print(f"wrote {arguments.output / 'report.html'} and report.md from {len(runs)} records")
-
+from megatron_neobert.commands.report import main
+from megatron_neobert.errors import run_command
 
 if __name__ == "__main__":
     run_command(main)

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+import megatron_neobert
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.phases import PHASE_SETTINGS, Phase
 from megatron_neobert.config.rules import find_problems, find_record_problems
@@ -74,7 +75,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
 
     values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     if parsed.config is not None:
-        problems += _merge_file(Path(parsed.config), values)
+        problems += _merge_file(find_config(parsed.config), values)
     for name, text in given.items():
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
     settings = _build(values)
@@ -85,6 +86,12 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     if parsed.dry_run and len(missing := _missing_inputs(settings)) > 1:
         raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
     return Command(settings=settings, dry_run=parsed.dry_run)
+
+
+def find_config(text: str) -> Path:
+    """The file; or where there is none, the recipe that comes with the package under this name, such as sizes/17m."""
+    own = Path(megatron_neobert.__file__).with_name("configs") / f"{text}.yaml"
+    return own if own.is_file() and not Path(text).exists() else Path(text)
 
 
 def _missing_inputs(settings: Settings) -> list[str]:
@@ -165,10 +172,15 @@ def run_flags() -> list[str]:
 def _build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "Pre-trains a NeoBERT encoder. Precedence: defaults < --config FILE < flags.",
-        prog="pretrain_neobert",
+        prog="neobert train",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", default=None, metavar="FILE", help="YAML file with the sections listed below")
+    parser.add_argument(
+        "--config",
+        default=None,
+        metavar="FILE",
+        help="YAML file with the sections listed below, or a recipe, as tiny",
+    )
     parser.add_argument("--dry-run", action="store_true", default=False, help="check, print what would run, and stop")
     for section, config in _SECTIONS.items():
         group = parser.add_argument_group(f"{section}")

@@ -46,7 +46,7 @@ def write_record(
     record = {
         "kind": kind,
         "model": {"name": folder.resolve().name, "fingerprint": fingerprint(folder)},
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
         "settings": settings,
         "results": results,
         "machine": describe_machine(device),

@@ -19,7 +19,7 @@ def shard(tmp_path: Path) -> Path:
 
 def preprocess(shard: Path, tokenizer: Path, *more: str):
     return run_command(
-        "tools.preprocess_data",
+        "megatron_neobert.commands.preprocess_data",
         *("--input", shard, "--output-prefix", shard.parent / "out"),
         *("--tokenizer-model", tokenizer, *more),
     )

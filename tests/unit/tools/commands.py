@@ -1,6 +1,6 @@
 """The commands of this project, started as a user does or imported, and a folder for preprocessing."""
 
-import importlib.util
+import importlib
 import io
 import os
 import subprocess
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -29,6 +28,12 @@ def file_of(tool: str) -> Path:
     return next(file for folder in folders if (file := REPOSITORY / folder / f"{tool}.py").exists())
 
 
+def module_of(tool: str) -> str:
+    """Where its code is: the files in tools are names for it, but for accept_gpu."""
+    own = REPOSITORY / "megatron_neobert" / "commands" / f"{tool}.py"
+    return f"megatron_neobert.commands.{tool}" if own.exists() else f"{file_of(tool).parent.name}.{tool}"
+
+
 def command_line(tool: str, *arguments: object) -> list[str]:
     return [sys.executable, str(file_of(tool)), *map(str, arguments)]
 
@@ -42,7 +47,7 @@ def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
 
 def run_forked(tool: str, *arguments: object) -> Ended:
     """The same in a tenth of a second, with both streams in one."""
-    return run_command(f"{file_of(tool).parent.name}.{tool}", *arguments)
+    return run_command(module_of(tool), *arguments)
 
 
 def call(tool: str, *arguments: object) -> tuple[int, str, str]:
@@ -56,17 +61,8 @@ def call(tool: str, *arguments: object) -> tuple[int, str, str]:
     ):
         patch.setattr(sys, "argv", [f"{tool}.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            run_main(import_tool(tool).main)
+            run_main(importlib.import_module(module_of(tool)).main)
     return int(ended.value.code or 0), output.getvalue(), errors.getvalue()
-
-
-def import_tool(tool: str) -> ModuleType:
-    """Its module, for tests that call its functions; the folder of tools is not in sys.path."""
-    specification = importlib.util.spec_from_file_location(tool, file_of(tool))
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[tool] = module  # dataclasses look their module up by name
-    specification.loader.exec_module(module)
-    return module
 
 
 def make_place(folder: Path, pieces: Sequence[str]) -> Path:

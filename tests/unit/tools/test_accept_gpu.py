@@ -99,7 +99,7 @@ FAULTY_PARITY = """
 import sys
 from itertools import islice
 sys.path.insert(0, {repository!r})
-from tools import check_parity
+from megatron_neobert.commands import check_parity
 step, logits = check_parity.run_step, check_parity.measure_parity
 def with_wrong_weights(settings, tensors, row, vocab_size):
     name = "decoder.layers.1.mlp.linear_fc2.weight"

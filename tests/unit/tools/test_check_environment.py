@@ -4,14 +4,14 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from processes import run_on_ranks
 from unit.tools.commands import ENVIRONMENT, REPOSITORY, run
 
-from tools import check_environment
-from tools.check_environment import (
+from megatron_neobert.commands import check_environment
+from megatron_neobert.commands import environment_probe as probe
+from megatron_neobert.commands.check_environment import (
     KNOWN_BAD,
     OK,
     PROBLEM,
@@ -21,9 +21,8 @@ from tools.check_environment import (
     machine_facts,
     requirement_findings,
 )
-from tools.environment_checks import probe
 
-SETUP = (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+REQUIREMENTS = check_environment.stated_requirements()
 WELL = {"GiB of memory": "64", "MiB of /dev/shm": "4096", "open files (ulimit -n)": "65536", "/dev/infiniband": "no"}
 NUMBERS = {  # subject of a range -> a harmful value, a harmless one, and what must hold beside it
     ("apex", ">=0.9"): ("0.9.10.dev0", "0.1", {}),
@@ -89,14 +88,14 @@ def installed():
 )
 def test_package_outside_its_range_in_setup_py_is_named(installed, package, version, level, words):
     installed.pop(package, None)
-    found = requirement_findings(SETUP, installed if version is None else {**installed, package: version})
+    found = requirement_findings(REQUIREMENTS, installed if version is None else {**installed, package: version})
     ((found_level, subject, found_words, remedy),) = found
     assert (found_level, subject) == (level, package if version is None else f"{package} {version}")
     assert words in found_words and remedy
 
 
 def test_environment_of_the_tests_meets_setup_py_and_absent_extras_are_no_complaint(installed):
-    assert list(requirement_findings(SETUP, installed)) == []
+    assert list(requirement_findings(REQUIREMENTS, installed)) == []
     assert "transformer-engine" not in installed
 
 
@@ -206,7 +205,11 @@ def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["tools/check_environment.py", *(f"megatron_neobert/{name}.py" for name in ("__init__", "errors", "text"))]
+    "path",
+    [
+        "tools/check_environment.py",
+        *(f"megatron_neobert/{name}.py" for name in ("__init__", "errors", "text", "commands/check_environment")),
+    ],
 )
 def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
     tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"), feature_version=(3, 8))
@@ -217,5 +220,5 @@ def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert imported - {"megatron_neobert"} <= set(sys.stdlib_module_names)
-    if Path(path).name not in ("__init__.py", "text.py"):
+    if path.endswith(("errors.py", "commands/check_environment.py")):
         assert "__future__" in imported, "annotations such as `int | None` are evaluated on Python 3.9 without it"

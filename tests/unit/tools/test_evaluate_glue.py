@@ -9,8 +9,9 @@ import psutil
 import pytest
 import torch
 from unit.evaluation.glue_place import make_place
-from unit.tools.commands import ENVIRONMENT, call, command_line, import_tool, run
+from unit.tools.commands import ENVIRONMENT, call, command_line, run
 
+from megatron_neobert.commands import fetch_glue
 from megatron_neobert.evaluation.glue.tasks import TASKS, read_split
 
 SETTINGS = ("--tasks", "rte", "--no-transfer", "--epochs", "1", "--batch-size", "8", "--learning-rate", "3e-3")
@@ -85,7 +86,7 @@ def test_fetched_splits_are_what_the_evaluation_reads(tmp_path):
         return datasets.Dataset.from_dict(rows).cast_column("label", names)
 
     source = datasets.DatasetDict(train=split(1, 0), validation=split(1, 0), test=split(-1, -1))
-    counted = import_tool("fetch_glue").write_splits(source, tmp_path / "rte")
+    counted = fetch_glue.write_splits(source, tmp_path / "rte")
     assert counted == {"train": 2, "validation": 2, "test": 2}
     written = sorted(path.name for path in (tmp_path / "rte").iterdir())
     assert written == ["test.parquet", "train.parquet", "validation.parquet"]

@@ -33,7 +33,10 @@ def start(script: Path, *arguments: object, packages: Path | None = None, option
 
 def make_clone(folder: Path) -> Path:
     """Names itself in the error of validate_data.py."""
-    for name in ("megatron_neobert/__init__.py", "megatron_neobert/text.py", "tools/validate_data.py"):
+    own = [
+        f"megatron_neobert/{name}.py" for name in ("__init__", "text", "commands/__init__", "commands/validate_data")
+    ]
+    for name in (*own, "tools/validate_data.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
     errors = (REPOSITORY / "megatron_neobert" / "errors.py").read_text()

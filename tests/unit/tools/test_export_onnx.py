@@ -10,17 +10,17 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from commands import import_tool, run
+from commands import run
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 
 from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
 from checkpoint_conversion.mapping import NEOBERT, to_internal
 from checkpoint_conversion.model_card import write_model_card
+from megatron_neobert.commands import export_onnx as tool
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
-tool = import_tool("export_onnx")
 TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
 
@@ -182,5 +182,5 @@ def test_failed_export_leaves_nothing_behind(folder_of, tmp_path, monkeypatch):
     (model / "tokenizer.json").unlink()
     monkeypatch.setattr(sys, "argv", ["export_onnx.py", "--model", str(model), "--output", str(tmp_path / "graphs")])
     with pytest.raises(MissingInputError, match=r"has no tokenizer\.json"):
-        import_tool("export_onnx").main()
+        tool.main()
     assert list(tmp_path.iterdir()) == []

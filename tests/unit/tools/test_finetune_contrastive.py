@@ -10,9 +10,10 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from commands import call, import_tool
+from commands import call
 from unit.evaluation.contrastive_place import make_pairs, write_datasets, write_encoder, write_jsonl, write_yaml
 
+from megatron_neobert.commands import fetch_contrastive
 from megatron_neobert.evaluation.records import read_record
 
 ROWS = make_pairs(9, negatives=0, seed=3)
@@ -87,7 +88,7 @@ def test_missing_datasets_are_named_before_anything_is_written_or_left_out_on_re
     assert not (tmp_path / "out").exists()
     remedy = error.split("python tools/")[1].split(". ")[0].split()
     monkeypatch.setattr(sys, "argv", remedy)
-    arguments = import_tool("fetch_contrastive")._parse()  # the remedy is a command that this tool understands
+    arguments = fetch_contrastive._parse()  # the remedy is a command that this tool understands
     assert (arguments.data_dir, arguments.datasets) == (tmp_path, ["HARD", "SMALL"])
 
     _, said, _ = finetune("--data-dir", tmp_path, "--skip-missing", "--batch-size", 8)

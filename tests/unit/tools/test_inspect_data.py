@@ -5,10 +5,11 @@ import shutil
 import sys
 
 import pytest
-from commands import call, import_tool
+from commands import call
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
+from megatron_neobert.commands import inspect_data as tool
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
@@ -132,7 +133,6 @@ def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monk
     manifest |= {"text_key": hostile, "project_version": hostile, "filters": {hostile: hostile}}
     manifest |= {"dropped": {hostile: 1}, "records": manifest["records"] + 1}
     (tmp_path / "P.json").write_text(json.dumps(manifest))
-    tool = import_tool("inspect_data")
     monkeypatch.setattr(sys, "argv", ["inspect_data.py", str(tmp_path / "P")])
 
     def shown():

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from commands import import_tool, run_forked
+from commands import run_forked
 
+from megatron_neobert.commands import make_sample_corpus as tool
 from megatron_neobert.errors import SaveError
 
-tool = import_tool("make_sample_corpus")
 PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3
 # Each has one docstring, a little longer than PROSE.
 FUNCTIONS = {f"m{number}.py": f'def f{number}():\n    """{number} {PROSE}"""\n' for number in range(20)}

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from commands import call, import_tool
+from commands import call
 from huggingface_hub import ModelCard
 
+from megatron_neobert.commands import write_model_card as tool
 from megatron_neobert.errors import DataError
-
-tool = import_tool("write_model_card")
 
 COMPLETE = {
     "task_type": "text-classification",

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # not the folder of this file
 
 OCCUPIED_GIB = 1.0  # more than a display or a driver takes
 SEE_DRIVER = "see nvidia-smi -q and the driver's log"

@@ -1,0 +1,133 @@
+"""The console command `neobert`, also `python -m megatron_neobert`: one name for every command of this project.
+
+A command is known by one word or two and is the `main` of a module, which parses what follows. `neobert --help` imports
+none of them. Completion in a shell is argcomplete's: eval "$(register-python-argcomplete neobert)".
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_neobert import __version__
+from megatron_neobert.errors import ConfigError, run_command, suggestion
+
+OWN = "megatron_neobert.commands"
+COMMANDS = {
+    "Data": {
+        "sample-corpus": (f"{OWN}.make_sample_corpus", "a small real corpus: documentation of installed packages"),
+        "train-tokenizer": (f"{OWN}.train_tokenizer", "learn a WordPiece vocabulary"),
+        "preprocess": (f"{OWN}.preprocess_data", "raw shards to Megatron's .bin and .idx"),
+        "validate": (f"{OWN}.validate_data", "check a corpus, to the byte"),
+        "inspect data": (f"{OWN}.inspect_data", "what is in a corpus; documents as text and ids"),
+        "adopt": (f"{OWN}.adopt_corpus", "use a corpus that Megatron-LM wrote, in place"),
+        "find-duplicates": (f"{OWN}.find_duplicates", "near-duplicates of corpora, as a list to leave out"),
+    },
+    "Training": {
+        "train": ("megatron_neobert.launch:train", "train on this node's GPUs, or NPROC_PER_NODE processes"),
+        "plot": (f"{OWN}.plot_run", "loss, throughput and more as figures, runs side by side"),
+        "inspect batch": (f"{OWN}.inspect_batch", "the batch of one iteration as the model sees it"),
+        "replay": (f"{OWN}.replay_batch", "losses and gradients of one iteration again"),
+        "average": (f"{OWN}.average_checkpoints", "the mean of a run's last checkpoints"),
+    },
+    "Models": {
+        "convert": ("checkpoint_conversion.convert", "checkpoints to Hugging Face folders, and back"),
+        "verify": ("checkpoint_conversion.verify", "whether two models are the same"),
+        "model-card": (f"{OWN}.write_model_card", "the model card, with results"),
+        "export-onnx": (f"{OWN}.export_onnx", "a Hugging Face folder as ONNX"),
+    },
+    "Evaluation": {
+        "evaluate glue": (f"{OWN}.evaluate_glue", "GLUE by the paper's protocol"),
+        "evaluate mteb": (f"{OWN}.evaluate_mteb", "MTEB, or your own tasks"),
+        "evaluate ner": (f"{OWN}.evaluate_ner", "named-entity recognition: seqeval's F1"),
+        "evaluate ppl": (f"{OWN}.evaluate_pseudo_perplexity", "pseudo-perplexity against length"),
+        "evaluate throughput": (f"{OWN}.benchmark_throughput", "tokens per second against length and batch size"),
+        "finetune": (f"{OWN}.finetune_contrastive", "contrastive fine-tuning, for MTEB"),
+        "fetch glue": (f"{OWN}.fetch_glue", "GLUE's data"),
+        "fetch mteb": (f"{OWN}.fetch_mteb", "MTEB's data"),
+        "fetch contrastive": (f"{OWN}.fetch_contrastive", "the data of contrastive fine-tuning"),
+        "report": (f"{OWN}.report", "all results on one page, beside the paper's numbers"),
+    },
+    "This machine": {
+        "check environment": (f"{OWN}.check_environment", "whether this machine can train, and what prevents it"),
+        "check parity": (f"{OWN}.check_parity", "reference and Megatron model with the same weights"),
+    },
+}
+PLACES = {name: place for group in COMMANDS.values() for name, (place, _) in group.items()}
+
+
+def main() -> int | None:
+    """Finds the command in the first words and runs it with the others.
+
+    Raises:
+        ConfigError: There is no such command.
+    """
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if words == ["--version"]:
+        print(f"neobert {__version__}")
+        return 0
+    name = find_command(words)
+    if name is None:
+        raise ConfigError(_unknown(words))
+    return run(name, words[len(name.split()) :])
+
+
+def find_command(words: Sequence[str]) -> str | None:
+    """The name that the words begin with."""
+    return next((name for name in PLACES if name.split() == list(words[: len(name.split())])), None)
+
+
+def run(name: str, words: Sequence[str]) -> int | None:
+    """Calls the function that a command is, with these words as its command line."""
+    module, _, function = PLACES[name].partition(":")
+    sys.argv = [f"neobert {name}", *words]
+    return getattr(importlib.import_module(module), function or "main")()
+
+
+def _overview() -> str:
+    lines = ["usage: neobert COMMAND ...", "", "Pre-training of NeoBERT encoders, from raw text to an evaluated model."]
+    width = max(map(len, PLACES))
+    for group, commands in COMMANDS.items():
+        lines += ["", f"{group}:", *(f"  {name:{width}}  {words}" for name, (_, words) in commands.items())]
+    return "\n".join([*lines, "", "neobert COMMAND --help explains each; neobert --version."])
+
+
+def _unknown(words: Sequence[str]) -> str:
+    if second := _words_after(words[:1]):
+        return f"neobert {words[0]}: {' or '.join(second)} must follow, as in neobert {words[0]} {second[0]}."
+    return f"neobert {words[0]}: no such command{suggestion(words[0], _words_after([]))}"
+
+
+def _words_after(words: Sequence[str]) -> list[str]:
+    """The words with which a name goes on that begins so."""
+    names = [name.split() for name in PLACES]
+    return list(dict.fromkeys(name[len(words)] for name in names if name[: len(words)] == list(words) != name))
+
+
+def _complete() -> None:
+    """Answers a shell's question for what may follow: a command's words here, its flags in its own parser."""
+    import argcomplete
+
+    typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:-1]
+    if name := find_command(typed):
+        os.environ["_ARGCOMPLETE"] = str(1 + len(name.split()))  # how many of the words are the program's name
+        run(name, [])
+    parser = argparse.ArgumentParser(add_help=False)
+    for place in range(len(typed) + 1):
+        parser.add_argument(f"word{place}", choices=_words_after(typed[:place]))
+    argcomplete.autocomplete(parser)
+
+
+def start() -> None:
+    """The entry point of setup.py."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    start()

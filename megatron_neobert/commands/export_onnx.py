@@ -1,0 +1,245 @@
+"""Command: a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum.
+
+Writes onnx/model.onnx, in fp32 with batch and sequence of any size, and on request onnx/model_quantized.onnx with 8-bit
+weights, beside config.json and the tokenizer: the places where those libraries look. A graph has the inputs input_ids
+and attention_mask (int64, batch x sequence), one output, and is one file. onnxruntime runs every file on padded batches
+that the tracer has not seen; the folder gets its name only if the fp32 file computes what PyTorch does. Full size takes
+a minute and 4 GB of memory.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, short_reason
+from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder
+
+if TYPE_CHECKING:  # --help answers without importing torch
+    from torch import Tensor
+
+    from checkpoint_conversion.comparison import Comparison
+
+TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
+OPSET = 18  # the version of ONNX's operators that the most runtimes know; PyTorch cannot go below
+INPUTS = ("input_ids", "attention_mask")
+LARGEST_BYTES = 2_000_000_000  # of weights, of which NeoBERT has 0.98e9; protobuf ends at 2^31 with the graph included
+
+# Largest difference over largest value. 28 x 768 with random weights on CPU shows 5e-6 in fp32 and 0.17 in 8 bits, a
+# graph that attends to padding 1. The second keeps out only what is broken: how much 8 bits may cost is for those who
+# read the figures to decide.
+TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
+
+# Tokens of each row, cut to what the model can read: rows and tokens differ, down to a row of one token and up to long
+# ones, because a size that tracing has frozen shows at any other.
+_BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
+_TRACED_LENGTHS = (11, 5, 8)  # of another batch than these; padded, so that the mask is part of the graph
+
+# The tokenizer, how sentence-transformers pools, and what the owner declares of the weights.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "modules.json",
+    "1_Pooling/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "README.md",
+    "LICENSE",
+)
+
+
+def main() -> None:
+    """Reads the arguments, exports, checks and prints the figures."""
+    arguments = _parse()
+    require_folder("--model", arguments.model, holding="config.json")
+    refuse_existing(arguments.output)  # before a minute of work
+    import onnx  # noqa: F401 (what is missing is reported before the work)
+    import onnxscript  # noqa: F401
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    from checkpoint_conversion.comparison import to_table
+
+    output = TASKS[arguments.task]
+    model = load_for_task(arguments.model, arguments.task)
+    with build_folder(arguments.output) as folder:
+        copy_companions(arguments.model, folder)
+        plain, quantized = folder / "onnx" / "model.onnx", folder / "onnx" / "model_quantized.onnx"
+        plain.parent.mkdir()
+        write_graph(model, plain, output=output)
+        checks = {plain: check_graph(model, plain, output=output)}
+        refuse_difference(checks[plain], tolerance=TOLERANCE)
+        if arguments.int8:
+            # Signed weights run twice as fast as unsigned ones where the processor has VNNI. Of 7 bits, because sums of
+            # 8 saturate where it has not: logits were then off by 0.8 of the largest. Activations are rounded while
+            # running.
+            with _quiet():
+                quantize_dynamic(plain, quantized, weight_type=QuantType.QInt8, per_channel=True, reduce_range=True)
+            checks[quantized] = check_graph(model, quantized, output=output)
+            refuse_difference(checks[quantized], tolerance=TOLERANCE_INT8)
+        for path, batches in checks.items():
+            print(f"{path.name}, {path.stat().st_size / 1e6:.1f} MB, against PyTorch by rows x tokens:")
+            print(f"{to_table(batches)}\n")
+    print(f"wrote {arguments.output}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder that convert.py wrote")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
+    tasks = "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state"
+    add("--task", choices=list(TASKS), default="fill-mask", help=f"{tasks} (default: %(default)s)")
+    add("--int8", action="store_true", help="8-bit weights in model_quantized.onnx; their error is measured")
+    return parser.parse_args()
+
+
+def load_for_task(folder: Path, task: str) -> Any:
+    """The folder's model in fp32, with its masked-language-model head for fill-mask, else without.
+
+    Raises:
+        ConversionError: It is no NeoBERT, or lacks the head.
+    """
+    from checkpoint_conversion.hf_folder import check_folder
+    from checkpoint_conversion.hf_model import load_model
+    from checkpoint_conversion.hf_reader import read_model_config
+
+    layout = read_model_config(check_folder(folder), folder / "config.json").layout
+    if task == "fill-mask" and layout == "llama":
+        raise ConversionError(
+            f"{folder}: a folder of the {layout} layout is the encoder alone, which predicts no tokens; use "
+            "--task feature-extraction."
+        )
+    return load_model(folder, with_head=task == "fill-mask")
+
+
+def write_graph(model: Any, path: Path, *, output: str) -> None:
+    """Traces the model and writes its graph.
+
+    Attention is traced in its plain form: PyTorch's fused one becomes the same matrix products, with a guard against
+    rows of NaN around each softmax that this model's masks cannot cause.
+
+    Raises:
+        ConversionError: The weights do not fit into one file.
+    """
+    import torch
+
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    if size > LARGEST_BYTES:
+        raise ConversionError(
+            f"{size:,} bytes of weights in fp32 are more than the {LARGEST_BYTES:,} that one ONNX file holds."
+        )
+    (tokens_bs, mask_bs), axes = _pad(_TRACED_LENGTHS), {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with _quiet():
+        program = torch.onnx.export(
+            model,
+            kwargs=dict(zip(INPUTS, (tokens_bs, mask_bs), strict=True)),
+            input_names=INPUTS,
+            output_names=[output],
+            dynamic_shapes=dict.fromkeys(INPUTS, axes),
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    model.set_attn_implementation(usual)
+    assert program is not None, "torch.onnx.export gives None only with dynamo=False"
+    program.save(path, external_data=False)
+
+
+def check_graph(model: Any, path: Path, *, output: str) -> "dict[str, Comparison]":
+    """How far what onnxruntime computes with a graph is from what PyTorch does, by batch: "rows x tokens".
+
+    Raises:
+        ConversionError: onnxruntime cannot run the graph.
+    """
+    import onnxruntime
+    import torch
+
+    from checkpoint_conversion.comparison import compare_logits
+
+    generator, session, checks = torch.Generator().manual_seed(0), None, {}
+    for lengths in _BATCHES:
+        _, mask_bs = _pad(lengths, longest=model.config.max_position_embeddings)
+        tokens_bs = torch.randint(model.config.vocab_size, mask_bs.shape, generator=generator) * mask_bs
+        inputs = dict(zip(INPUTS, (tokens_bs, mask_bs), strict=True))
+        with torch.no_grad():
+            expected = model(**inputs)[output]
+        try:
+            session = session or onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        except Exception as error:  # onnxruntime's exceptions have no common base
+            raise ConversionError(
+                f"{path.name}: onnxruntime {onnxruntime.__version__} cannot run it ({short_reason(error)})."
+            ) from error
+        checks[" x ".join(str(size) for size in mask_bs.shape)] = compare_logits(expected, torch.tensor(found), mask_bs)
+    return checks
+
+
+def _pad(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "tuple[Tensor, Tensor]":
+    """Ids of 1, and the mask, of rows that have so many tokens."""
+    import torch
+
+    lengths_b = torch.tensor(lengths).clamp(max=longest)
+    mask_bs = (torch.arange(int(lengths_b.max())) < lengths_b[:, None]).long()
+    return mask_bs.clone(), mask_bs
+
+
+def refuse_difference(batches: "dict[str, Comparison]", *, tolerance: float) -> None:
+    """Raises:
+    ConversionError: A batch differs by more, or is not finite; `tolerance` is relative to the largest value.
+    """
+    for batch, comparison in batches.items():
+        if not comparison.within(tolerance):
+            raise ConversionError(
+                f"with {batch} tokens the graph's output differs from PyTorch's by {comparison.relative:.3g} of the "
+                f"largest value, more than {tolerance:g}; nothing was written. Try the versions of torch and "
+                "onnxruntime in constraints.txt."
+            )
+
+
+def copy_companions(model: Path, folder: Path) -> None:
+    """Copies what readers of ONNX folders look for in the folder above the graphs.
+
+    A config.json that names our modelling file gets that file of this package, for libraries that ask it for the
+    configuration; one that names somebody else's code loses the names, and the code stays behind.
+
+    Raises:
+        MissingInputError: The model has no tokenizer.json.
+    """
+    from checkpoint_conversion.hf_folder import MODELING_FILE, check_folder
+    from checkpoint_conversion.hf_writer import modeling_source
+
+    if not (model / "tokenizer.json").is_file():
+        raise MissingInputError(f"{model}: has no tokenizer.json, without which nobody could use the graph; add it.")
+    for name in _COMPANIONS:
+        if (model / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(model / name, folder / name)
+    config = check_folder(model)
+    ours, named = MODELING_FILE.removesuffix("py"), config.get("auto_map")
+    if isinstance(named, dict) and all(str(name).startswith(ours) for name in named.values()):
+        (folder / MODELING_FILE).write_bytes(modeling_source())
+    else:
+        config.pop("auto_map", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what the libraries report of themselves: packages that are not needed, axes that share a name."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

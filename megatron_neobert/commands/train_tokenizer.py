@@ -1,0 +1,107 @@
+"""Learns a WordPiece vocabulary from raw shards, for languages that no published vocabulary serves.
+
+    python tools/train_tokenizer.py --input 'shards/*.parquet' --output my-tokenizer --vocab-size 30522
+
+writes a folder that tools/preprocess_data.py takes as --tokenizer-model and Hugging Face's AutoTokenizer loads. The
+same shards in the same order give the same vocabulary.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, OutputError
+
+if TYPE_CHECKING:  # a missing package is reported by run_command
+    from megatron_neobert.data.shards.reading import ReadSettings
+
+MODEL_MAX_LENGTH = 1024  # tokens; the first training stage's. Converting a model writes its own length
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    for name in ("vocab_size", "min_frequency"):
+        number = getattr(arguments, name)
+        if not 1 <= number < 2**31:
+            raise ConfigError(f"--{name.replace('_', '-')} {number} is not a number from 1 to {2**31 - 1}; change it")
+    if not 0 <= arguments.max_error_rate <= 1:
+        raise ConfigError(f"--max-error-rate {arguments.max_error_rate} is not a fraction of the records; use 0 to 1")
+    folder = Path(arguments.output)
+    for name in ("tokenizer.json", "vocab.txt"):
+        if (folder / name).exists():
+            raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
+    from megatron_neobert.data.corpus.format import describe_reasons
+    from megatron_neobert.data.shards.find import find_shards
+    from megatron_neobert.data.shards.reading import ReadSettings
+    from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
+
+    read = ReadSettings(text_key=arguments.text_key)
+    texts = ShardTexts(find_shards(arguments.input), read, max_error_rate=arguments.max_error_rate)
+    tokenizer = train_wordpiece(
+        texts,
+        vocab_size=arguments.vocab_size,
+        lowercase=arguments.lowercase,
+        min_frequency=arguments.min_frequency,
+    )
+    tokenizer.save_tokenizer_files(folder, model_max_length=MODEL_MAX_LENGTH)
+    left_out = describe_reasons(texts.counts.rejected + texts.counts.dropped)
+    print(
+        f"{texts.counts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | wrote {folder}"
+    )
+
+
+class ShardTexts:
+    """The texts of all shards, as often as they are iterated over; `counts` are those of the latest time."""
+
+    def __init__(self, shards: list[str], settings: "ReadSettings", *, max_error_rate: float) -> None:
+        self._shards, self._settings, self._max_error_rate = shards, settings, max_error_rate
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises DataError at the end where too many of the records were in error, or there is no document."""
+        from megatron_neobert.data.corpus.format import describe_reasons
+        from megatron_neobert.data.preprocessing.job import Counts, check_error_rate
+        from megatron_neobert.data.shards.parts import read_part, split_into_parts
+
+        self.counts = counts = Counts()
+        first_error = None
+        for shard in self._shards:
+            for part in split_into_parts(shard, self._settings):
+                for batch in read_part(part, self._settings):
+                    counts.documents += len(batch.texts)
+                    counts.rejected.update(record.reason for record in batch.rejected)
+                    counts.dropped.update(batch.dropped)
+                    if first_error is None and batch.rejected:
+                        first_error = batch.rejected[0].describe(part, shard)
+                    yield from batch.texts
+        check_error_rate(counts, self._max_error_rate, first_error)
+        if not counts.documents:
+            raise DataError(
+                f"no document in {len(self._shards)} shards ({describe_reasons(counts.dropped)}); check --input"
+            )
+
+
+def parse_arguments() -> argparse.Namespace:
+    from megatron_neobert.data.preprocessing.plan import PreprocessSettings
+
+    parser = CommandParser(__doc__)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs, folders, URLs, @lists")
+    add("--output", required=True, metavar="DIR", help="folder for the tokenizer's files")
+    add("--text-key", default="content", help="column or JSON key of the text (%(default)s)")
+    add("--vocab-size", type=int, default=30522, help="upper bound of the number of ids (%(default)s)")
+    add("--min-frequency", type=int, default=2, help="rarer pairs of pieces stay apart (%(default)s)")
+    add(
+        "--max-error-rate",
+        type=float,
+        default=PreprocessSettings.max_error_rate,
+        metavar="FRACTION",
+        help="of the records that may be in error (malformed, no such key, null), as in preprocessing (%(default)s)",
+    )
+    add(
+        "--lowercase",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ignore case and accents, as bert-base-uncased does (default); --no-lowercase keeps them",
+    )
+    return parser.parse_args()

@@ -1,0 +1,106 @@
+"""The console command `neobert`: every command has its name, --help needs nothing, a shell is told what may follow."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from unit.tools.commands import ENVIRONMENT, REPOSITORY
+
+from megatron_neobert import __main__ as neobert
+from megatron_neobert import __version__, pretrain
+
+
+def type_in(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_neobert", *words]
+    environment = {**ENVIRONMENT, **variables}
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_every_module_of_a_command_has_one_name_and_every_file_in_tools_says_it():
+    modules = [place.partition(":")[0] for place in neobert.PLACES.values()]
+    own = sorted(path.stem for path in (REPOSITORY / "megatron_neobert" / "commands").glob("*.py"))
+    expected = [f"megatron_neobert.commands.{name}" for name in own if name not in ("__init__", "environment_probe")]
+    assert sorted(name for name in modules if ".commands." in name) == expected
+    for name, place in neobert.PLACES.items():
+        file = REPOSITORY / "tools" / f"{place.rpartition('.')[2]}.py"
+        if file.exists():
+            assert file.read_text(encoding="utf-8").startswith(f'"""`neobert {name}` as a file of the checkout."""')
+
+
+@pytest.mark.parametrize("name", neobert.PLACES)
+def test_help_of_a_command_is_reached_by_its_name(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["neobert", *name.split(), "--help"])
+    with pytest.raises(SystemExit) as end:
+        neobert.main()
+    assert end.value.code == 0
+    assert re.match(rf"usage: neobert {name} ", capsys.readouterr().out)
+
+
+def test_overview_names_every_command_and_imports_no_package():
+    code = """import runpy, sys
+before = {name.partition(".")[0] for name in sys.modules}
+sys.argv = ["neobert", "--help"]
+try: runpy.run_module("megatron_neobert", run_name="__main__")
+except SystemExit as end: assert not end.code
+print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)))"""
+    ended = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    *shown, imported = ended.stdout.splitlines()
+    assert imported == "['megatron_neobert']"
+    assert [name for name in neobert.PLACES if not any(line.startswith(f"  {name} ") for line in shown)] == []
+    assert max(map(len, shown)) <= 80
+
+
+def test_version_is_the_packages():
+    assert type_in("--version").stdout == f"neobert {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["evalate", "glue"], "neobert evalate: no such command; did you mean 'evaluate'?"),
+        (["inspect", "batches"], "neobert inspect: data or batch must follow, as in neobert inspect data."),
+        (["verify", "--tolerence", "1"], "unknown flag --tolerence; did you mean '--tolerance'?"),
+    ],
+)
+def test_what_no_command_is_called_is_a_sentence(words, sentence):
+    ended = type_in(*words)
+    assert ended.returncode == 2 and sentence in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "answers"),
+    [
+        ("neobert ev", ["evaluate"]),
+        ("neobert evaluate ", ["glue", "mteb", "ner", "ppl", "throughput"]),
+        ("neobert evaluate glue --dat", ["--data-dir"]),
+        ("neobert convert megatron-to-hf --lo", ["--load"]),
+        ("neobert train --lr-warmup", ["--lr-warmup-iters"]),
+        ("neobert nothing ", []),
+    ],
+)
+def test_shell_is_told_what_may_follow(typed, answers):
+    """As bash asks by argcomplete's registration: the line in the environment, the answer on descriptor 8."""
+    asked = {"COMP_LINE": typed, "COMP_POINT": str(len(typed)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
+    command = ["bash", "-c", 'exec "$@" 8>&1', "bash", sys.executable, "-m", "megatron_neobert"]
+    ended = subprocess.run(command, env={**ENVIRONMENT, **asked}, capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == answers
+
+
+def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_name(tmp_path):
+    """A folder of the same name in the working directory is not taken for the package."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "neobert"  # as pip writes it
+    script.write_text("from megatron_neobert.__main__ import start\n\nif __name__ == '__main__':\n    start()\n")
+    (tmp_path / "megatron_neobert").mkdir()
+    (tmp_path / "megatron_neobert" / "__init__.py").write_text("raise SystemExit('another package')")
+    for start in ([script, "train"], [pretrain.__file__]):
+        for recipe, code, sentence in (
+            ("sizes/17m", 2, "--data-path is missing"),
+            ("sizes/16m", 66, "--config sizes/16m: no such file"),
+        ):
+            command = [sys.executable, *map(str, start), "--config", recipe]
+            ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+            assert ended.returncode == code and sentence in ended.stderr
