@@ -1,6 +1,6 @@
 """Two models side by side: logits on fixed prompts, settings, and weights bit for bit.
 
-`convert.py` uses it to refuse a wrong export, `verify.py` to compare two folders, `tools/check_parity.py` to measure.
+`convert.py` uses it to refuse a wrong export, `verify.py` to compare two folders, `neobert check parity` to measure.
 Logits show the function, so a wrong permutation cannot hide behind names and shapes that fit. They do not show all of
 it: prompts read a few hundred rows of the embedding, and an epsilon of 1e-6 for 1e-5 stays below any tolerance.
 Therefore settings and weights are compared as well.
@@ -28,7 +28,7 @@ from megatron_neobert.errors import ConversionError
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
 # Largest difference over largest logit that two correct implementations may show, by the precision that computes.
-# tools/check_parity.py measures 5e-15, 1.4e-6 and 0.026 at 28 x 768 on CPU; a wrong rotary convention shows 0.9.
+# neobert check parity measures 5e-15, 1.4e-6 and 0.026 at 28 x 768 on CPU; a wrong rotary convention shows 0.9.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 # What decides the function and the longest input; how weights started and how a vocabulary is padded do not.

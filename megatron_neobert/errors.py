@@ -134,7 +134,8 @@ class CommandParser(argparse.ArgumentParser):
     _completes: ClassVar[bool] = False
 
     def __init__(self, doc: str | None = None, *, also: Iterable[str] = (), **options: Any) -> None:
-        super().__init__(description=(doc or "").partition("\n")[0], allow_abbrev=False, **options)
+        what = (doc or "").partition("\n")[0].removeprefix("Command: ")
+        super().__init__(description=what[:1].upper() + what[1:], allow_abbrev=False, **options)
         self._also, self._words = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """Makes a corpus of the .bin and .idx that Megatron-LM has written, where they lie and without a copy.
 
-    python tools/adopt_corpus.py data/wiki_text_document --tokenizer-model vocab.txt
+    neobert adopt data/wiki_text_document --tokenizer-model vocab.txt
 
 Reads all of both files, the .bin once: sizes, index, every id against the vocabulary. Documents that are one sequence
 each get a manifest beside them, PREFIX.json. Documents in sentences, or with a token at their end, become the corpus

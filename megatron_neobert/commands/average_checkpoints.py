@@ -1,6 +1,6 @@
 """Averages the weights of a run's checkpoints into one to continue from, or to convert.
 
-    python tools/average_checkpoints.py --load SAVE --last 5 --output DIR
+    neobert average --load SAVE --last 5 --output DIR
 
 writes the mean of the newest five; --iteration N takes those up to N. What is written holds weights alone, in fp32, as
 a conversion from Hugging Face writes them: for training's --continue-from, or convert.py's --load.

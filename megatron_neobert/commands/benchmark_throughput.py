@@ -1,6 +1,6 @@
 """Command: how many tokens per second do encoders read, at which length, with which batch size?
 
-    python tools/benchmark_throughput.py --model DIR [DIR...] --output DIR
+    neobert evaluate throughput --model DIR [DIR...] --output DIR
 
 Measures the forward pass of the backbone and, with --backward, the masked-language-model loss with its gradients. The
 batch size grows until memory ends; models take turns step by step. Tokens are random and those of documents alone:

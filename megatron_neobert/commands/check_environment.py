@@ -1,6 +1,6 @@
 """Command: can this machine train, with what, and what stands in the way?
 
-    python tools/check_environment.py [--save runs/first] [--gpu-test]
+    neobert check environment [--save runs/first] [--gpu-test]
 
 Looks at Python, packages, GPUs, driver, limits, disks and environment variables, and knows traps. Each line is ok, a
 warning with its remedy, or a problem with its remedy. Exit code 0: training can start (there may be warnings); 69: it

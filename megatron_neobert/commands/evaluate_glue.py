@@ -1,10 +1,10 @@
 """Command: GLUE by the paper's protocol, from local files.
 
-    python tools/evaluate_glue.py --model model --data-dir glue --output results --grid small --seeds 0 1 2 --jobs 2
+    neobert evaluate glue --model model --data-dir glue --output results --grid small --seeds 0 1 2 --jobs 2
 
 Fine-tunes the model at every point of the grid and with every seed, and writes OUTPUT/MODEL/glue.json, .csv and .md,
 the latter with the paper's rows below. RTE, MRPC, STS-B and QNLI start from the best MNLI model. Started again, it
-resumes with the runs that are not done. tools/fetch_glue.py gets the data on a machine with network.
+resumes with the runs that are not done. neobert fetch glue gets the data on a machine with network.
 """
 
 import argparse
@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.errors import CommandParser
-from megatron_neobert.evaluation.fine_tuning.settings import add_flags, build_protocol, check_flags, given_values
+from megatron_neobert.evaluation.fine_tuning.settings import add_flags, check_flags, given_fields, given_values
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, choose_tasks
-from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
-    from megatron_neobert.evaluation.glue.run import Evaluation
+    from megatron_neobert.evaluation.glue.run import GlueEvaluation
 
 
 def main() -> None:
@@ -46,9 +45,6 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
-    add("--data-dir", required=True, type=Path, metavar="DIR", help="a folder per task: TSV, parquet or saved data set")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
     add("--tasks", nargs="+", metavar="NAME", help="such as cola sst2 (default: all but wnli)")
     add(
         "--grid",
@@ -75,25 +71,17 @@ def _parse() -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    check_flags(arguments)
     arguments.tasks = choose_tasks(arguments.tasks, PAPER_TASKS)
-    fetch = "on a machine with network: python tools/fetch_glue.py --output DIR"
-    require_folder("--data-dir", arguments.data_dir, remedy=fetch)
-    require_folder("--model", arguments.model, holding="config.json")
+    check_flags(arguments, remedy="on a machine with network: neobert fetch glue --output DIR")
 
 
-def _build_evaluation(arguments: argparse.Namespace) -> "Evaluation":
-    from megatron_neobert.evaluation.glue.run import SOURCE, Evaluation, choose_grid
+def _build_evaluation(arguments: argparse.Namespace) -> "GlueEvaluation":
+    from megatron_neobert.evaluation.glue.run import SOURCE, GlueEvaluation, choose_grid
 
     source = arguments.transfer_from
-    return Evaluation(
-        model=arguments.model,
-        data_dir=arguments.data_dir,
-        output=arguments.output,
+    return GlueEvaluation(
+        **given_fields(arguments),
         grids={task: choose_grid(arguments.grid, task, **given_values(arguments)) for task in arguments.tasks},
-        seeds=tuple(dict.fromkeys(arguments.seeds)),
-        protocol=build_protocol(arguments),
         transfer_from=None if arguments.no_transfer else source if source == SOURCE else Path(source),
-        jobs=arguments.jobs,
         predict=arguments.predict,
     )

@@ -1,6 +1,6 @@
 """Command: MTEB, or tasks from your own files, for an encoder in a Hugging Face folder; without a network.
 
-Data comes from the folder that tools/fetch_mteb.py filled on a connected machine. Every task's result is kept: the same
+Data comes from the folder that neobert fetch mteb filled on a connected machine. Every task's result is kept: the same
 command resumes after a kill. Writes mteb.json, mteb.csv and mteb.md under OUTPUT/<model name>, with the means by
 category of the paper's Table 4; a task without data leaves its category without a mean. Other tasks and other settings
 than the defaults have a folder of their own there, whose name holds them, such as mteb_v2_cls_float16: no command
@@ -43,7 +43,7 @@ def main() -> None:
     """Reads the arguments, evaluates and writes the tables."""
     arguments = _parse()
     require_folder("--model", arguments.model, holding="config.json")
-    fetch = "on a machine with network: python tools/fetch_mteb.py --output DIR"
+    fetch = "on a machine with network: neobert fetch mteb --output DIR"
     require_folder("--data-dir", arguments.data_dir, remedy=fetch)
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when these libraries are imported
     os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -124,8 +124,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     missing = find_missing(tasks, files, arguments.data_dir)
     if missing and not arguments.skip_missing:
         raise MissingInputError(
-            f"--data-dir {arguments.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run python "
-            "tools/fetch_mteb.py --output DIR with the same --benchmark or --tasks on a machine with a network and "
+            f"--data-dir {arguments.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run "
+            "neobert fetch mteb --output DIR with the same --benchmark or --tasks on a machine with a network and "
             "copy DIR here, or leave them out with --skip-missing."
         )
     scores = run_tasks(

@@ -1,6 +1,6 @@
 """Command: pseudo-perplexity of encoders against the length of texts.
 
-    python tools/evaluate_pseudo_perplexity.py --model model other/bert --data wikipedia/*.parquet --text-key text \
+    neobert evaluate ppl --model model other/bert --data wikipedia/*.parquet --text-key text \
         --output results --positions-per-doc 128 --documents-per-bin 200
 
 Masks one token at a time, never those that the tokenizer adds. Writes OUTPUT/MODEL/pseudo_perplexity.json, one line

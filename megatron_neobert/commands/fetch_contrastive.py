@@ -1,6 +1,6 @@
 """Command: fetch the datasets of contrastive fine-tuning, on a machine with network.
 
-    python tools/fetch_contrastive.py --config examples/contrastive.yaml --data-dir DIR [--datasets KEY...]
+    neobert fetch contrastive --config examples/contrastive.yaml --data-dir DIR [--datasets KEY...]
 
 Writes DATA_DIR/KEY.parquet with the columns query, positive and negatives, whole or not at all; files that are there
 are kept, so that the same command resumes. Copy the folder to where there is no network.

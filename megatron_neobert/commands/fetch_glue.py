@@ -1,6 +1,6 @@
 """Command: GLUE's data as parquet files, for machines without network.
 
-    python tools/fetch_glue.py --output glue        # then: tools/evaluate_glue.py --data-dir glue
+    neobert fetch glue --output glue        # then: neobert evaluate glue --data-dir glue
 
 Runs where there is a network. One folder per task, one file per split; what is there already is kept, and a file
 appears whole or not at all.

@@ -1,7 +1,7 @@
 """Command: the data of MTEB's tasks, for machines without a network.
 
 Runs where there is one. Loads each task as mteb does and writes what it then holds to OUTPUT/tasks/<task>, then reads
-it back with the network switched off; copy OUTPUT and give it to tools/evaluate_mteb.py as --data-dir. The same command
+it back with the network switched off; copy OUTPUT and give it to neobert evaluate mteb as --data-dir. The same command
 resumes after an interruption. Where a cache of the Hugging Face libraries is filled already, HF_HUB_OFFLINE=1 makes it
 the only source.
 """

@@ -1,6 +1,6 @@
 """Finds near-duplicates in finished corpora, and lists which of their documents training is to leave out.
 
-    python tools/find_duplicates.py corpus/web_content_document --output web.drop --workers 16
+    neobert find-duplicates corpus/web_content_document --output web.drop --workers 16
 
 Of documents that are alike the first one stays: in the order of the corpus, and of several corpora in the order in
 which they are named. Training reads the list with --data-path corpus/web_content_document:drop=web.drop; nothing is

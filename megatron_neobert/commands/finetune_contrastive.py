@@ -1,10 +1,10 @@
 """Command: fine-tune an encoder contrastively for embeddings, as NeoBERT's paper does before MTEB.
 
-    python tools/finetune_contrastive.py --model DIR --config examples/contrastive.yaml --data-dir DIR \\
+    neobert finetune --model DIR --config examples/contrastive.yaml --data-dir DIR \\
         --output DIR
 
 Writes OUTPUT/NAME/NAME-contrastive, which `SentenceTransformer(folder)` loads, the loss as CSV and PNG, and
-contrastive.json; NAME is the model's folder. Works without network; tools/fetch_contrastive.py fetches the datasets
+contrastive.json; NAME is the model's folder. Works without network; neobert fetch contrastive fetches the datasets
 where there is one. Start it with torchrun for several GPUs: each of them computes batches of its own.
 """
 
@@ -28,7 +28,7 @@ def main() -> None:
     """Reads the arguments and trains."""
     arguments = _parse()
     require_folder("--model", arguments.model, holding="config.json")
-    fetch = "on a machine with network: python tools/fetch_contrastive.py --data-dir DIR"
+    fetch = "on a machine with network: neobert fetch contrastive --data-dir DIR"
     require_folder("--data-dir", arguments.data_dir, remedy=fetch)
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the libraries are imported
     from megatron_neobert.evaluation.contrastive.config import TrainingSettings, build, read_config

@@ -1,12 +1,12 @@
 """Command: what the model sees in one iteration: rows, documents, and which tokens it has to predict.
 
-    python tools/inspect_batch.py --load SAVE --iteration 812
-    python tools/inspect_batch.py --config FILE --data-path P --tokenizer-model PATH --iteration 1 --html batch.html
-    python tools/inspect_batch.py --load SAVE --iteration 812 --rank 5 --world-size 8
+    neobert inspect batch --load SAVE --iteration 812
+    neobert inspect batch --config FILE --data-path P --tokenizer-model PATH --iteration 1 --html batch.html
+    neobert inspect batch --load SAVE --iteration 812 --rank 5 --world-size 8
 
 Builds the batch by the code that builds it in training; no model is needed and nothing is changed. With --load it
 starts from the run's checkpoint before that iteration, and takes its settings unless --config names a file; all other
-flags are those of a run (examples/pretrain_neobert.sh --help). Without --rank it shows the batch of all ranks, which
+flags are those of a run (neobert train --help). Without --rank it shows the batch of all ranks, which
 does not depend on how many there are.
 """
 

@@ -1,10 +1,10 @@
 """Shows what is in a corpus: a summary, or documents as text and token ids.
 
-    python tools/inspect_data.py corpus/web_content_document
-    python tools/inspect_data.py corpus/web_content_document --inputs
-    python tools/inspect_data.py corpus/web_content_document --sources
-    python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --random 3
-    python tools/inspect_data.py corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
+    neobert inspect data corpus/web_content_document
+    neobert inspect data corpus/web_content_document --inputs
+    neobert inspect data corpus/web_content_document --sources
+    neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --random 3
+    neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
 
 The text is what the tokenizer makes of the ids, so white space, and for an uncased vocabulary case and accents, are not
 those of the original. Characters that a terminal would act upon are shown as escapes.

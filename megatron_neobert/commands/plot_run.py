@@ -1,7 +1,7 @@
 """Command: the curves of one run, or of several over each other, out of their logs.
 
-    python tools/plot_run.py runs/first --output plots
-    python tools/plot_run.py runs/first runs/second --output plots --smooth 20 --x iteration --metrics loss grad_norm
+    neobert plot runs/first --output plots
+    neobert plot runs/first runs/second --output plots --smooth 20 --x iteration --metrics loss grad_norm
 
 Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png, .svg and .csv:
 loss, accuracy, learning rate, gradient norm and throughput against tokens. Where a run resumed after a stop stands a

@@ -1,6 +1,6 @@
 """Turns raw shards into a corpus that training and Megatron read.
 
-    python tools/preprocess_data.py --input 'shards/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
+    neobert preprocess --input 'shards/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
 
 writes corpus/web_content_document.bin, .idx and .json, byte for byte the same for any --workers, --executor, array of
 tasks (--shard-index, --num-shards, then --merge) and restart (--resume).

@@ -1,7 +1,7 @@
 """Command: what is in a global batch of a run, and where do its loss and its gradient cease to be finite?
 
-    python tools/replay_batch.py --load SAVE --iteration 812
-    python tools/replay_batch.py --load SAVE --iteration 812 --checkpoint-iteration 812
+    neobert replay --load SAVE --iteration 812
+    neobert replay --load SAVE --iteration 812 --checkpoint-iteration 812
 
 Takes settings, weights and the place in the data from the newest checkpoint before that iteration, packs the batches
 between without training on them, and runs forward and backward on the batch of that iteration. Nothing is updated,

@@ -1,6 +1,6 @@
 """Command: all results on one page, beside the paper's numbers.
 
-    python tools/report.py --results DIR [DIR...] --output DIR
+    neobert report --results DIR [DIR...] --output DIR
 
 Reads the records below the folders (the --output of the evaluations) and writes OUTPUT/report.md with its figures, and
 OUTPUT/report.html, which holds them. Reported numbers are marked and enter no average; what is missing is named.

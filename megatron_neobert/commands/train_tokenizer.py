@@ -1,8 +1,8 @@
 """Learns a WordPiece vocabulary from raw shards, for languages that no published vocabulary serves.
 
-    python tools/train_tokenizer.py --input 'shards/*.parquet' --output my-tokenizer --vocab-size 30522
+    neobert train-tokenizer --input 'shards/*.parquet' --output my-tokenizer --vocab-size 30522
 
-writes a folder that tools/preprocess_data.py takes as --tokenizer-model and Hugging Face's AutoTokenizer loads. The
+writes a folder that neobert preprocess takes as --tokenizer-model and Hugging Face's AutoTokenizer loads. The
 same shards in the same order give the same vocabulary.
 """
 

@@ -1,6 +1,6 @@
 """Checks a corpus: exit 0 if it is sound, else 65 with the file, the byte, what was expected and what was found.
 
-    python tools/validate_data.py corpus/web_content_document --full
+    neobert validate corpus/web_content_document --full
 
 Without --full the indexes are read (sizes, lengths, pointers, manifest), with it every token and all checksums too.
 """

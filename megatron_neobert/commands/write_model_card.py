@@ -1,6 +1,6 @@
 """Writes the model card of a converted model anew, with what only its owner knows.
 
-    python tools/write_model_card.py --model DIR --license apache-2.0 --language en --dataset tiiuae/falcon-refinedweb
+    neobert model-card --model DIR --license apache-2.0 --language en --dataset tiiuae/falcon-refinedweb
 
 replaces DIR/README.md. A flag that is left out keeps what the card has already, and so does the text below the card's
 last line.

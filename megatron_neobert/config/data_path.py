@@ -55,7 +55,7 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
         ConfigError: With everything that is wrong with the entries.
     """
     if not entries:
-        raise ConfigError(f"{flag} is missing: name the corpus prefix that tools/preprocess_data.py printed.")
+        raise ConfigError(f"{flag} is missing: name the corpus prefix that neobert preprocess printed.")
     pairs = [("1", entries[0])] if len(entries) == 1 else list(zip(entries[::2], entries[1::2], strict=False))
     problems = []
     if len(pairs) > _MOST_COMPONENTS:

@@ -163,11 +163,11 @@ class DataConfig:
 
     data_path: tuple[str, ...] = setting(
         (),
-        "corpus prefix as written by tools/preprocess_data.py; or several, each after its share of the documents; "
+        "corpus prefix as written by neobert preprocess; or several, each after its share of the documents; "
         "PREFIX:min=N:max=M:inputs=NAMES takes those of N to M tokens of some inputs, PREFIX:drop=FILE drops a list's",
     )
     valid_data_path: tuple[str, ...] | None = setting(
-        None, "corpora for validation, each with its own curve, as tools/preprocess_data.py holds them out; not --split"
+        None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"
     )
     tokenizer_model: str | None = setting(
         None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"

@@ -1,6 +1,6 @@
 """Results as files: what was measured, of which model, by which command, with which versions.
 
-Every evaluation writes one JSON record per model; `tools/report.py` gathers them. A record is replaced as a whole.
+Every evaluation writes one JSON record per model; `neobert report` gathers them. A record is replaced as a whole.
 """
 
 import fcntl

@@ -33,12 +33,12 @@ from megatron_neobert.runtime.atomic_files import replace_file
 TITLE = "Evaluation"
 # Kind -> its heading and the command that writes its record, in the order of the report.
 KINDS = {
-    "pseudo_perplexity": ("Pseudo-perplexity", "tools/evaluate_pseudo_perplexity.py"),
-    "throughput": ("Throughput", "tools/benchmark_throughput.py"),
-    "glue": ("GLUE", "tools/evaluate_glue.py"),
-    "ner": ("Named-entity recognition", "tools/evaluate_ner.py"),
-    "mteb": ("MTEB", "tools/evaluate_mteb.py"),
-    "contrastive": ("Contrastive fine-tuning", "tools/finetune_contrastive.py"),
+    "pseudo_perplexity": ("Pseudo-perplexity", "neobert evaluate ppl"),
+    "throughput": ("Throughput", "neobert evaluate throughput"),
+    "glue": ("GLUE", "neobert evaluate glue"),
+    "ner": ("Named-entity recognition", "neobert evaluate ner"),
+    "mteb": ("MTEB", "neobert evaluate mteb"),
+    "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
 }
 _FIELDS = {"model": dict, "command": str, "settings": dict, "results": dict, "machine": str, "versions": dict}
 # Settings that differ between models by nature, and MTEB's tasks, which have tables of their own.

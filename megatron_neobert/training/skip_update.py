@@ -64,6 +64,6 @@ def too_many_skips(progress: Progress, training: TrainingConfig, *, save: str | 
     return (
         f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
         f"gradient norm was not finite{spike}; --max-skipped-iters allows {allowed} in a row. Look at the batch with "
-        f"tools/replay_batch.py --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then "
+        f"neobert replay --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then "
         "continue from an earlier checkpoint, with a lower --lr or other data."
     )

@@ -134,7 +134,7 @@ def test_glue_script_without_its_data_names_the_command_that_fetches_them(tmp_pa
     ended = start("glue.sh", "no_data", "results", "model", cwd=tmp_path)
     assert ended.returncode == 66
     assert ended.stderr.startswith("error: --data-dir no_data: no such folder; on a machine with network: ")
-    assert "tools/fetch_glue.py" in ended.stderr
+    assert "neobert fetch glue" in ended.stderr
 
 
 def test_mteb_script_without_a_model_names_it(tmp_path):

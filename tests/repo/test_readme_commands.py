@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_neobert.__main__ import find_command
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((REPOSITORY / "docs").glob("*.md")))]
 
@@ -34,7 +36,7 @@ def code_pieces(page: str) -> list[str]:
 
 
 def documented_commands() -> list[tuple[str, str]]:
-    starts = ("bash ", "python ", "make ", "torchrun ")
+    starts = ("bash ", "python ", "make ", "torchrun ", "neobert ")
     return sorted({(page, piece) for page in PAGES for piece in code_pieces(page) if piece.startswith(starts)})
 
 
@@ -44,8 +46,10 @@ def documented_paths() -> list[tuple[str, str]]:
 
 
 def missing_script(command: str) -> str | None:
-    """The script, module or make target that a command names and that does not exist."""
+    """The script, module, make target or command that is named and does not exist."""
     words = shlex.split(command)
+    if words[0] == "neobert":
+        return None if words[1].startswith("-") or find_command(words[1:]) else " ".join(words[:3])
     if words[0] == "make":
         rules = re.findall(r"^([\w -]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
         targets = " ".join(rules).split()
@@ -60,20 +64,26 @@ def missing_script(command: str) -> str | None:
 
 @cache
 def help_of(*words: str) -> str:
-    """The --help of a script, or of one of its subcommands."""
-    command = [sys.executable if words[0].endswith(".py") else "bash", *words, "--help"]
+    """The --help of a script or command, or of one of its subcommands."""
+    starts = {".py": [sys.executable], ".sh": ["bash"], "": [sys.executable, "-m", "megatron_neobert"]}
+    command = [*starts[Path(words[0]).suffix], *words, "--help"]
     environment = {**os.environ, "PYTHON": sys.executable}
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def unknown_flags(command: str) -> list[str]:
-    """Flags in a documented command that the --help of its script does not know."""
-    script, separator, rest = re.sub(r"[\[\]]", " ", command).partition(".py " if ".py " in command else ".sh ")
-    if not separator:
-        return []
-    script = script.split()[-1] + separator.strip()
-    subcommand = re.match(r"[a-z][a-z-]+(?= |$)", rest)
-    help_text = help_of(script, subcommand.group()) if subcommand else help_of(script)
+    """Flags in a documented command that its --help does not know."""
+    command = re.sub(r"[\[\]]", " ", command)
+    if own := find_command(command.split()[1:]):
+        start, rest = own.split(), command.split(own, 1)[1].lstrip()
+    else:
+        script, separator, rest = command.partition(".py " if ".py " in command else ".sh ")
+        if not separator:
+            return []
+        start = [script.split()[-1] + separator.strip()]
+    if own in (None, "convert") and (subcommand := re.match(r"[a-z][a-z-]+(?= |$)", rest)):
+        start.append(subcommand.group())
+    help_text = help_of(*start)
     return [flag for flag in re.findall(r"--[a-z][\w-]*", rest) if not re.search(rf"{flag}(?![\w-])", help_text)]
 
 
@@ -94,9 +104,12 @@ def test_documented_path_exists(page, path):
 
 def test_planted_commands_are_found_missing():
     assert missing_script("python tools/preprocess_everything.py --input x") == "tools/preprocess_everything.py"
+    assert missing_script("neobert evaluate everything --model x") == "neobert evaluate everything"
     assert missing_script("make everything") == "everything"
     assert missing_script("python -m megatron_neobert.pretrane") == "megatron_neobert.pretrane"
-    assert unknown_flags("python tools/make_sample_corpus.py --output D [--gigabytes N]") == ["--gigabytes"]
+    for command in ("python tools/make_sample_corpus.py", "neobert sample-corpus"):
+        assert unknown_flags(f"{command} --output D [--gigabytes N]") == ["--gigabytes"]
+    assert unknown_flags("neobert convert hf-to-megatron --load A --dtype x") == ["--dtype"]
 
 
 # What makes the walk short: a model of one layer and four iterations in the place of the small configuration.
@@ -127,6 +140,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (place / folder / path.name).symlink_to(path)
     shutil.copytree(REPOSITORY / "examples" / "configs", place / "examples" / "configs")
     (place / "examples" / "configs" / "tiny.yaml").write_text(TOY)
+    (place / "tiny").write_text(TOY)  # a file goes before the recipe of that name
+    (place / "bin").mkdir()
+    (place / "bin" / "neobert").write_text('#!/bin/sh\nexec python -m megatron_neobert "$@"\n')
+    (place / "bin" / "neobert").chmod(0o755)
     (place / "tools" / "prepare_environment.sh").unlink()
     (place / "tools" / "prepare_environment.sh").write_text(f"echo {shlex.quote(sys.executable)}\n")
     rng = random.Random(0)
@@ -140,7 +157,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def type_in(place: Path, command: str) -> subprocess.CompletedProcess[str]:
     """Runs a line in a shell whose python is this one, on one rank unless the command says otherwise."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment["PATH"] = f"{place / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
     environment.pop("NPROC_PER_NODE", None)
     return subprocess.run(
         ["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True, check=False

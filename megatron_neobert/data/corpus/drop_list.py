@@ -20,7 +20,7 @@ from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import replacing
 
 _FORMAT = "megatron_neobert drop list 1"
-_DAMAGED = "it is damaged; copy it again, or run tools/find_duplicates.py again"
+_DAMAGED = "it is damaged; copy it again, or run neobert find-duplicates again"
 _LONGEST_HEADER = 1 << 24  # bytes; 300 for each of the corpora
 
 
@@ -51,7 +51,7 @@ class DropList:
 
     def __init__(self, path: Path, manifest: Manifest, prefix: Path | str) -> None:
         if not path.is_file():
-            raise MissingInputError(f"drop list {path}: no such file; tools/find_duplicates.py writes one")
+            raise MissingInputError(f"drop list {path}: no such file; neobert find-duplicates writes one")
         with path.open("rb") as stream:
             header = stream.readline(_LONGEST_HEADER)
         try:
@@ -63,7 +63,7 @@ class DropList:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{path} is not a drop list that begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name the "
-                "file that tools/find_duplicates.py has written"
+                "file that neobert find-duplicates has written"
             ) from error
         expected, size = len(header) + sum(sizes), path.stat().st_size
         if size != expected or min(sizes, default=0) < 1:
@@ -76,7 +76,7 @@ class DropList:
             names = ", ".join(f"{one.prefix} ({str(one.documents_sha256)[:12]})" for one in corpora[:5])
             raise DataError(
                 f"drop list {path} is of {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
-                "written anew since; run tools/find_duplicates.py on it"
+                "written anew since; run neobert find-duplicates on it"
             )
         self.of = corpora[found[0]]
         self.mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", offsets[found[0]], sizes[found[0]])

@@ -69,8 +69,7 @@ class ObjectStorage:
             content = _attempt(url, lambda file_system, path, limits: file_system.cat_file(path, **limits), final=True)
         except MissingInputError as error:
             raise MissingInputError(
-                f"no corpus {prefix}: there is no {url}; give the prefix without .bin, as tools/preprocess_data.py "
-                "printed it"
+                f"no corpus {prefix}: there is no {url}; give the prefix without .bin, as neobert preprocess printed it"
             ) from error
         files = corpus_files(self.folder / "indexes" / hashlib.sha256(content).hexdigest() / name)
         if not files.manifest.exists():

@@ -268,11 +268,11 @@ def _read_complete(files: CorpusFiles) -> Manifest:
             if prefix.is_dir():
                 raise MissingInputError(
                     f"no corpus {prefix}: that is a folder; give the prefix of a corpus in it, without .bin, as "
-                    "tools/preprocess_data.py printed it"
+                    "neobert preprocess printed it"
                 )
             raise MissingInputError(
                 f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
-                "prefix without .bin, as tools/preprocess_data.py printed it"
+                "prefix without .bin, as neobert preprocess printed it"
             )
         raise _incomplete(prefix, [files.manifest], of_megatron=not files.partial.exists())
     manifest = read_manifest(files.manifest)
@@ -286,7 +286,7 @@ def _incomplete(prefix: Path, missing: Sequence[Path], *, of_megatron: bool = Fa
     if of_megatron:
         return DataError(
             f"{prefix}: {missing[0].name} missing beside the rest; if Megatron-LM wrote these files, "
-            f"tools/adopt_corpus.py {prefix} --tokenizer-model TOKENIZER writes it; otherwise the run that wrote them "
+            f"neobert adopt {prefix} --tokenizer-model TOKENIZER writes it; otherwise the run that wrote them "
             "was stopped, or the copy is incomplete: copy again, or preprocess again with --overwrite"
         )
     return DataError(

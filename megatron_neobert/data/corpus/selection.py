@@ -134,6 +134,6 @@ def documents_of_inputs(corpus: Corpus, names: str, documents: range) -> list[ra
         examples = ", ".join(list(corpus.manifest.inputs)[:3]) or "none, since it was adopted"
         raise DataError(
             f"{corpus.prefix}: none of its {len(corpus.manifest.inputs):,} inputs is called {names}; they are "
-            f"{examples} and so on (tools/inspect_data.py --inputs); * stands for any characters, ? for one"
+            f"{examples} and so on (neobert inspect data --inputs); * stands for any characters, ? for one"
         )
     return ranges

@@ -37,7 +37,7 @@ _PLANNING_THREADS = 16  # shards are opened one by one, and most of that is wait
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """The command line of tools/preprocess_data.py, whose --help explains each."""
+    """The command line of neobert preprocess, whose --help explains each."""
 
     inputs: tuple[str, ...]
     output_prefix: str

@@ -324,6 +324,6 @@ def _find_special_names(backend: tokenizers.Tokenizer, path: Path, config: dict[
         raise DataError(
             f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs "
             "[CLS], [SEP], [PAD], [MASK] and [UNK] (or <s>, </s>, <pad>, <mask>, <unk>). Add them with "
-            "add_special_tokens of the tokenizers library and save, or train a vocabulary with tools/train_tokenizer.py"
+            "add_special_tokens of the tokenizers library and save, or train a vocabulary with neobert train-tokenizer"
         )
     return names

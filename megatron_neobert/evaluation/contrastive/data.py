@@ -45,7 +45,7 @@ def find_local(data_dir: Path, keys: Sequence[str], *, skip_missing: bool) -> di
     if missing and not (skip_missing and found):
         raise MissingInputError(
             f"--data-dir {data_dir} has no data for {', '.join(missing)}: expected KEY.parquet, KEY.jsonl or a folder "
-            f"KEY. On a machine with network: python tools/fetch_contrastive.py --config FILE --data-dir {data_dir} "
+            f"KEY. On a machine with network: neobert fetch contrastive --config FILE --data-dir {data_dir} "
             f"--datasets {' '.join(missing)}. To train on the others, give --skip-missing."
         )
     return found

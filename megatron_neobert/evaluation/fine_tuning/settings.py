@@ -7,9 +7,11 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import CommandParser, ConfigError, positive
+from megatron_neobert.runtime.atomic_files import require_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,11 @@ class Protocol:
 
 
 def add_flags(parser: CommandParser) -> None:
-    """Those that replace values of a grid, and those of the protocol."""
+    """Model, data and output, those that replace values of a grid, and those of the protocol."""
     add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
+    add("--data-dir", required=True, type=Path, metavar="DIR", help="a folder per task, of text files or parquet")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
     add("--batch-size", nargs="+", type=positive, metavar="N", help="replaces the grid's")
     add("--learning-rate", nargs="+", type=float, metavar="X", help="replaces the grid's")
     add("--weight-decay", nargs="+", type=float, metavar="X", help="replaces the grid's")
@@ -92,17 +97,34 @@ def add_flags(parser: CommandParser) -> None:
     add("--attention", metavar="NAME", help="eager, sdpa, flash_attention_2 (default: transformers')")
 
 
-def check_flags(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError where a value of the grid or a seed is below 0."""
+def check_flags(arguments: argparse.Namespace, *, remedy: str) -> None:
+    """Looks at values and folders; `remedy` is where the data come from.
+
+    Raises:
+        ConfigError: A value of the grid or a seed is below 0.
+        MissingInputError: There is no such folder.
+    """
     for name in ("learning_rate", "weight_decay", "seeds"):
         if (values := getattr(arguments, name)) and min(values) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {min(values)} is below 0.")
+    require_folder("--data-dir", arguments.data_dir, remedy=remedy)
+    require_folder("--model", arguments.model, holding="config.json")
 
 
 def given_values(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of Grid that flags replace."""
     flags = {"batch_sizes": "batch_size", "learning_rates": "learning_rate", "weight_decays": "weight_decay"}
     return {field: tuple(values) for field, flag in flags.items() if (values := getattr(arguments, flag))}
+
+
+def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of FineTuning.
+
+    Raises:
+        ConfigError: The device is not there, or cannot compute in --dtype.
+    """
+    same = {name: getattr(arguments, name) for name in ("model", "data_dir", "output", "jobs")}
+    return {**same, "seeds": tuple(dict.fromkeys(arguments.seeds)), "protocol": build_protocol(arguments)}
 
 
 def build_protocol(arguments: argparse.Namespace) -> Protocol:

@@ -15,15 +15,17 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import optuna
 from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import create_trial
 
+from megatron_neobert.evaluation.encoders import fingerprint
 from megatron_neobert.evaluation.fine_tuning.pool import run_all
-from megatron_neobert.evaluation.fine_tuning.settings import Point
+from megatron_neobert.evaluation.fine_tuning.settings import Grid, Point, Protocol
 from megatron_neobert.evaluation.fine_tuning.trainer import MODEL, Outcome, Run
 from megatron_neobert.evaluation.records import read_record, refuse_changed_settings
 from megatron_neobert.runtime.atomic_files import replace_file
@@ -113,6 +115,58 @@ class TaskStudy:
             on_progress(self._study.study_name, done, len(points), run, outcome)
         finished = self.outcomes
         return {point: finished[point] for point in points}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """What is asked for: one model on tasks of a kind, each with a grid of its own or the same."""
+
+    kind: ClassVar[str]  # of the record, and name of the tasks' folder
+    run: ClassVar[type[Run]]
+    model: Path
+    data_dir: Path
+    output: Path
+    seeds: tuple[int, ...]
+    protocol: Protocol
+    jobs: int = 1
+
+    @property
+    def folder(self) -> Path:
+        return self.output / self.model.resolve().name
+
+    def task_folder(self, task: str) -> Path:
+        return self.folder / self.kind / task.replace("/", "_")
+
+    def run_task(
+        self, task: str, grid: Grid, *, start: Path, rows: dict[str, int], on_progress: Progress
+    ) -> tuple[TaskStudy, dict[Point, Outcome], dict[str, Any]]:
+        """Runs the points that have not been run: their study, all outcomes, and the settings for the record.
+
+        Args:
+            start: Folder of the model that the runs start from.
+            rows: Of the data, by split; with them the runs of other data are told apart.
+        """
+        protocol = dataclasses.asdict(self.protocol)
+        del protocol["device"]  # where it is computed changes no identity
+        study = TaskStudy(self.task_folder(task), task, {"start": fingerprint(start), "rows": rows, **protocol})
+
+        def build(point: Point) -> Run:
+            place = study.run_folder(point)
+            return self.run(
+                task=task, point=point, start=start, data_dir=self.data_dir, folder=place, protocol=self.protocol
+            )
+
+        outcomes = study.run(grid.points(self.seeds), build, jobs=self.jobs, on_progress=on_progress)
+        settings = {
+            "protocol": protocol,
+            "device": self.protocol.device,
+            "grid": dataclasses.asdict(grid),
+            "seeds": list(self.seeds),
+            "start": str(start),
+            "data_dir": str(self.data_dir),
+            "rows": rows,
+        }
+        return study, outcomes, settings
 
 
 def show_progress(task: str, done: int, total: int, run: Run | None, outcome: Outcome | None) -> None:

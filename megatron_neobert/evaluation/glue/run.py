@@ -5,7 +5,6 @@ command resumes after a kill; the runs that were under way then start again. Com
 Source of the best points: arXiv 2502.19587 table 6, of NeoBERT-4096.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer, longest_input
-from megatron_neobert.evaluation.fine_tuning.settings import GRIDS, Grid, Point, Protocol
-from megatron_neobert.evaluation.fine_tuning.study import BEST, Progress, Result, TaskStudy, save_result, summarise
+from megatron_neobert.evaluation.fine_tuning.settings import GRIDS, Grid
+from megatron_neobert.evaluation.fine_tuning.study import BEST, FineTuning, Progress, Result, save_result, summarise
 from megatron_neobert.evaluation.glue.predictions import load_classifier, read_test_sets
 from megatron_neobert.evaluation.glue.results import write_results
 from megatron_neobert.evaluation.glue.tasks import TASKS, check_rows, read_split
@@ -46,39 +45,27 @@ SOURCE = "mnli"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class GlueEvaluation(FineTuning):
     """What is asked for.
 
     `transfer_from` is a folder with a model fine-tuned on MNLI, "mnli" for the best one of this evaluation, or None.
     """
 
-    model: Path
-    data_dir: Path
-    output: Path
+    kind, run = "glue", GlueRun
     grids: Mapping[str, Grid]  # by task
-    seeds: tuple[int, ...]
-    protocol: Protocol
     transfer_from: str | Path | None
-    jobs: int = 1
     predict: bool = False  # the test sets will be asked for
-
-    @property
-    def folder(self) -> Path:
-        return self.output / self.model.resolve().name
 
     @property
     def tasks(self) -> list[str]:
         """MNLI first, because others may start from it."""
         return sorted(self.grids, key=list(TASKS).index)
 
-    def task_folder(self, task: str) -> Path:
-        return self.folder / "glue" / task
-
     def starts_elsewhere(self, task: str) -> bool:
         return self.transfer_from is not None and TASKS[task].starts_from_mnli
 
 
-def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
+def evaluate(evaluation: GlueEvaluation, on_progress: Progress) -> None:
     """Runs what has not been run, and writes the results after every task, with those of earlier commands.
 
     Raises:
@@ -98,43 +85,19 @@ def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
 
 
 def _evaluate_task(
-    evaluation: Evaluation, task: str, head: dict[str, Any], rows: dict[str, int], on_progress: Progress
+    evaluation: GlueEvaluation, task: str, head: dict[str, Any], rows: dict[str, int], on_progress: Progress
 ) -> tuple[Result, dict[str, Any]]:
     """The result, and the settings that it was found with."""
     source = evaluation.transfer_from if evaluation.starts_elsewhere(task) else evaluation.model
     start = source if isinstance(source, Path) else best_model(evaluation, SOURCE)
-    protocol = dataclasses.asdict(evaluation.protocol)
-    del protocol["device"]  # where it is computed changes no identity
-    identity = {"start": fingerprint(start), "rows": rows, **protocol}
-    study = TaskStudy(evaluation.task_folder(task), task, identity)
-
-    def build(point: Point) -> GlueRun:
-        return GlueRun(
-            task=task,
-            point=point,
-            start=start,
-            data_dir=evaluation.data_dir,
-            folder=study.run_folder(point),
-            protocol=evaluation.protocol,
-        )
-
-    points = evaluation.grids[task].points(evaluation.seeds)
-    outcomes = study.run(points, build, jobs=evaluation.jobs, on_progress=on_progress)
-    settings = {
-        "protocol": protocol,
-        "device": evaluation.protocol.device,
-        "grid": dataclasses.asdict(evaluation.grids[task]),
-        "seeds": list(evaluation.seeds),
-        "start": str(start),
-        "data_dir": str(evaluation.data_dir),
-        "rows": rows,
-        **head,
-    }
+    study, outcomes, settings = evaluation.run_task(
+        task, evaluation.grids[task], start=start, rows=rows, on_progress=on_progress
+    )
     result = summarise(outcomes, TASKS[task].metrics, kept=study.kept)
-    return result | {"from_mnli": start != evaluation.model}, settings
+    return result | {"from_mnli": start != evaluation.model}, settings | head
 
 
-def best_model(evaluation: Evaluation, task: str) -> Path:
+def best_model(evaluation: GlueEvaluation, task: str) -> Path:
     """Folder of the best weights of a task that has been run.
 
     Raises:
@@ -146,7 +109,7 @@ def best_model(evaluation: Evaluation, task: str) -> Path:
     return folder / BEST
 
 
-def _check_transfer(evaluation: Evaluation) -> None:
+def _check_transfer(evaluation: GlueEvaluation) -> None:
     followers = [task for task in evaluation.tasks if evaluation.starts_elsewhere(task)]
     if evaluation.transfer_from != SOURCE or not followers or SOURCE in evaluation.grids:
         return
@@ -158,7 +121,7 @@ def _check_transfer(evaluation: Evaluation) -> None:
         )
 
 
-def _count_rows(evaluation: Evaluation) -> dict[str, dict[str, int]]:
+def _count_rows(evaluation: GlueEvaluation) -> dict[str, dict[str, int]]:
     """By task and split, of files that can be read; warns where they are not the benchmark's."""
     rows: dict[str, dict[str, int]] = {}
     for name in evaluation.tasks:
@@ -173,7 +136,7 @@ def _count_rows(evaluation: Evaluation) -> dict[str, dict[str, int]]:
     return rows
 
 
-def _check_model(evaluation: Evaluation) -> dict[str, Any]:
+def _check_model(evaluation: GlueEvaluation) -> dict[str, Any]:
     """Loads what the runs will load, once, and gives what they will use."""
     starts = {evaluation.model}
     if isinstance(evaluation.transfer_from, Path):

@@ -2,7 +2,7 @@
 
 Names of tasks and columns are those of the data set on the Hub; the benchmark's own TSV files call some columns
 otherwise. Metrics: the first one chooses models, all of them are averaged for the table. Files are the benchmark's TSV,
-parquet as tools/fetch_glue.py writes it, or saved data sets. Quotes in the TSV files are bare, so nothing is unquoted.
+parquet as neobert fetch glue writes it, or saved data sets. Quotes in the TSV files are bare, so nothing is unquoted.
 Some distributions are cut otherwise (CoLA, RTE and WNLI with a part of the training set as val.tsv, SST-2 with the
 benchmark's dev set as a labelled test.tsv); they are put together as the benchmark has them.
 Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
@@ -184,7 +184,7 @@ def choose_tasks(names: Sequence[str] | None, default: Iterable[str]) -> list[st
     return chosen
 
 
-FETCH = "python tools/fetch_glue.py --output DIR"
+FETCH = "neobert fetch glue --output DIR"
 _TSV_SPLITS = {
     "train": ("train.tsv",),
     "validation": ("dev.tsv",),

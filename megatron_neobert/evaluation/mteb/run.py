@@ -55,7 +55,7 @@ def check_revision(data_dir: Path, task: AbsTask) -> None:
     if (stored := stored_revision(data_dir, task)) != task.metadata.revision:
         raise DataError(
             f"{task_folder(data_dir, task)}: holds revision {stored}, and the installed mteb evaluates "
-            f"{task.metadata.revision}; run tools/fetch_mteb.py --refresh with this mteb on a connected machine."
+            f"{task.metadata.revision}; run neobert fetch mteb --refresh with this mteb on a connected machine."
         )
 
 

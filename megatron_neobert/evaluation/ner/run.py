@@ -6,7 +6,6 @@ these find in the text, a word, its tag and the tag found on a line; OUTPUT/NAME
 same command resumes after a kill.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,11 +18,11 @@ import transformers
 
 from megatron_neobert.errors import MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_tokenizer, longest_input
-from megatron_neobert.evaluation.fine_tuning.settings import Grid, Point, Protocol
+from megatron_neobert.evaluation.fine_tuning.settings import Grid
 from megatron_neobert.evaluation.fine_tuning.study import (
     BEST,
+    FineTuning,
     Progress,
-    TaskStudy,
     read_results,
     save_result,
     summarise,
@@ -80,27 +79,15 @@ class NerRun(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class NerEvaluation(FineTuning):
     """What is asked for."""
 
-    model: Path
-    data_dir: Path
-    output: Path
+    kind, run = "ner", NerRun
     tasks: Sequence[str]  # data sets, as folders of data_dir
     grid: Grid
-    seeds: tuple[int, ...]
-    protocol: Protocol
-    jobs: int = 1
-
-    @property
-    def folder(self) -> Path:
-        return self.output / self.model.resolve().name
-
-    def task_folder(self, task: str) -> Path:
-        return self.folder / "ner" / task.replace("/", "_")
 
 
-def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
+def evaluate(evaluation: NerEvaluation, on_progress: Progress) -> None:
     """Runs what has not been run, and writes the results after every data set, with those of earlier commands.
 
     Raises:
@@ -130,39 +117,18 @@ def evaluate(evaluation: Evaluation, on_progress: Progress) -> None:
 
 
 def _evaluate_task(
-    evaluation: Evaluation, task: str, splits: dict[str, list[Sentence]], model: str, on_progress: Progress
+    evaluation: NerEvaluation, task: str, splits: dict[str, list[Sentence]], model: str, on_progress: Progress
 ) -> None:
-    protocol = dataclasses.asdict(evaluation.protocol)
-    del protocol["device"]  # where it is computed changes no identity
     rows = {split: len(sentences) for split, sentences in splits.items()}
-    study = TaskStudy(evaluation.task_folder(task), task, {"start": model, "rows": rows, **protocol})
-
-    def build(point: Point) -> NerRun:
-        return NerRun(
-            task=task,
-            point=point,
-            start=evaluation.model,
-            data_dir=evaluation.data_dir,
-            folder=study.run_folder(point),
-            protocol=evaluation.protocol,
-        )
-
-    points = evaluation.grid.points(evaluation.seeds)
-    outcomes = study.run(points, build, jobs=evaluation.jobs, on_progress=on_progress)
+    study, outcomes, settings = evaluation.run_task(
+        task, evaluation.grid, start=evaluation.model, rows=rows, on_progress=on_progress
+    )
     metrics = [f"{split}{name}" for split in ("", "test_")[: len(splits) - 1] for name in METRICS]
     result = summarise(outcomes, metrics, kept=study.kept) | {"kinds": _write_tags(evaluation, study.folder, splits)}
-    settings = {
-        "protocol": protocol,
-        "device": evaluation.protocol.device,
-        "grid": dataclasses.asdict(evaluation.grid),
-        "seeds": list(evaluation.seeds),
-        "data_dir": str(evaluation.data_dir),
-        "rows": rows,
-    }
     save_result(study.folder, result, model=model, settings=settings)
 
 
-def _write_tags(evaluation: Evaluation, folder: Path, splits: dict[str, list[Sentence]]) -> dict[str, Any]:
+def _write_tags(evaluation: NerEvaluation, folder: Path, splits: dict[str, list[Sentence]]) -> dict[str, Any]:
     """What the best weights find in validation and test set, as files; their scores by kind of entity.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.evaluation.fine_tuning.settings import Grid, Point, Protocol
-from megatron_neobert.evaluation.glue.run import Evaluation
+from megatron_neobert.evaluation.glue.run import GlueEvaluation
 from megatron_neobert.evaluation.glue.tasks import TASKS
 from megatron_neobert.evaluation.glue.training import GlueRun
 
@@ -71,7 +71,7 @@ def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | Non
     )
 
 
-def build_evaluation(place: Path, *tasks: str, output: str = "output", **changes: Any) -> Evaluation:
+def build_evaluation(place: Path, *tasks: str, output: str = "output", **changes: Any) -> GlueEvaluation:
     grid = Grid(batch_sizes=(8,), learning_rates=(3e-3,), weight_decays=(1e-5,))
     values = {
         "model": place / "model",
@@ -83,4 +83,4 @@ def build_evaluation(place: Path, *tasks: str, output: str = "output", **changes
         "transfer_from": None,
     }
     assert set(tasks) <= set(TASKS)
-    return Evaluation(**{**values, **changes})
+    return GlueEvaluation(**{**values, **changes})

@@ -55,7 +55,7 @@ def test_labelled_test_file_of_sst2_is_the_benchmarks_dev_set(tmp_path):
     write_tsv(tmp_path, "SST-2", **files)
     assert read_split(tmp_path, TASKS["sst2"], "train").texts == [("train",), ("dev",)]
     assert read_split(tmp_path, TASKS["sst2"], "validation").texts == [("test",)]
-    with pytest.raises(MissingInputError, match=r"SST-2 has no test set: its test\.tsv is .*fetch_glue\.py"):
+    with pytest.raises(MissingInputError, match=r"SST-2 has no test set: its test\.tsv is .*neobert fetch glue"):
         read_split(tmp_path, TASKS["sst2"], "test", labelled=False)
     write_tsv(tmp_path, "SST-2", test="index\tsentence\n0\tunlabelled\n")  # the benchmark's own
     assert read_split(tmp_path, TASKS["sst2"], "validation").texts == [("dev",)]
@@ -106,10 +106,10 @@ def test_file_of_another_form_is_refused_with_what_it_has(tmp_path, content, rea
 
 
 def test_missing_task_and_missing_split_are_named_with_the_command_that_fetches_them(tmp_path):
-    with pytest.raises(MissingInputError, match=r"no folder QNLI or qnli.*fetch_glue\.py"):
+    with pytest.raises(MissingInputError, match=r"no folder QNLI or qnli.*neobert fetch glue"):
         read_split(tmp_path, TASKS["qnli"], "train")
     write_tsv(tmp_path, "QNLI", dev="index\tquestion\tsentence\tlabel\n")
-    with pytest.raises(MissingInputError, match=r"no train\.parquet and no train\.tsv.*fetch_glue\.py"):
+    with pytest.raises(MissingInputError, match=r"no train\.parquet and no train\.tsv.*neobert fetch glue"):
         read_split(tmp_path, TASKS["qnli"], "train")
 
 

@@ -18,7 +18,7 @@ from megatron_neobert.evaluation.encoders import load_tokenizer
 from megatron_neobert.evaluation.fine_tuning.settings import Grid, Protocol
 from megatron_neobert.evaluation.fine_tuning.study import BEST
 from megatron_neobert.evaluation.ner.data import Sentence, find_data_sets, labels_of, read_split
-from megatron_neobert.evaluation.ner.run import Evaluation, evaluate
+from megatron_neobert.evaluation.ner.run import NerEvaluation, evaluate
 from megatron_neobert.evaluation.ner.tagging import score, to_rows
 from megatron_neobert.evaluation.records import read_record
 
@@ -162,7 +162,7 @@ def build(place, *tasks, output="output", **changes):
         "seeds": (0,),
         "protocol": Protocol(epochs=4),
     }
-    return Evaluation(**{**values, **changes})
+    return NerEvaluation(**{**values, **changes})
 
 
 def results_of(evaluation):

@@ -179,7 +179,7 @@ def test_kinds_without_a_record_are_named_for_each_model_and_altogether(results,
         "mine": ["throughput", "ner"],
         "other": ["pseudo_perplexity", "throughput", "ner", "mteb", "contrastive"],
     }
-    assert "Missing: no record; tools/benchmark_throughput.py writes it." in text
+    assert "Missing: no record; neobert evaluate throughput writes it." in text
 
 
 def test_the_page_needs_nothing_beside_it_and_holds_the_figures(results, tmp_path):

@@ -100,13 +100,14 @@ import sys
 from itertools import islice
 sys.path.insert(0, {repository!r})
 from megatron_neobert.commands import check_parity
+from megatron_neobert.errors import run_command
 step, logits = check_parity.run_step, check_parity.measure_parity
 def with_wrong_weights(settings, tensors, row, vocab_size):
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     return step(settings, {{**tensors, name: 1.02 * tensors[name]}}, row, vocab_size)
 check_parity.run_step = with_wrong_weights
 check_parity.measure_parity = lambda *given, **named: islice(logits(*given, **named), 1)
-check_parity.run_command(check_parity.main)
+run_command(check_parity.main)
 """
 
 

@@ -86,7 +86,7 @@ def test_missing_datasets_are_named_before_anything_is_written_or_left_out_on_re
     code, _, error = finetune("--data-dir", tmp_path)
     assert code == 66 and "no data for HARD, SMALL: " in error
     assert not (tmp_path / "out").exists()
-    remedy = error.split("python tools/")[1].split(". ")[0].split()
+    remedy = error.split("neobert fetch ")[1].split(". ")[0].split()
     monkeypatch.setattr(sys, "argv", remedy)
     arguments = fetch_contrastive._parse()  # the remedy is a command that this tool understands
     assert (arguments.data_dir, arguments.datasets) == (tmp_path, ["HARD", "SMALL"])

@@ -90,6 +90,6 @@ def test_the_sentence_of_the_end_names_iterations_setting_and_command():
     said = too_many_skips(after(GOOD + [BAD] * 3, PLAIN), PLAIN, save="runs/first")
     assert "last 3 iterations, 9 to 11," in said
     assert "--max-skipped-iters allows 3 in a row" in said
-    assert "tools/replay_batch.py --load runs/first --iteration 11 --checkpoint-iteration 11" in said
+    assert "neobert replay --load runs/first --iteration 11 --checkpoint-iteration 11" in said
     assert "sigma" not in said
     assert "above --loss-spike-sigma 4" in too_many_skips(after([BAD] * 10, SPIKES), SPIKES, save=None)

@@ -159,7 +159,7 @@ def test_every_reader_names_the_command_that_makes_a_corpus_of_such_files(tmp_pa
     documents = [document.tolist() for document in map(Corpus(tiny_corpus.prefix).document, range(3))]
     prefix = write_as_megatron(tmp_path / "M", documents)
     refused = run_forked("inspect_data", prefix)
-    command = f"tools/adopt_corpus.py {prefix} --tokenizer-model TOKENIZER"
+    command = f"neobert adopt {prefix} --tokenizer-model TOKENIZER"
     assert refused.refused(65) and command in refused.output
     code, output = run_forked("adopt_corpus", prefix, "--tokenizer-model", tiny_corpus.tokenizer)
     assert code == 0, output

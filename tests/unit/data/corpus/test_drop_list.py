@@ -105,5 +105,5 @@ def test_what_is_no_whole_drop_list_is_refused_in_a_sentence(corpora, drop_list,
     drop_list[0].write_bytes(content)
     with pytest.raises(DataError, match=message):
         DropList(drop_list[0], corpora[0].manifest, corpora[0].prefix)
-    with pytest.raises(MissingInputError, match=r"drop list nowhere: no such file; tools/find_duplicates\.py writes"):
+    with pytest.raises(MissingInputError, match=r"drop list nowhere: no such file; neobert find-duplicates writes"):
         DropList(drop_list[0].with_name("x").relative_to(drop_list[0].parent).with_name("nowhere"), None, None)

@@ -1,0 +1,95 @@
+"""docs/tutorial.md and its notebook are one; from a wheel, in an empty folder, every block of it works."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from unit.tools.commands import ENVIRONMENT
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE, NOTEBOOK = REPOSITORY / "docs" / "tutorial.md", REPOSITORY / "docs" / "tutorial.ipynb"
+# In the place of 500 iterations; a file goes before the recipe of its name.
+TINY = """
+model: {num_layers: 1, hidden_size: 32, num_attention_heads: 2}
+data: {seq_length: 64, num_workers: 0}
+optimizer: {lr_warmup_iters: 1}
+training: {micro_batch_size: 2, global_batch_size: 4, train_iters: 4, eval_interval: 2, eval_iters: 1}
+checkpoint: {save_interval: 4}
+logging: {log_interval: 1}
+"""
+
+
+def to_cells(page: str) -> list[dict]:
+    """Prose as Markdown, shell blocks as %%bash, Python as it is; what was printed is left to who runs it."""
+    cells = []
+    for number, piece in enumerate(re.split(r"^(```\w+\n.*?^```\n)", page, flags=re.DOTALL | re.MULTILINE)):
+        language, _, body = piece.removeprefix("```").partition("\n")
+        source = body.rpartition("```")[0].rstrip("\n")
+        cell = {"id": f"cell-{number}", "metadata": {}}
+        if number % 2 and language in ("bash", "python"):
+            source = f"%%bash\n{source}" if language == "bash" else source
+            cells.append({**cell, "cell_type": "code", "execution_count": None, "outputs": [], "source": source})
+        elif piece.strip() and not (number % 2 and language == "console"):
+            cells.append({**cell, "cell_type": "markdown", "source": piece.strip()})
+    return cells
+
+
+def to_notebook(page: str) -> str:
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = {"cells": to_cells(page), "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def test_notebook_is_the_page():
+    """WRITE_DOCUMENTATION=1 writes it anew."""
+    notebook = to_notebook(PAGE.read_text(encoding="utf-8"))
+    if os.environ.get("WRITE_DOCUMENTATION"):
+        NOTEBOOK.write_text(notebook, encoding="utf-8")
+    assert NOTEBOOK.read_text(encoding="utf-8") == notebook
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment with a wheel of this repository; the other packages are those of the tests."""
+    place = tmp_path_factory.mktemp("an environment")
+    for folder in ("megatron_neobert", "checkpoint_conversion", "examples"):
+        shutil.copytree(REPOSITORY / folder, place / "source" / folder, symlinks=True)
+    for file in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / file, place / "source" / file)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*build, "-w", place, place / "source"], check=True)
+    venv.create(place / "env")
+    (packages,) = (place / "env").glob("lib/python*/site-packages")
+    others = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (packages / "others.pth").write_text(others)
+    (wheel,) = place.glob("*.whl")
+    install = [sys.executable, "-m", "pip", "--python", place / "env" / "bin" / "python", "install", "-q", "--no-deps"]
+    subprocess.run([*install, "--no-index", "--ignore-installed", wheel], check=True)
+    return place / "env" / "bin" / "python"
+
+
+def test_notebook_leads_from_an_installed_wheel_and_an_empty_folder_to_an_evaluated_model(python: Path, tmp_path: Path):
+    (tmp_path / "tiny").write_text(TINY)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"PATH": f"{python.parent}:{environment['PATH']}", "HF_HUB_OFFLINE": "1"}
+    code = [cell["source"] for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    said = ""
+    for source in ["import megatron_neobert\nprint(megatron_neobert.__file__)", *code]:
+        shell = source.startswith("%%bash\n")
+        command = ["bash", "-euc", source.partition("\n")[2]] if shell else [python, "-c", source]
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, f"{source}\n{ended.stdout}{ended.stderr}"
+        said += ended.stdout
+    assert said.startswith(str(python.parents[1])), "the wheel's package, and not the checkout's"
+    assert len(code) == 13, "the blocks of the page"
+    assert (tmp_path / "model" / "config.json").is_file()
+    records = {path.name for path in (tmp_path / "results").rglob("*.json")}
+    assert {"pseudo_perplexity.json", "mteb.json"} <= records
+    assert "local:packages" in (tmp_path / "report" / "report.md").read_text()
