@@ -59,13 +59,15 @@ class ShardTexts:
 
     def __iter__(self) -> Iterator[str]:
         """Raises DataError at the end where too many of the records were in error, or there is no document."""
+        from tqdm import tqdm
+
         from megatron_neobert.data.corpus.format import describe_reasons
         from megatron_neobert.data.preprocessing.job import Counts, check_error_rate
         from megatron_neobert.data.shards.parts import read_part, split_into_parts
 
         self.counts = counts = Counts()
         first_error = None
-        for shard in self._shards:
+        for shard in tqdm(self._shards, "shards", unit="shard", leave=False, disable=None):  # on a terminal
             for part in split_into_parts(shard, self._settings):
                 for batch in read_part(part, self._settings):
                     counts.documents += len(batch.texts)
