@@ -162,15 +162,20 @@ def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_na
 
 def test_help_of_every_command_answers_without_torch():
     code = """import contextlib, io, runpy, sys
-for script in sys.argv[1:]:
-    sys.argv, shown = [script, "--help"], io.StringIO()
+from megatron_neobert.__main__ import PLACES, main
+def ask(words, start):
+    sys.argv, shown = [*words, "--help"], io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
-        runpy.run_path(script, run_name="__main__")
-    assert "usage: " in shown.getvalue(), script
-    assert not {"torch", "transformers", "datasets", "matplotlib"} & set(sys.modules), script
+        start()
+    assert not {"torch", "transformers", "datasets", "matplotlib"} & set(sys.modules), words
+    return shown.getvalue()
+for script in sys.argv[1:]:
+    assert "usage: " in ask([script], lambda: runpy.run_path(script, run_name="__main__")), script
+for name in PLACES:
+    assert ask(["neobert", *name.split()], main).startswith(f"usage: neobert {name} "), name
 """
     command = [sys.executable, "-c", code, *map(str, COMMANDS)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

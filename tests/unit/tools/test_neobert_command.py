@@ -1,6 +1,5 @@
-"""The console command `neobert`: every command has its name, --help needs nothing, a shell is told what may follow."""
+"""The console command `neobert`: every command has one name, --help needs nothing, a shell is told what may follow."""
 
-import re
 import subprocess
 import sys
 
@@ -28,15 +27,6 @@ def test_every_module_of_a_command_has_one_name_and_every_file_in_tools_says_it(
         file = REPOSITORY / "tools" / f"{place.rpartition('.')[2]}.py"
         if file.exists():
             assert file.read_text(encoding="utf-8").startswith(f'"""`neobert {name}` as a file of the checkout."""')
-
-
-@pytest.mark.parametrize("name", neobert.PLACES)
-def test_help_of_a_command_is_reached_by_its_name(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["neobert", *name.split(), "--help"])
-    with pytest.raises(SystemExit) as end:
-        neobert.main()
-    assert end.value.code == 0
-    assert re.match(rf"usage: neobert {name} ", capsys.readouterr().out)
 
 
 def test_overview_names_every_command_and_imports_no_package():
