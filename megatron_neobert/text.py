@@ -51,12 +51,12 @@ def with_prefix(rate: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units."""
+    """The two largest units; of ten days and more the days."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
-        return f"{days:,} d {hours} h"
+        return f"{days:,} d" if days >= 10 else f"{days} d {hours} h"
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -4,11 +4,8 @@ A field of `schema.py` is declared once; its flag, its help line, its place in t
 follow from the dataclass. Order of precedence: default < file < flag. All problems are reported together.
 """
 
-import argparse
 import reprlib
-import types
-import typing
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,17 @@ import yaml
 
 import megatron_neobert
 from megatron_neobert.config.data_path import parse_data_path
+from megatron_neobert.config.flags import PHASES, SECTIONS, TEXTS, build_parser, plain_type, run_flags
 from megatron_neobert.config.phases import PHASE_SETTINGS, Phase
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.config.stretches import stretches
-from megatron_neobert.errors import CheckpointError, CommandParser, ConfigError, MissingInputError, suggestion
+from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, suggestion
 
-_SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
-_TEXTS = tuple[str, ...]
-_PHASES = tuple[Phase, ...]
-_METAVARS = {int: "N", float: "X", str: "TEXT", _TEXTS: "TEXT", _PHASES: "YAML"}
-_SECTION_OF = {item.name: name for name, config in _SECTIONS.items() for item in fields(config)}
+_SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
-_MOST_PHASES = 100
+_MOSTPHASES = 100
 _LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
 
 
@@ -63,7 +57,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
         ConfigError: With every problem found, in the file, the flags and their combination.
         MissingInputError: The file does not exist, or several inputs of a dry run do not.
     """
-    parsed, unknown = _build_parser().parse_known_args(arguments)
+    parsed, unknown = build_parser().parse_known_args(arguments)
     problems = []
     for before, word in zip(["", *unknown], unknown, strict=False):
         if word.startswith("-"):
@@ -73,7 +67,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
             problems.append(f"{_shown.repr(word)} is not the value of any flag; check the spelling before it.")
     given = {name: value for name, value in vars(parsed).items() if name in _SECTION_OF}
 
-    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if parsed.config is not None:
         problems += _merge_file(find_config(parsed.config), values)
     for name, text in given.items():
@@ -123,7 +117,7 @@ def read_settings(path: Path) -> Settings:
         ConfigError: With every unknown key and every value of the wrong type.
         MissingInputError: No such file.
     """
-    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if problems := _merge_file(path, values):
         raise ConfigError(problems)
     return _build(values)
@@ -159,43 +153,6 @@ def read_record(path: Path) -> Settings:
         raise CheckpointError(
             f"{path}: not the settings of a run ({reason}); was it written by another version?"
         ) from error
-
-
-# --- flags ---
-
-
-def run_flags() -> list[str]:
-    """Every flag of a run."""
-    return [flag for action in _build_parser()._actions for flag in action.option_strings]
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "Pre-trains a NeoBERT encoder. Precedence: defaults < --config FILE < flags.",
-        prog="neobert train",
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument(
-        "--config",
-        default=None,
-        metavar="FILE",
-        help="YAML file with the sections listed below, or a recipe, as tiny",
-    )
-    parser.add_argument("--dry-run", action="store_true", default=False, help="check, print what would run, and stop")
-    for section, config in _SECTIONS.items():
-        group = parser.add_argument_group(f"{section}")
-        for item in fields(config):
-            default = item.default if item.default is not MISSING else None
-            shown = "" if default in (None, ()) else f" (default {str(default).replace('%', '%%')})"
-            if _plain_type(item.type)[0] is bool:
-                group.add_argument(
-                    flag_of(item.name), action=argparse.BooleanOptionalAction, help=item.metadata["help"] + shown
-                )
-            else:
-                metavar = "|".join(item.metadata["choices"] or ()) or _METAVARS[_plain_type(item.type)[0]]
-                count = "+" if _plain_type(item.type)[0] == _TEXTS else None
-                group.add_argument(flag_of(item.name), metavar=metavar, nargs=count, help=item.metadata["help"] + shown)
-    return parser
 
 
 # --- YAML ---
@@ -234,12 +191,12 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     if content is None:
         return []
     if not isinstance(content, dict):
-        return [f"{path}: holds a {type(content).__name__}; expected the sections {', '.join(_SECTIONS)}."]
+        return [f"{path}: holds a {type(content).__name__}; expected the sections {', '.join(SECTIONS)}."]
     problems = []
     for section, entries in content.items():
-        if section not in _SECTIONS:
+        if section not in SECTIONS:
             name = _name_of(section)
-            problems.append(f"{path}: unknown section {name}{suggestion(name, list(_SECTIONS))}")
+            problems.append(f"{path}: unknown section {name}{suggestion(name, list(SECTIONS))}")
         elif entries is not None and not isinstance(entries, dict):
             problems.append(f"{path}: section {section} holds {_shown.repr(entries)}; expected 'name: value' lines.")
         else:
@@ -269,12 +226,12 @@ def _one_line(text: str) -> str:
 
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
     """Puts one value, converted to its field's type, into `values`; returns what is wrong with it."""
-    types_of_section = {item.name: item.type for item in fields(_SECTIONS[section])}
+    types_of_section = {item.name: item.type for item in fields(SECTIONS[section])}
     if name not in types_of_section:
         home = _SECTION_OF.get(name)
         hint = f"; it belongs to section {home!r}." if home else suggestion(name, list(types_of_section))
         return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
-    if types_of_section[name] == _PHASES:
+    if types_of_section[name] == PHASES:
         values[section][name], problems = _read_phases(value, source=source)
         return problems
     return _assign_to(values[section], name, value, types_of_section[name], source=source)
@@ -306,8 +263,8 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
             f"{source} {_shown.repr(value)} is not a list of settings with the iterations that come before each, such "
             "as [{after_iters: 1000, mask_prob: 0.15}]."
         ]
-    if len(entries) > _MOST_PHASES:
-        return (), [f"{source} holds {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
+    if len(entries) > _MOSTPHASES:
+        return (), [f"{source} holds {len(entries):,} phases, more than {_MOSTPHASES}; merge some."]
     types_of_phase = {item.name: item.type for item in fields(Phase)}
     phases, problems = [], []
     for number, entry in enumerate(entries, start=1):
@@ -332,7 +289,7 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
 
 
 def _build(values: dict[str, dict[str, Any]]) -> Settings:
-    return Settings(**{name: config(**values[name]) for name, config in _SECTIONS.items()})
+    return Settings(**{name: config(**values[name]) for name, config in SECTIONS.items()})
 
 
 # --- types ---
@@ -343,7 +300,7 @@ def _convert(value: Any, wanted: Any) -> Any:
 
     YAML 1.1 reads `1e-4` as text, so text is parsed by the field's type and not by YAML's guess.
     """
-    plain, optional = _plain_type(wanted)
+    plain, optional = plain_type(wanted)
     if value is None or (optional and isinstance(value, str) and value.lower() in ("none", "null")):
         if optional:
             return None
@@ -354,7 +311,7 @@ def _convert(value: Any, wanted: Any) -> Any:
         raise ValueError(value)
     if isinstance(value, bool):  # True is an int to Python and a mistake to the user
         raise ValueError(value)
-    if plain == _TEXTS:
+    if plain == TEXTS:
         return tuple(_convert(entry, str) for entry in (value if isinstance(value, list) else [value]))
     if plain in (int, float) and isinstance(value, str) and not value.isascii():  # int() reads the digits of any script
         raise ValueError(value)
@@ -375,21 +332,13 @@ def _convert(value: Any, wanted: Any) -> Any:
     raise ValueError(value)
 
 
-def _plain_type(wanted: Any) -> tuple[type, bool]:
-    """`int | None` as (int, True)."""
-    if isinstance(wanted, types.UnionType):
-        plain = next(part for part in typing.get_args(wanted) if part is not type(None))
-        return plain, True
-    return wanted, False
-
-
 def _type_words(wanted: Any) -> str:
-    plain, optional = _plain_type(wanted)
+    plain, optional = plain_type(wanted)
     words = {
         int: "a whole number",
         float: "a number",
         str: "a text in UTF-8 that a file could be called",
         bool: "true or false",
-        _TEXTS: "a text or a list of texts in UTF-8 that files could be called",
+        TEXTS: "a text or a list of texts in UTF-8 that files could be called",
     }[plain]
     return words + (" or null" if optional else "")

@@ -1,4 +1,4 @@
-"""What a run logs: one line per interval to the console and to the trackers, and a bar on a terminal.
+"""What a run logs: two lines per interval to the console and to the trackers, and a bar on a terminal.
 
 The reports of steps are over all ranks already, so nothing here is a collective. A skipped update is logged when it
 happens; its loss enters no average, its tokens count.
@@ -72,36 +72,29 @@ class Interval:
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
-        """One line of some 200 characters; `8 x` begins what each of eight ranks does."""
-        parts = [
-            f"iteration {self.iteration}/{self.train_iters} ({percent(self.iteration / self.train_iters)})",
+        """Two lines of at most 80 columns, what changes most on the first; the record has more."""
+        norm = f"{self.grad_norm:.3f}" if self.grad_norm < 999.9995 else f"{self.grad_norm:.2e}"
+        progress = [
+            f"iteration {self.iteration}/{self.train_iters}",
             quality_of(self.loss, self.masked_accuracy),
-            f"lr {self.lr:.2e}",
-            f"grad norm {self.grad_norm:.3f}" if math.isfinite(self.grad_norm) else None,
-            with_prefix(self.tokens_per_second, " tokens/s"),
-            self._speed(),
-            f"{self.memory_gib:.{1 if self.memory_gib >= 10 else 2}f} GiB",
-            f"fill {percent(self.fill)}",
-            f"wait {percent(self.data_wait)}",
-            f"skipped {self.skipped_iterations}" if self.skipped_iterations else None,
+            f"grad norm {norm}" if math.isfinite(self.grad_norm) else None,
+        ]
+        machine = [
+            f"  lr {self.lr:.1e}",
+            with_prefix(self.tokens_per_second, " tok/s"),
+            with_prefix(self.flops_per_rank, "FLOP/s") if self.mfu is None else f"MFU {percent(self.mfu)}",
+            f"{self.memory_gib:.{0 if self.memory_gib >= 9.95 else 1}f} GiB",
+            f"wait {percent(self.data_wait, digits=0)}",
             f"ETA {duration(self.eta_seconds)}",
         ]
-        return " | ".join(part for part in parts if part is not None)
-
-    def _speed(self) -> str:
-        speed = with_prefix(self.flops_per_rank, "FLOP/s")
-        if self.mfu is not None:
-            speed += f", MFU {percent(self.mfu)}"
-        if self.ranks == 1:
-            return speed
-        return f"{self.ranks} x {with_prefix(self.tokens_per_second / self.ranks, '').strip()}, {speed}"
+        return "\n".join(" | ".join(part for part in line if part is not None) for line in (progress, machine))
 
 
 def quality_of(loss: float | None, accuracy: float | None) -> str:
     """Loss and accuracy, or that there is neither."""
     if loss is None or accuracy is None:
         return "every update skipped"
-    return f"loss {loss:.4f} nats | accuracy {percent(accuracy, digits=2)}"
+    return f"loss {loss:.4f} | accuracy {percent(accuracy, digits=2)}"
 
 
 @dataclass(frozen=True)

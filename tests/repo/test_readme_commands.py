@@ -66,7 +66,8 @@ def missing_script(command: str) -> str | None:
 def help_of(*words: str) -> str:
     """The --help of a script or command, or of one of its subcommands."""
     starts = {".py": [sys.executable], ".sh": ["bash"], "": [sys.executable, "-m", "megatron_neobert"]}
-    command = [*starts[Path(words[0]).suffix], *words, "--help"]
+    every = "--help-all" if words in (("train",), ("examples/pretrain_neobert.sh",)) else "--help"
+    command = [*starts[Path(words[0]).suffix], *words, every]
     environment = {**os.environ, "PYTHON": sys.executable}
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
 

@@ -4,35 +4,36 @@ import os
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from megatron_neobert.config import cli
+from megatron_neobert.config import flags
+from megatron_neobert.config.schema import flag_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 START = "<!-- written by tests/repo/test_settings_page.py -->\n"
 
 
 def render() -> str:
-    """A table for each section, in the order of --help."""
+    """A table for each section, in the order of --help-all."""
     parts = []
-    for section, config in cli._SECTIONS.items():
+    for section, config in flags.SECTIONS.items():
         subject = (config.__doc__ or "").partition("\n")[0]
         rows = ["| flag | default | values | what it changes |", "| --- | --- | --- | --- |"]
         for item in fields(config):
             default = None if item.default is MISSING else item.default
             shown = "" if default in (None, ()) else f"`{default}`"
-            cells = (f"`{cli.flag_of(item.name)}`", shown, values_of(item), item.metadata["help"])
+            cells = (f"`{flag_of(item.name)}`", shown, values_of(item), item.metadata["help"])
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append(f"\n## {section}\n\n{subject}\n\n" + "\n".join(rows) + "\n")
     return "".join(parts)
 
 
 def values_of(item) -> str:
-    plain, _ = cli._plain_type(item.type)
+    plain, _ = flags.plain_type(item.type)
     if plain is bool:
-        return f"`--no-{cli.flag_of(item.name)[2:]}` switches it off" if item.default else "given or not"
+        return f"`--no-{flag_of(item.name)[2:]}` switches it off" if item.default else "given or not"
     if choices := item.metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in choices)
-    words = {int: "whole number", float: "number"}.get(plain, "YAML" if plain is cli._PHASES else "text")
-    words += "s, one or more" if plain == cli._TEXTS else ""
+    words = {int: "whole number", float: "number"}.get(plain, "YAML" if plain is flags.PHASES else "text")
+    words += "s, one or more" if plain == flags.TEXTS else ""
     minimum = item.metadata["minimum"]
     return words if minimum is None else f"{words} from {minimum:g}"
 
@@ -48,5 +49,5 @@ def test_settings_page_is_what_the_code_says():
 
 
 def test_every_flag_of_a_run_stands_on_the_page():
-    missing = [flag for flag in cli.run_flags() if flag not in PAGE.read_text(encoding="utf-8")]
+    missing = [flag for flag in flags.run_flags() if flag not in PAGE.read_text(encoding="utf-8")]
     assert set(missing) <= {flag for flag in missing if flag.startswith("--no-")} | {"-h"}

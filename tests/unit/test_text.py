@@ -22,7 +22,13 @@ def test_rates_have_three_digits(rate, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (59.6, "1 min 0 s"), (3_700, "1 h 1 min"), (86_400 * 1003 + 7_200 + 60, "1,003 d 2 h")],
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min 0 s"),
+        (3_700, "1 h 1 min"),
+        (86_400 * 9 + 7_200 + 60, "9 d 2 h"),
+        (86_400 * 1003, "1,003 d"),
+    ],
 )
 def test_durations_have_the_two_largest_units(seconds, text):
     assert duration(seconds) == text

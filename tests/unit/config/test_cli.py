@@ -1,5 +1,6 @@
 """Flags, YAML file and record: one declaration, one precedence, every problem at once."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_neobert.config.cli import model_flags, parse_command_line, read_record, read_settings, write_record
-from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.config.flags import FIRST, run_flags
+from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
@@ -162,6 +164,18 @@ def test_all_missing_inputs_of_a_dry_run_are_said_at_once(tiny_corpus):
         parse_command_line([*blend, "--dry-run"], world_size=1)
     one = ["--data-path", "no/corpus", "--tokenizer-model", str(tiny_corpus.tokenizer), "--dry-run"]
     assert parse_command_line(one, world_size=1).dry_run, "whoever opens it says so"
+
+
+def test_help_shows_what_people_set_first_and_help_all_every_setting(capsys):
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as end:
+            parse_command_line([flag], world_size=1)
+        shown[flag] = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, flags=re.MULTILINE))
+        assert end.value.code == 0
+    common = {"--help-all", "--config", "--dry-run"}
+    assert shown["--help"] == {flag_of(name) for name in FIRST} | common and len(FIRST) == 20
+    assert shown["--help-all"] == {flag for flag in run_flags() if not flag.startswith("--no-")} - {"-h", "--help"}
 
 
 def test_help_and_dry_run_do_not_import_torch(tiny_corpus):
