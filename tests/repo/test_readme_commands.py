@@ -29,7 +29,7 @@ TOP_LEVEL = ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks",
 def code_pieces(page: str) -> list[str]:
     """Lines of fenced blocks (continuation lines joined) and inline code."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL)
+    blocks = re.findall(r"```(?!console)\w*\n(.*?)```", text, flags=re.DOTALL)  # console: what was printed
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [piece for piece in lines + [code.replace("\\|", "|") for code in inline] if piece]
