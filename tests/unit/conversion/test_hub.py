@@ -17,8 +17,6 @@ def hub(monkeypatch):
 
     with LoopbackHub().serve() as hub:
         # The client reads its environment when it is imported.
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr("checkpoint_conversion.hub.HfApi", lambda: HfApi(endpoint=hub.address))
         monkeypatch.setenv("HF_TOKEN", hub.token)
