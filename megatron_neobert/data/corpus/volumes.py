@@ -11,12 +11,13 @@ Documents lie end to end, or with one token between, which an adopted corpus has
 Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_volumes.py reads it with that class.
 """
 
+import ctypes
 import hashlib
 import mmap
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -154,16 +155,11 @@ class MappedVolume:
         if boundaries != documents + 1:
             both = f"{documents} sequences and {boundaries} boundaries"
             raise damage(idx_path, 18, "one boundary more than sequences, for a document is one sequence", both)
-        index = memoryview(_map(idx_path))
-        at_pointers, at_boundaries = HEADER.size + 4 * documents, HEADER.size + 12 * documents
-        self.lengths = np.frombuffer(index, "<i4", documents, HEADER.size)
-        self.pointers = np.frombuffer(index, "<i8", documents, at_pointers)  # bytes
-        self._after_lengths = np.frombuffer(index, "<i8", 2 * documents + 1, at_pointers)
-        # The pointer of the next document; for the last one the first boundary, which is 0.
-        self.nexts = self._after_lengths[1 : documents + 1]
-        # The same once more, for one document at a time: a third of the time that an array takes.
-        self.length_of = index[HEADER.size : at_pointers].cast("i")
-        self.pointer_of = index[at_pointers : at_boundaries + 8].cast("q")
+        self.index = _map(idx_path)
+        self.at_pointers = HEADER.size + 4 * documents  # bytes of the index before them
+        self.lengths = np.frombuffer(self.index, "<i4", documents, HEADER.size)
+        self.pointers = np.frombuffer(self.index, "<i8", documents, self.at_pointers)  # bytes
+        self._after_lengths = np.frombuffer(self.index, "<i8", 2 * documents + 1, self.at_pointers)
         self.end = int(self.pointers[-1]) + (int(self.lengths[-1]) + gap) * self.dtype.itemsize
         size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
         tokens = self.end // self.dtype.itemsize - gap * documents
@@ -181,8 +177,7 @@ class MappedVolume:
                 raise DataError(
                     f"{manifest}: expected {name} {found} as in {idx_path.name}, found {recorded}; {DAMAGED}"
                 )
-        self._bin_map = _map(bin_) if isinstance(bin_, Path) else bin_
-        self.bytes = memoryview(self._bin_map) if isinstance(self._bin_map, mmap.mmap) else self._bin_map
+        self.content = _map(bin_) if isinstance(bin_, Path) else bin_
 
     def check_index(self) -> None:
         """Reads all of the index.
@@ -194,8 +189,9 @@ class MappedVolume:
 
     def wrong_place(self, number: int) -> DataError:
         """Of a document that does not end where the next one begins."""
-        begin, length, following = (int(values[number]) for values in (self.pointers, self.lengths, self.nexts))
-        following = following or self.end
+        # Behind the last pointer stands the first boundary, which is 0.
+        begin, following = int(self._after_lengths[number]), int(self._after_lengths[number + 1]) or self.end
+        length = int(self.lengths[number])
         at = HEADER.size + 4 * self.lengths.size + 8 * number
         wanted = (
             f"pointer and length of document {number} to lead to {following}, the next one, within {self.end} bytes"
@@ -218,11 +214,11 @@ class MappedVolume:
         gaps = np.flatnonzero(begins[1:] - ends[:-1] > _READ_THROUGH_BYTES)
         starts, stops = np.append(0, gaps + 1), np.append(gaps, len(first) - 1)
         for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):
-            if isinstance(self._bin_map, RemoteFile):
-                self._bin_map.will_need(begin, end)
+            if isinstance(self.content, RemoteFile):
+                self.content.will_need(begin, end)
             else:
                 page = begin - begin % mmap.PAGESIZE
-                self._bin_map.madvise(mmap.MADV_WILLNEED, page, end - page)
+                self.content.madvise(mmap.MADV_WILLNEED, page, end - page)
 
     def read_ids(self) -> Iterator[NDArray[Any]]:
         """All of the .bin, some ids at a time; of a local one read and not mapped, so that it takes no memory."""
@@ -346,6 +342,29 @@ def check_index(
                 wanted = f"pointer of document {at} to be {expected[at - first]} bytes, the {dtype} tokens before it"
             raise damage(path, HEADER.size + 4 * lengths.size + 8 * at, wanted, rest[at])
         first += expected.size
+
+
+class MappedFiles:
+    """Files that are mapped into memory, read as one: what many of them hold is gathered without a loop over them.
+
+    Between them lie holes and whatever else the process has, so every offset must be known to be inside a file.
+
+    Attributes:
+        bytes: From the first byte of the file that lies first to the last of the one that lies last.
+        begins: Of each file in `bytes`, in the order given.
+    """
+
+    def __init__(self, files: Sequence[mmap.mmap]) -> None:
+        self._files = files  # they stay mapped as long as this lives
+        addresses = np.array([np.frombuffer(file, np.uint8).ctypes.data for file in files], dtype=np.int64)
+        first, end = int(addresses.min()), int((addresses + [len(file) for file in files]).max())
+        self.begins = addresses - first
+        self.bytes = memoryview((ctypes.c_ubyte * (end - first)).from_address(first)).cast("B").toreadonly()
+
+    def take(self, offsets: NDArray[np.int64], dtype: str) -> NDArray[Any]:
+        """The numbers that begin at these bytes, in any alignment."""
+        at_any_byte = len(self.bytes) - np.dtype(dtype).itemsize + 1
+        return np.ndarray((at_any_byte,), dtype, self.bytes, strides=(1,))[offsets]
 
 
 def _map(path: Path) -> mmap.mmap:

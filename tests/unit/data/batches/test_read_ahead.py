@@ -42,7 +42,7 @@ def asked(corpus: Corpus, documents: np.ndarray, monkeypatch) -> list[list[tuple
     """The ranges of bytes of each volume that are asked for."""
     maps = [RecordingMap() for _ in corpus.volumes]
     for volume, recording in zip(corpus.volumes, maps, strict=True):
-        monkeypatch.setattr(volume, "_bin_map", recording)
+        monkeypatch.setattr(volume, "content", recording)
     corpus.will_need(documents)
     return [recording.asked for recording in maps]
 

@@ -112,16 +112,3 @@ def test_more_volumes_than_open_files_raise_the_limit_or_are_refused_with_number
     assert output.startswith(outcome)
     if outcome == "ConfigError":
         assert "lists 50 volumes, which take 300 open files" in output and "this machine allows 120" in output
-
-
-def test_places_that_were_looked_up_for_a_window_give_the_same_ids(volumes):
-    """Of the documents just looked up, of some of them and others, and of none."""
-    window = np.array([3, 0, 2])
-    for looked_up in (window, window[:0], window[::-1]):
-        corpus, fresh = Corpus(volumes), Corpus(volumes)
-        lengths = corpus.lengths[looked_up]
-        assert lengths.tolist() == [fresh.document(number).size for number in looked_up.tolist()]
-        for documents in (window, window[1:], np.array([1, 3]), window[:0]):
-            starts, whole = np.zeros_like(documents), fresh.lengths[documents].astype(np.int64)
-            expected = [id_ for number in documents.tolist() for id_ in fresh.document(number).tolist()]
-            assert corpus.gather(documents, starts, whole).tolist() == expected
