@@ -24,7 +24,7 @@ def write_fates(path: Path, hash_files: Sequence[Path], *, deduplicate: bool, va
     A text decides by its hash whether it is held out, so that this does not depend on the documents around it, and
     one text never ends up in both corpora.
     """
-    duplicate = find_duplicates(hash_files) if deduplicate else None
+    duplicate = find_exact_duplicates(hash_files) if deduplicate else None
     below, first = np.uint64(min(math.ceil(validation_fraction * 2**64), 2**64 - 1)), 0
     with path.open("wb") as stream:
         for hashes in (chunk for file in hash_files for chunk in read_chunks(file, HASH_DTYPE)):
@@ -35,7 +35,9 @@ def write_fates(path: Path, hash_files: Sequence[Path], *, deduplicate: bool, va
             first += fates.size
 
 
-def find_duplicates(hash_files: Sequence[Path], *, bucket_documents: int = _BUCKET_DOCUMENTS) -> NDArray[np.bool_]:
+def find_exact_duplicates(
+    hash_files: Sequence[Path], *, bucket_documents: int = _BUCKET_DOCUMENTS
+) -> NDArray[np.bool_]:
     """True for each document, in the order of the files, whose hash has occurred before.
 
     Documents are spread over buckets by their hashes, and every file is read once for each bucket: so memory is bounded
