@@ -2,7 +2,7 @@
 
 Manifest and indexes are copied there whole, compared with the manifest's checksums, and then mapped like those of a
 local corpus. Of a .bin come the blocks that batches need, each into a file of its own; the files used longest ago are
-removed where all blocks together exceed a limit. All processes of a node share the folder, and one of them fetches what
+removed before all blocks together exceed a limit. All processes of a node share the folder, and one fetches what
 several want. A process that misses a file fetches it again, so any file may be removed at any time.
 """
 
@@ -35,7 +35,7 @@ _THREADS = 32  # of a process: 84 MB/s at 50 ms for each of the two requests of 
 _BLOCKS_IN_MEMORY = 256  # of a process
 _WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0)  # before another attempt
 _TIMEOUT_SECONDS = 60.0  # of an attempt
-_LOOKS = 256  # a process looks whether the cache is full after it has written one part in so many
+_LOOKS = 256  # a process adds up what it has written after one part in so many of the limit
 
 _Result = TypeVar("_Result")
 
@@ -108,7 +108,7 @@ class ObjectStorage:
 
     def _know_this_process(self) -> None:
         if self._process_id != os.getpid():  # a fork has the parent's memory, but none of its threads
-            self._process_id, self._written = os.getpid(), 0
+            self._process_id, self._written, self._has_looked = os.getpid(), 0, False
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="object-storage")
             self._memory: OrderedDict[Path, bytes] = OrderedDict()
             self._pending: dict[Path, Future[None]] = {}
@@ -119,36 +119,55 @@ class ObjectStorage:
         self._process_id = 0
 
     def count_written(self, written: int) -> None:
-        """Keeps the blocks below the limit, as long as fewer than 25 processes write at once."""
-        self._written += written
-        if self._written * _LOOKS >= self.limit_bytes:
-            self._written = 0
-            self._remove_oldest()
+        """Keeps the blocks below the limit, as long as at most 25 processes write at once.
 
-    def _remove_oldest(self) -> None:
-        with (self.folder / "lock").open("ab") as file:
+        The folder has a file with the bytes of all blocks, to which each process adds what it has written, one part in
+        256 of the limit at a time. Blocks are looked at when they come near the limit, and once by each process, since
+        one that was killed has not added its last part.
+        """
+        self._written += written
+        if self._written * _LOOKS < self.limit_bytes:
+            return
+        with (self.folder / "used").open("a+b") as file:
             try:
                 lock_if_possible(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return  # another process does the same
+                return  # with the next block: another process counts, or removes
             try:
-                found = []
-                for path in (self.folder / "blocks").glob("*/*[0-9]"):
-                    try:
-                        status = path.stat()
-                    except FileNotFoundError:
-                        continue
-                    found.append((status.st_mtime_ns, status.st_size, path))
-                excess = sum(size for _, size, _ in found) - self.limit_bytes
-                if excess > 0:
-                    excess += self.limit_bytes // 10  # so that this need not be done again at once
-                    for _, size, path in sorted(found):
-                        if excess <= 0:
-                            break
-                        path.unlink(missing_ok=True)
-                        excess -= size
+                file.seek(0)
+                known, added = file.read(), self._written
+                used = added + (int(known) if known.isdigit() else self.limit_bytes)
+                if used > 0.9 * self.limit_bytes or not self._has_looked:  # a tenth may not have been added yet
+                    used, self._has_looked = self._remove_oldest(), True
+                file.truncate(0)
+                file.write(str(used).encode())
+                file.flush()
+                self._written -= added
             finally:
                 lock_if_possible(file, fcntl.LOCK_UN)
+
+    def _remove_oldest(self) -> int:
+        """Looks at all blocks, and leaves four fifths of the limit where they take more than nine tenths.
+
+        Returns:
+            Bytes of those that are left.
+        """
+        found = []  # 5 us each
+        for folder in (self.folder / "blocks").iterdir():
+            for entry in os.scandir(folder):
+                with suppress(FileNotFoundError):
+                    if entry.name.isdigit():
+                        status = entry.stat()
+                        found.append((status.st_mtime_ns, status.st_size, entry.path))
+        used = sum(size for _, size, _ in found)
+        if used <= 0.9 * self.limit_bytes:
+            return used
+        for _, size, path in sorted(found):
+            Path(path).unlink(missing_ok=True)
+            used -= size
+            if used <= 0.8 * self.limit_bytes:
+                break
+        return used
 
 
 def storage_for(prefix: str, folder: str | None) -> ObjectStorage | None:

@@ -137,6 +137,33 @@ def test_blocks_stay_below_the_limit_and_batches_the_same(server, tmp_path, orig
     assert 0 < sum(path.stat().st_size for path in blocks_in(storage)) <= limit
 
 
+def test_processes_that_share_a_folder_stay_below_its_limit_and_seldom_look_at_all_blocks(tmp_path, monkeypatch):
+    """24 of them, of which a half is killed and replaced now and then, with whatever it had not yet added up."""
+    limit, block, looks = 100_000, 100, Counter()
+    generator, folder = np.random.default_rng(0), tmp_path / "blocks" / "bin"
+    folder.mkdir(parents=True)
+    look = ObjectStorage._remove_oldest
+    monkeypatch.setattr(ObjectStorage, "_remove_oldest", lambda storage: looks.update([storage]) or look(storage))
+
+    def start():
+        storage = ObjectStorage(tmp_path, limit_bytes=limit)
+        storage._know_this_process()
+        return storage
+
+    processes, most = [start() for _ in range(24)], 0
+    for number in range(4000):
+        if number % 1000 == 999:
+            processes[:12] = [start() for _ in range(12)]
+        (folder / str(number)).write_bytes(bytes(block))
+        os.utime(folder / str(number), ns=(number, number))
+        processes[generator.integers(24)].count_written(block)
+        most = max(most, block * sum(1 for _ in folder.iterdir()))
+    assert 0.85 * limit < most <= limit
+    assert (folder / "3999").exists() and not (folder / "0").exists()
+    room_written = 4000 * block / (0.1 * limit)
+    assert looks.total() <= 24 + 4 * 12 + room_written
+
+
 @pytest.mark.parametrize("damage", ["changed", "cut", "empty", "removed"])
 def test_damaged_block_of_the_cache_is_fetched_again(server, storage, original, damage):
     before = batches(Corpus(f"{server.url}/P", storage))
