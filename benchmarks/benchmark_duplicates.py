@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from benchmarks.benchmark_preprocessing import PR_SET_CHILD_SUBREAPER, REPOSITORY, run_measured
+from benchmarks.benchmark_preprocessing import PR_SET_CHILD_SUBREAPER, REPOSITORY, run_measured, step_command
 from benchmarks.shared import describe_machine, in_turns, print_table, write_figures
 from megatron_neobert.errors import CommandParser, DataError, MissingInputError, positive, run_command
 
@@ -111,7 +111,9 @@ def measure(tool: str, arguments: argparse.Namespace, folder: Path, planted: dic
         ],
         OURS: find,
         BANDS_ALONE: [*find, "--threshold", "0.01"],
-        DATATROVE: [sys.executable, str(Path(__file__).with_name("duplicates_datatrove.py")), str(folder)],
+        DATATROVE: step_command(
+            "datatrove-duplicates", shards=str(folder / "shards"), output=str(folder / "datatrove")
+        ),
     }
     log = folder / "log"
     code, measured = run_measured(commands[tool], cores=1, log=log, scratch=str(folder))
