@@ -35,9 +35,7 @@ def write_fates(path: Path, hash_files: Sequence[Path], *, deduplicate: bool, va
             first += fates.size
 
 
-def find_exact_duplicates(
-    hash_files: Sequence[Path], *, bucket_documents: int = _BUCKET_DOCUMENTS
-) -> NDArray[np.bool_]:
+def find_exact_duplicates(hash_files: Sequence[Path]) -> NDArray[np.bool_]:
     """True for each document, in the order of the files, whose hash has occurred before.
 
     Documents are spread over buckets by their hashes, and every file is read once for each bucket: so memory is bounded
@@ -45,11 +43,10 @@ def find_exact_duplicates(
 
     Args:
         hash_files: 16 bytes per document, evenly distributed.
-        bucket_documents: In a bucket, about; the result does not depend on it.
     """
     documents = sum(path.stat().st_size for path in hash_files) // HASH_DTYPE.itemsize
     duplicate = np.zeros(documents, dtype=np.bool_)
-    buckets = -(-documents // bucket_documents)
+    buckets = -(-documents // _BUCKET_DOCUMENTS)
     half = np.uint64(32)
     for bucket in range(buckets):
         found, places, first = [], [], 0

@@ -106,9 +106,7 @@ def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]
             yield items
 
 
-def index_after(
-    lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any], *, gap: int = 0
-) -> Iterator[NDArray[np.int64]]:
+def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any], *, gap: int) -> Iterator[NDArray[np.int64]]:
     """Pointers, then boundaries, chunk by chunk: all of an index that follows from the lengths, given in chunks."""
     end = documents = 0
     for chunk in lengths:

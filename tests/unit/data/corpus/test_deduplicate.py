@@ -26,7 +26,7 @@ def sizes(request, monkeypatch):
     """Documents read at a time, and of a bucket."""
     chunk, bucket_documents = request.param
     monkeypatch.setattr(volumes, "_CHUNK", chunk)
-    return bucket_documents
+    monkeypatch.setattr(fates, "_BUCKET_DOCUMENTS", bucket_documents)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -34,7 +34,7 @@ def test_duplicates_are_those_that_a_set_finds(tmp_path, sizes, seed):
     generator = np.random.default_rng(seed)
     distinct = [generator.bytes(16) for _ in range(50)]
     hashes = [distinct[index] for index in generator.integers(0, 50, 100)]
-    found = find_exact_duplicates(write_hashes(tmp_path, hashes), bucket_documents=sizes)
+    found = find_exact_duplicates(write_hashes(tmp_path, hashes))
     assert 0 < found.sum() < 100
     assert found.tolist() == expected_duplicates(hashes)
 
@@ -43,18 +43,19 @@ def test_hashes_that_agree_in_one_half_alone_are_different(tmp_path, sizes):
     halves = [b"a" * 8, b"b" * 8, b"c" * 8]
     hashes = [first + second for first in halves for second in halves]
     paths = write_hashes(tmp_path, hashes)
-    assert not find_exact_duplicates(paths, bucket_documents=sizes).any()
+    assert not find_exact_duplicates(paths).any()
     paths.append(paths[1])  # negative control
-    found = find_exact_duplicates(paths, bucket_documents=sizes)
+    found = find_exact_duplicates(paths)
     assert found.tolist() == [False] * 9 + [True] * 3
 
 
 def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, monkeypatch):
     monkeypatch.setattr(volumes, "_CHUNK", 100)
+    monkeypatch.setattr(fates, "_BUCKET_DOCUMENTS", 1000)
     loaded = []
     original = fates._repeats
     monkeypatch.setattr(fates, "_repeats", lambda hashes: loaded.append(hashes.size) or original(hashes))
     paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
-    found = find_exact_duplicates(paths, bucket_documents=1000)
+    found = find_exact_duplicates(paths)
     assert found.tolist() == [False] + [True] * 999
     assert loaded == [100] * 10 + [10]  # ten chunks, and one bucket with one entry of each
