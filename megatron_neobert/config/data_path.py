@@ -16,15 +16,15 @@ from megatron_neobert.errors import ConfigError
 _FORM = "name one corpus, or give each a weight before it, such as 0.2 PREFIX_A 0.8 PREFIX_B:min=1024:max=4096"
 _MOST_COMPONENTS = 1024
 _LONGEST_LIMIT = 18  # digits
-# A number has no slash, so that a folder may be called x:y=z; a drop list and the names of inputs are paths, which then
-# have no colon.
-_LIMIT = re.compile(r"(.*):(?:(drop|inputs)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
+# A number has no slash, so that a folder may be called x:y=z; a drop list, the names of inputs and
+# those of sources may have slashes, and then have no colon.
+_LIMIT = re.compile(r"(.*):(?:(drop|inputs|sources)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Component:
-    """A corpus, or those of its documents that come from some inputs, have minimum to maximum tokens ([CLS] and [SEP]
-    not counted) and are left by a drop list."""
+    """A corpus, or those of its documents that come from some inputs and sources, have minimum to maximum tokens ([CLS]
+    and [SEP] not counted) and are left by a drop list."""
 
     prefix: str
     weight: Fraction = Fraction(1)  # of any sum: a share of the documents once divided by the sum of all
@@ -32,6 +32,7 @@ class Component:
     maximum: int | None = None
     drop: str | None = None  # path of a drop list
     inputs: str | None = None  # names of shards as the manifest has them, with * and ?
+    sources: str | None = None  # the same of values of --source-key
 
     @property
     def is_remote(self) -> bool:
@@ -39,13 +40,14 @@ class Component:
 
     @property
     def is_filtered(self) -> bool:
-        return self.minimum > 1 or (self.maximum, self.drop, self.inputs) != (None, None, None)
+        return self.minimum > 1 or {self.maximum, self.drop, self.inputs, self.sources} != {None}
 
     def __str__(self) -> str:
         limits = f":min={self.minimum}" if self.minimum > 1 else ""
         limits += f":max={self.maximum}" if self.maximum is not None else ""
         limits += f":drop={self.drop}" if self.drop is not None else ""
-        return self.prefix + limits + (f":inputs={self.inputs}" if self.inputs is not None else "")
+        limits += f":inputs={self.inputs}" if self.inputs is not None else ""
+        return self.prefix + limits + (f":sources={self.sources}" if self.sources is not None else "")
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
@@ -93,7 +95,7 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 def curve_names(entries: Sequence[str]) -> list[str]:
     """A word for each corpus of `--valid-data-path`: the end of its path, and its place where two end alike."""
-    words = [re.sub(r":(drop|inputs)=[^:]*", "", entry).rsplit("/", 1)[-1] for entry in entries]
+    words = [re.sub(r":(drop|inputs|sources)=[^:]*", "", entry).rsplit("/", 1)[-1] for entry in entries]
     words = [re.sub(r"[^A-Za-z0-9]+", "_", word)[-40:] for word in words]
     if len(set(words)) == len(words):
         return words
@@ -134,13 +136,13 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
         if name not in ("min", "max") or name in limits or not is_number:
             problems.append(
                 f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; each of :min=N, "
-                ":max=N, :drop=FILE and :inputs=NAMES may follow a prefix once, with N in tokens and no ':' in FILE "
-                "and NAMES."
+                ":max=N, :drop=FILE, :inputs=NAMES and :sources=NAMES may follow a prefix once, with N in tokens and "
+                "no ':' in FILE and NAMES."
             )
         limits[name] = int(number) if is_number else 1
     problems += [
         f"{flag} {_shorten(text)}: what follows :{kind}= must have no ':'; rename it, or put a ? in its place."
-        for kind in ("drop", "inputs")
+        for kind in ("drop", "inputs", "sources")
         if f":{kind}=" in prefix
     ]
     if not prefix:

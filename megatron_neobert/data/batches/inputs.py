@@ -148,6 +148,7 @@ def _choose(component: Component, corpus: Corpus, documents: range, purpose: str
         maximum=component.maximum,
         drop=component.drop,
         inputs=component.inputs,
+        sources=component.sources,
     )
     if not kept:
         statistics = corpus.manifest.statistics
@@ -157,7 +158,8 @@ def _choose(component: Component, corpus: Corpus, documents: range, purpose: str
             + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}"
             + (f", and {component.drop} drops others" if component.drop is not None else "")
             + (f", and {component.inputs} takes some inputs alone" if component.inputs is not None else "")
-            + ". Change min, max and inputs, or --split, or leave the component out."
+            + (f", and {component.sources} some sources" if component.sources is not None else "")
+            + ". Change min, max, inputs and sources, or --split, or leave the component out."
         )
     return kept
 
@@ -172,5 +174,7 @@ def _identity(components: Sequence[Component], corpora: Sequence[Corpus], source
             line += f" {source.documents.drop_list.of.mask_sha256}"
         if isinstance(source.documents, KeptDocuments) and component.inputs:
             line += f" {source.documents.ranges}"
+        if isinstance(source.documents, KeptDocuments) and component.sources:
+            line += f" {corpus.manifest.sources_sha256} {source.documents.source_names}"
         lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

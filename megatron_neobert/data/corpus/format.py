@@ -48,6 +48,7 @@ class CorpusFiles(NamedTuple):
     manifest: Path
     rejects: Path
     partial: Path
+    sources: Path  # a number for each document, where sources are counted
 
     @property
     def name(self) -> str:
@@ -59,14 +60,16 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Every .bin and .idx that is called like one of this prefix, sorted, also those of other programs."""
+        """Every .bin, .idx and .sources that is called like one of this prefix, sorted, also of other programs."""
         folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}(_\d{{5}})?\.(bin|idx)")
+        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.sources)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
 
 
 def corpus_files(prefix: str | Path) -> CorpusFiles:
-    return CorpusFiles(*(Path(f"{prefix}.{end}") for end in ("bin", "idx", "json", "rejects.jsonl", "partial")))
+    return CorpusFiles(
+        *(Path(f"{prefix}.{end}") for end in ("bin", "idx", "json", "rejects.jsonl", "partial", "sources"))
+    )
 
 
 def validation_files(files: CorpusFiles) -> CorpusFiles:
@@ -232,7 +235,8 @@ class Manifest:
     tokenizer_backends: dict[str, BackendRecord] = field(default_factory=dict)  # by name and version
     quarantined: dict[str, QuarantinedShard] = field(default_factory=dict)  # by path or URL; not among the inputs
     source_key: str | None = None  # the field of records by which sources are told apart; None: they are not counted
-    sources: dict[str, SourceRecord] = field(default_factory=dict)  # by value of that field
+    sources: dict[str, SourceRecord] = field(default_factory=dict)  # by value of that field, sorted
+    sources_sha256: str | None = None  # of PREFIX.sources; None: there is none, as in corpora of earlier commits
     eod_id: int | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
@@ -332,7 +336,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     for volume in content["volumes"]:
         del volume["name"]
     if manifest.source_key is None:
-        del content["source_key"], content["sources"]
+        del content["source_key"], content["sources"], content["sources_sha256"]
     # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
     replace_file(path, json.dumps(content, indent=1) + "\n")
 

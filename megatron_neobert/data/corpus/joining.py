@@ -21,7 +21,7 @@ from megatron_neobert.data.corpus.fates import KEPT
 from megatron_neobert.data.corpus.format import CorpusFiles, FileRecord, LengthCounts, Volume
 from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.volumes import link_volume, read_chunks, write_volume
-from megatron_neobert.runtime.atomic_files import replace_file, sha256_of
+from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of
 
 _WINDOW_DOCUMENTS = 1 << 18  # read at a time, and
 _WINDOW_BYTES = 4 << 20  # of ids; a longer document is read whole
@@ -80,6 +80,9 @@ class VolumeTask:
     folder: Path
     dtype: str
     unknown_id: int
+    source_names: list[
+        str
+    ]  # what the numbers stand for that it writes to `folder / name`.sources; empty: it writes none
 
     def __str__(self) -> str:
         return f"volume {self.name} of {self.folder}"
@@ -95,6 +98,7 @@ class WrittenVolume:
     lengths: LengthCounts = field(default_factory=LengthCounts)
     inputs: dict[str, Counter[str]] = field(default_factory=dict)  # documents and tokens, by shard
     sources: dict[str, Counter[str]] = field(default_factory=dict)  # the same by source
+    sources_sha256: str | None = None  # of its file of their numbers
 
     def count(self, part: PartFiles, lengths: NDArray[np.int32], *, unknown_tokens: int) -> None:
         self.lengths.add(lengths)
@@ -187,8 +191,12 @@ def write_volume_of(task: VolumeTask, on_bytes: OnBytes) -> WrittenVolume:
     else:
         documents = _documents(task, written, dtype, on_bytes)
         written.volume = write_volume(task.folder / task.name, documents, dtype)
-    for piece in task.pieces:
-        _count_sources(piece, task, written.sources)
+    if task.source_names:
+        file = task.folder / f"{task.name}.sources"
+        with replacing(file) as temporary, temporary.open("wb") as stream:
+            for piece in task.pieces:
+                _write_sources(piece, task, stream, written.sources)
+        written.sources_sha256 = sha256_of(file)
     volume = written.volume and asdict(written.volume)
     content = vars(written) | {"volume": volume, "lengths": list(written.lengths.counts.items())}
     replace_file(task.folder / f"{task.name}.done", json.dumps(content))
@@ -210,6 +218,9 @@ def _read_record(task: VolumeTask) -> WrittenVolume | None:
             is_part = end == "bin" and file.exists() and file.samefile(task.pieces[0].part.ids)
             if not file.exists() or not (is_part or sha256_of(file) == record.sha256):
                 return None
+    sources, sources_sha256 = task.folder / f"{task.name}.sources", content["sources_sha256"]
+    if sources_sha256 is not None and not (sources.exists() and sha256_of(sources) == sources_sha256):
+        return None
     return WrittenVolume(
         name=task.name,
         volume=volume,
@@ -217,6 +228,7 @@ def _read_record(task: VolumeTask) -> WrittenVolume | None:
         lengths=LengthCounts(dict(content["lengths"])),
         inputs={shard: Counter(counts) for shard, counts in content["inputs"].items()},
         sources={name: Counter(counts) for name, counts in content["sources"].items()},
+        sources_sha256=sources_sha256,
     )
 
 
@@ -228,10 +240,12 @@ def _takes_all(task: VolumeTask) -> bool:
     return bool((np.fromfile(task.fates, np.uint8, piece.stop - piece.first, offset=piece.before) == task.fate).all())
 
 
-def _count_sources(piece: Piece, task: VolumeTask, counts: dict[str, Counter[str]]) -> None:
-    if piece.part.sources is None:
-        return
+def _write_sources(piece: Piece, task: VolumeTask, stream: IO[bytes], counts: dict[str, Counter[str]]) -> None:
+    """Writes the numbers of its documents' sources among those of all parts, and counts them."""
+    assert piece.part.sources is not None
     file, names = piece.part.sources
+    place = {name: number for number, name in enumerate(task.source_names)}
+    numbers = np.array([place[name] for name in names], dtype=SOURCE_DTYPE)
     for first in range(piece.first, piece.stop, _WINDOW_DOCUMENTS):
         size = min(_WINDOW_DOCUMENTS, piece.stop - first)
         lengths = np.fromfile(piece.part.lengths, "<i4", size, offset=4 * first)
@@ -239,6 +253,7 @@ def _count_sources(piece: Piece, task: VolumeTask, counts: dict[str, Counter[str
         if task.fates is not None:
             fates = np.fromfile(task.fates, np.uint8, size, offset=piece.before + first - piece.first)
             lengths, sources = lengths[fates == task.fate], sources[fates == task.fate]
+        stream.write(numbers[sources].data)
         documents, tokens = np.bincount(sources), np.bincount(sources, lengths)  # floats, exact below 2**53
         for number in np.flatnonzero(documents).tolist():
             new = {"documents": int(documents[number]), "tokens": int(tokens[number])}

@@ -83,6 +83,12 @@ class ObjectStorage:
             _copy(f"{above}/{index.name}", index, volume.idx)
             return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
 
+        if manifest.sources_sha256 is not None:
+            _copy(
+                f"{above}/{files.sources.name}",
+                files.sources,
+                FileRecord(2 * manifest.documents, manifest.sources_sha256),
+            )
         with ThreadPoolExecutor(_THREADS) as threads:
             volumes = list(threads.map(open_volume, manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share it, and what waits for it.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
+from megatron_neobert.data.corpus.sources import check_sources_file, map_sources
 from megatron_neobert.data.corpus.volumes import HEADER, AllowedIds, MappedFiles, MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -215,6 +216,8 @@ def check_indexes(corpus: Corpus) -> None:
     """Reads all indexes. Raises DataError with file, byte, expected and found."""
     for volume in corpus.volumes:
         volume.check_index()
+    if corpus.manifest.sources_sha256 is not None:
+        map_sources(corpus.files.sources, corpus.manifest)
 
 
 def check_content(corpus: Corpus) -> None:
@@ -224,6 +227,8 @@ def check_content(corpus: Corpus) -> None:
         DataError: With the file, and for an id its byte, document and position.
     """
     check_indexes(corpus)
+    if corpus.manifest.sources_sha256 is not None:
+        check_sources_file(corpus.files.sources, corpus.manifest)
     for volume, recorded in zip(corpus.volumes, corpus.manifest.volumes, strict=True):
         bin_sha256, _ = corpus.allowed.scan(volume, eod_id=corpus.manifest.eod_id)
         for path, expected, found in (
@@ -251,6 +256,7 @@ def _read_complete(files: CorpusFiles) -> Manifest:
         raise _incomplete(prefix, [files.manifest], of_megatron=not files.partial.exists())
     manifest = read_manifest(files.manifest)
     expected = [path for volume in manifest.volumes for path in files.volume_files(volume.name)]
+    expected += [files.sources] if manifest.sources_sha256 is not None else []
     if missing := [path for path in expected if not path.is_file()]:
         raise _incomplete(prefix, missing)
     return manifest

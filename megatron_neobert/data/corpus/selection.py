@@ -1,4 +1,4 @@
-"""Which documents of a corpus are read: by the inputs that they came from, by length, and by a drop list."""
+"""Which documents of a corpus are read: by the inputs and sources that they came from, by length, by a drop list."""
 
 from bisect import bisect_right
 from fnmatch import fnmatchcase
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.drop_list import DropList
 from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.corpus.sources import map_sources
 from megatron_neobert.errors import DataError
 
 _BLOCK = 256  # documents that share a count of those with a wanted length
@@ -19,15 +20,15 @@ _BLOCKS_AT_ONCE = 4096  # counted together
 
 
 class KeptDocuments:
-    """The documents of a range that some inputs gave, have minimum to maximum tokens and are left by a drop list.
+    """The documents of a range that some inputs and sources gave, of minimum to maximum tokens, left by a drop list.
 
     Numbered from 0. One count per 256 documents leads to the block of the n-th of them, and the lengths of those 256 to
     its place: 31 MB for 10^9 documents for any share that is kept. Counting them reads every length once, 0.1 s for
     10^8 that the page cache holds, and looking up a window of 4,096 takes about 6 ms. A drop list is mapped, a bit per
-    document; inputs are ranges, looked up in the manifest.
+    document, and sources, two bytes each; inputs are ranges, looked up in the manifest.
 
     Raises:
-        MissingInputError, DataError: There is no such drop list or input, or the list is not of this corpus.
+        MissingInputError, DataError: There is no such drop list, input or source, or the list is not of this corpus.
     """
 
     def __init__(
@@ -39,11 +40,19 @@ class KeptDocuments:
         maximum: int | None,
         drop: str | None = None,
         inputs: str | None = None,
+        sources: str | None = None,
     ) -> None:
         self.corpus, self.documents, self.minimum, self.maximum = corpus, documents, minimum, maximum
-        self._drop, self._inputs = drop, inputs
+        self._drop, self._inputs, self._sources = drop, inputs, sources
         self.drop_list = None if drop is None else DropList(Path(drop), corpus.manifest, corpus.prefix)
         self.ranges = [documents] if inputs is None else documents_of_inputs(corpus, inputs, documents)
+        self.source_names = list[str]()
+        if sources is not None:
+            self.source_names = names_of_sources(corpus, sources)
+            self._source_of = map_sources(corpus.files.sources, corpus.manifest)
+            self._is_wanted = np.zeros(1 << 16, dtype=np.bool_)  # by number
+            for number, name in enumerate(corpus.manifest.sources):
+                self._is_wanted[number] = name in self.source_names
         # Each with the document that its first entry belongs to.
         self._tables = [table for own in self.ranges for table in _tables_of_lengths(corpus, own)]
         counts = [self._count(first, lengths_bw) for first, lengths_bw in self._tables]
@@ -55,7 +64,9 @@ class KeptDocuments:
 
     def __reduce__(self) -> tuple[Any, ...]:
         anew = partial(KeptDocuments, self.corpus, self.documents, minimum=self.minimum, maximum=self.maximum)
-        return partial(anew, drop=self._drop, inputs=self._inputs), ()  # another process counts for itself
+        return partial(
+            anew, drop=self._drop, inputs=self._inputs, sources=self._sources
+        ), ()  # another process counts for itself
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the corpus of the kept documents `indices`, each in [0, len(self))."""
@@ -80,6 +91,8 @@ class KeptDocuments:
             kept &= lengths_bw <= self.maximum
         if self.drop_list is not None:
             kept &= ~self.drop_list.drops(begins, lengths_bw.shape[1])
+        if self.source_names:
+            kept &= self._is_wanted[self._source_of[begins[:, None] + np.arange(lengths_bw.shape[1])]]
         return kept
 
     def _count(self, first_document: int, lengths_bw: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -137,3 +150,24 @@ def documents_of_inputs(corpus: Corpus, names: str, documents: range) -> list[ra
             f"{examples} and so on (neobert inspect data --inputs); * stands for any characters, ? for one"
         )
     return ranges
+
+
+def names_of_sources(corpus: Corpus, names: str) -> list[str]:
+    """The sources that `names` fits.
+
+    Raises:
+        DataError: It fits none of them, or the corpus does not say which document is of which.
+    """
+    manifest = corpus.manifest
+    if manifest.sources_sha256 is None:
+        raise DataError(
+            f"{corpus.prefix} does not have the sources of its documents, so :sources={names} finds none; preprocess "
+            "it again with --source-key, or leave that out"
+        )
+    if not (fitting := [name for name in manifest.sources if fnmatchcase(name, names)]):
+        raise DataError(
+            f"{corpus.prefix}: none of its {len(manifest.sources):,} sources is called {names}; they are "
+            f"{', '.join(list(manifest.sources)[:3])} and so on (neobert inspect data --sources); * stands for any "
+            "characters, ? for one"
+        )
+    return fitting

@@ -43,6 +43,7 @@ from megatron_neobert.data.corpus.joining import (
     lay_out,
     write_volume_of,
 )
+from megatron_neobert.data.corpus.sources import write_sources
 from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file, replacing, sync_to_disk
@@ -126,7 +127,7 @@ def _begin(work: Path, parts: Sequence[PartFiles], output: OutputSettings, draft
     file = work / "key"
     if file.exists() and file.read_text() == key:
         for other in work.iterdir():
-            if other.suffix not in (".bin", ".idx", ".done") and other.name not in ("key", "fates"):
+            if other.suffix not in (".bin", ".idx", ".sources", ".done") and other.name not in ("key", "fates"):
                 other.unlink()  # it was being written
         return
     if work.exists():
@@ -150,6 +151,7 @@ class _Joined:
         self.training, self.validation = _Corpus(), _Corpus()
         self._output, self._draft, self._work = output, draft, work
         self._duplicates = 0
+        self._source_names: list[str] = []  # of all parts
 
     def tasks(self, parts: Sequence[PartFiles]) -> list[VolumeTask]:
         """What is to be written, the volume that may take longest first."""
@@ -167,9 +169,12 @@ class _Joined:
                     )
             self._duplicates = sum(int((some == DUPLICATED).sum()) for some in read_chunks(fates, "u1"))
 
+        self._source_names = sorted({name for part in parts if part.sources for name in part.sources[1]})
+
         def task(name: str, pieces: list[Piece], fate: int) -> VolumeTask:
             unknown_id = draft.special_tokens["unk"]
-            return VolumeTask(name, pieces, fate, fates, self._work.absolute(), draft.dtype, unknown_id)
+            folder, names = self._work.absolute(), self._source_names
+            return VolumeTask(name, pieces, fate, fates, folder, draft.dtype, unknown_id, names)
 
         volumes = lay_out(parts, output, item_bytes=np.dtype(draft.dtype).itemsize, fates=fates)
         tasks = [task(str(number), pieces, KEPT) for number, pieces in enumerate(volumes)]
@@ -202,18 +207,21 @@ class _Joined:
             part_of="training" if fraction else "all",
             held_out=held_out.lengths.documents,
             dropped=self._draft.dropped | ({DUPLICATE: self._duplicates} if self._duplicates else {}),
-            **self._facts(self.training, files),
+            **self._facts(self.training, files, self._work / "training.sources"),
         )
         if not fraction:
             return WrittenCorpus(manifest, None)
-        facts = self._facts(self.validation, validation_files(files))
+        facts = self._facts(self.validation, validation_files(files), self._work / "validation.sources")
         return WrittenCorpus(
             manifest, replace(manifest, part_of="validation", held_out=kept.lengths.documents, **facts)
         )
 
-    def _facts(self, corpus: _Corpus, files: CorpusFiles) -> dict[str, Any]:
-        """What a manifest says of the documents that are in its corpus."""
-        total = corpus.total
+    def _facts(self, corpus: _Corpus, files: CorpusFiles, sources_file: Path) -> dict[str, Any]:
+        """What a manifest says of the documents that are in its corpus; their sources, if counted, are written too."""
+        total, sources_sha256 = corpus.total, None
+        if self._source_names:
+            of_volumes = [self._work / f"{volume.name}.sources" for volume in corpus.volumes]
+            sources_sha256 = write_sources(sources_file, of_volumes, self._source_names, sorted(total.sources))
         return {
             "inputs": _counted(self._draft.inputs, total.inputs),
             "documents": total.lengths.documents,
@@ -221,6 +229,7 @@ class _Joined:
             "unknown_tokens": total.unknown_tokens,
             "statistics": total.lengths.statistics(),
             "sources": {name: SourceRecord(**counts) for name, counts in sorted(total.sources.items())},
+            "sources_sha256": sources_sha256,
             "volumes": _name(corpus.volumes, files),
         }
 
@@ -284,7 +293,7 @@ def _old_volumes(files: CorpusFiles) -> list[Path]:
     except (DataError, OSError):
         numbered = (volume_name(files.name, number, volumes=2) for number in count())
         names = list(takewhile(lambda name: any(file.exists() for file in files.volume_files(name)), numbered))
-    return [file for name in (*reversed(names), files.name) for file in files.volume_files(name)]
+    return [files.sources, *(file for name in (*reversed(names), files.name) for file in files.volume_files(name))]
 
 
 def _move(written: Path, volumes: Sequence[Volume], manifest: Manifest, files: CorpusFiles) -> None:
@@ -292,6 +301,8 @@ def _move(written: Path, volumes: Sequence[Volume], manifest: Manifest, files: C
     for volume, named in zip(volumes, manifest.volumes, strict=True):
         for end, target in zip(("bin", "idx"), files.volume_files(named.name), strict=True):
             written.with_name(f"{volume.name}.{end}").replace(target)
+    if manifest.sources_sha256 is not None:
+        written.with_suffix(".sources").replace(files.sources)
     sync_to_disk(files.manifest.parent)
     written.replace(files.manifest)
     sync_to_disk(files.manifest.parent)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest, token_dtype
+from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters, find_filters
 from megatron_neobert.data.preprocessing.job import JobFolder, KnownParts, PartTask, TaskSettings
@@ -238,6 +239,8 @@ def is_complete(plan: Plan) -> bool:
         for volume in manifest.volumes
         for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
     ]
+    if manifest.source_key is not None:
+        volumes.append((files.sources, SOURCE_DTYPE.itemsize * manifest.documents))
     largest = max(volume.bin.bytes for volume in manifest.volumes)
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)

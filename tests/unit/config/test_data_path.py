@@ -54,7 +54,10 @@ def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
         (["a:min=1k"], "':min=1k' is not a limit"),
         (["a:min=-1"], "':min=-1' is not a limit"),
         (["a:mim=5"], "':mim=5' is not a limit"),
-        (["a:min=1:min=2"], "is not a limit; each of :min=N, :max=N, :drop=FILE and :inputs=NAMES may follow"),
+        (
+            ["a:min=1:min=2"],
+            "is not a limit; each of :min=N, :max=N, :drop=FILE, :inputs=NAMES and :sources=NAMES may follow",
+        ),
         (["a:drop="], "':drop=' is not a limit"),
         (["a:drop=x/y:drop=z"], "':drop=x/y' is not a limit"),
         (["a:drop=x:y"], "a:drop=x:y: what follows :drop= must have no ':'"),
@@ -75,5 +78,12 @@ def test_all_problems_of_all_entries_arrive_together():
 
 
 def test_a_component_is_written_as_it_was_read():
-    for text in ("a", "a:min=5", "a:max=9", "a:min=5:max=9", "a:min=5:max=9:drop=x/y", "a:drop=x/y:inputs=w/*.gz"):
+    for text in (
+        "a",
+        "a:min=5",
+        "a:max=9",
+        "a:min=5:max=9",
+        "a:min=5:max=9:drop=x/y",
+        "a:drop=x/y:inputs=w/*.gz:sources=b*",
+    ):
         assert str(parse_data_path([text])[0]) == text

@@ -139,13 +139,17 @@ def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_fr
     assert len({blend, *others}) == 8
 
 
+SOURCES = ("news/a", "news/b", "law")
+
+
 @pytest.fixture
 def three_inputs(tmp_path):
-    """A corpus of three shards and several volumes, and where each shard's documents lie."""
+    """A corpus of three shards and several volumes, and where each shard's documents lie; their sources take turns."""
     place = Place(tmp_path)
     for shard in ("a-web", "b-wiki", "c-web"):
-        place.add_texts(f"{shard}.jsonl", *(f"{shard} {'hello ' * count}" for count in range(1, 301)))
-    place.run(deduplicate="exact", shard_size=10_000)
+        records = ({"content": f"{shard} {'hello ' * n}", "of": SOURCES[n % 3]} for n in range(1, 301))
+        place.add_lines(f"{shard}.jsonl", *map(json.dumps, records))
+    place.run(deduplicate="exact", shard_size=10_000, source_key="of")
     places, first = {}, 0
     for name, record in place.corpus().manifest.inputs.items():
         places[Path(name).stem] = range(first, first + record.documents)
@@ -165,6 +169,40 @@ def test_a_component_may_take_some_inputs_alone(three_inputs, names, shards, ran
     assert numbers(source) == [n for shard in shards for n in places[shard] if lengths[n] >= 50]
     assert len(source.documents.ranges) == ranges  # neighbours are one
     assert numbers(pickle.loads(pickle.dumps(source))) == numbers(source)
+
+
+@pytest.mark.parametrize(("names", "sources"), [("law", ["law"]), ("news/*", SOURCES[:2]), ("*", SOURCES)])
+def test_a_component_may_take_some_sources_alone(three_inputs, names, sources):
+    place, places = three_inputs
+    corpus = place.corpus()
+    data_path = f"{prefix(place)}:max=200:inputs=*web*:sources={names}"
+    (source,) = open_inputs(settings(place, data_path, split="1")).training
+    lengths = corpus.lengths[np.arange(len(corpus))]
+    words = [load_tokenizer(place.vocab).decode(corpus.document(n)).split().count("hello") for n in range(len(corpus))]
+    web = [*places["a-web"], *places["c-web"]]
+    expected = [n for n in web if lengths[n] <= 200 and SOURCES[words[n] % 3] in sources]
+    assert numbers(source) == expected and len(expected) > 100
+    assert numbers(pickle.loads(pickle.dumps(source))) == expected
+
+
+def test_sources_that_are_not_there_or_were_not_stored_are_refused(three_inputs):
+    place, _ = three_inputs
+    with pytest.raises(
+        DataError, match=r"none of its 3 sources is called books; they are law, news/a, news/b and so on"
+    ):
+        open_inputs(settings(place, f"{prefix(place)}:sources=books"))
+    place.run("plain")
+    with pytest.raises(DataError, match=r"plain.* does not have the sources of its documents, so :sources=law finds"):
+        open_inputs(settings(place, f"{prefix(place, 'plain')}:sources=law"))
+
+
+def test_sources_are_part_of_the_identity_by_the_documents_that_they_are(three_inputs):
+    place, _ = three_inputs
+    ends = ("", ":sources=news/?", ":sources=n*", ":sources=law")
+    whole, news, also_news, law = (
+        open_inputs(settings(place, prefix(place) + end, split="1")).identity for end in ends
+    )
+    assert news == also_news and len({whole, news, law}) == 3
 
 
 def test_the_split_cuts_the_corpus_before_inputs_are_chosen(three_inputs):

@@ -1,5 +1,7 @@
 """Parts of made-up documents, and the corpora that are made of them."""
 
+from dataclasses import replace
+
 import numpy as np
 from unit.data.small_corpus import (
     FIRST_ORDINARY,
@@ -12,8 +14,10 @@ from unit.data.small_corpus import (
 
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import write_corpus, write_one_after_the_other
 from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 TOKENIZER = numbered_tokenizer(100)
 UNKNOWN = 1
@@ -33,7 +37,8 @@ class Place:
                 documents = [self._document(text, ids_seed) for text in texts]
                 rejects = f'{{"part": {len(self.parts)}}}\n' if count % 2 else ""
                 number, facts = len(self.parts), {"shard": f"shard {shard}", "texts": texts, "rejects": rejects}
-                self.parts.append(write_part(self.files.partial, number, documents, TOKENIZER, **facts))
+                part = write_part(self.files.partial, number, documents, TOKENIZER, **facts)
+                self.parts.append(with_sources(part, texts))
                 self.texts += texts
                 self.documents += documents
 
@@ -52,6 +57,7 @@ class Place:
             self.parts,
             TOKENIZER,
             inputs=inputs or {},
+            source_key="length of the text",
             records=sum(part.documents for part in self.parts) + 3,
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
@@ -63,6 +69,14 @@ class Place:
         return {
             file.name: file.read_bytes() for file in self.folder.iterdir() if file.is_file() and file.name[0] == "P"
         }
+
+
+def with_sources(part, texts):
+    """The part with the length of each text as its document's source, numbered as they come."""
+    names = list(dict.fromkeys(str(len(text)) for text in texts))
+    file = part.ids.with_suffix(".sources")
+    np.array([names.index(str(len(text))) for text in texts], dtype=SOURCE_DTYPE).tofile(file)
+    return replace(part, sources=(file, names), sha256=part.sha256 | {"sources": sha256_of(file)})
 
 
 def documents_of(prefix):

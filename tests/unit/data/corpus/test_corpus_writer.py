@@ -7,7 +7,15 @@ import sys
 from dataclasses import replace
 
 import pytest
-from unit.data.corpus.corpus_parts import TOKENIZER, UNKNOWN, Place, documents_if_it_opens, documents_of, selected
+from unit.data.corpus.corpus_parts import (
+    TOKENIZER,
+    UNKNOWN,
+    Place,
+    documents_if_it_opens,
+    documents_of,
+    selected,
+    with_sources,
+)
 from unit.data.small_corpus import made_up_draft, output_settings, write_part
 
 from megatron_neobert.data.corpus import joining
@@ -60,11 +68,12 @@ def test_bytes_do_not_depend_on_the_parts_that_the_documents_came_in(tmp_path, o
     cut = Place(tmp_path / "cut")
     whole = Place(tmp_path / "whole", shards=())
     rejects = "".join(part.rejects.read_text() for part in cut.parts)
-    whole.parts = [write_part(whole.files.partial, 0, cut.documents, TOKENIZER, texts=cut.texts, rejects=rejects)]
+    part = write_part(whole.files.partial, 0, cut.documents, TOKENIZER, texts=cut.texts, rejects=rejects)
+    whole.parts = [with_sources(part, cut.texts)]
     cut.write(**options)
     whole.write(**options)
     assert cut.corpus_bytes() == whole.corpus_bytes()
-    assert len(cut.corpus_bytes()) == (7 if options else 4)
+    assert len(cut.corpus_bytes()) == (9 if options else 5)
 
 
 def test_kept_shards_are_a_volume_each_and_those_without_documents_none(place):
@@ -131,7 +140,7 @@ def test_only_volumes_that_the_old_manifest_lists_are_removed(place):
         lost.with_suffix(end).unlink()
     other.write_text("keep")
     place.write()
-    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl", other.name]
+    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl", "P.sources", other.name]
     assert other.read_text() == "keep"
 
 
@@ -152,7 +161,7 @@ def test_old_manifest_that_cannot_be_read_is_replaced_with_the_volumes_beside_it
         place.files.manifest.symlink_to(tmp_path / "nowhere")
     refuse_existing(place.files, overwrite=True)
     place.write()
-    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl"]
+    assert sorted(place.corpus_bytes()) == ["P.bin", "P.idx", "P.json", "P.rejects.jsonl", "P.sources"]
     assert documents_of(tmp_path / "P") == place.documents
 
 
@@ -185,11 +194,11 @@ def test_all_of_the_new_corpus_is_on_disk_before_anything_of_the_old_is_removed(
     monkeypatch.setattr(os, "unlink", note_removal)
     place.write(**options)
     new = {name: (place.folder / name).stat().st_ino for name in place.corpus_bytes()}
-    assert len(new) == (11 if options else 4)
+    assert len(new) == (13 if options else 5)
     assert {name for name, inode in new.items() if inode not in before_removal[0]} == set()
 
 
-@pytest.mark.parametrize("name", ["P.bin", "P.idx", "P.json", "P_00017.bin", "P_validation.json", "P_validation.idx"])
+@pytest.mark.parametrize("name", ["P.bin", "P.idx", "P.json", "P.sources", "P_00017.bin", "P_validation.json"])
 def test_each_piece_of_a_corpus_is_replaced_only_when_asked(tmp_path, name):
     files = corpus_files(tmp_path / "P")
     refuse_existing(files, overwrite=False)  # control

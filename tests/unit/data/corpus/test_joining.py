@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from unit.data.corpus.corpus_parts import TOKENIZER, Place, documents_of, selected
+from unit.data.corpus.corpus_parts import TOKENIZER, Place, documents_of, selected, with_sources
 from unit.data.small_corpus import output_settings, write_part
 
 from megatron_neobert.data.corpus import joining
@@ -95,7 +95,9 @@ def test_finished_volumes_are_kept_after_an_interrupt_and_the_others_are_written
     assert not work.exists()
 
 
-@pytest.mark.parametrize("name", ["0.bin", "0.idx", "0.done", "held_out.bin", "held_out.done"])
+@pytest.mark.parametrize(
+    "name", ["0.bin", "0.idx", "0.sources", "0.done", "held_out.bin", "held_out.sources", "held_out.done"]
+)
 @pytest.mark.parametrize("spoil", ["changed", "cut", "gone"])
 def test_finished_volume_that_is_spoilt_is_written_again(stopped, name, spoil):
     place, whole = stopped
@@ -137,7 +139,7 @@ def test_finished_volumes_of_other_parts_are_not_kept(tmp_path, stopped, change)
         texts = ["another", *texts[1:]]
     for one in (place, fresh):
         facts = {"shard": "shard 0", "texts": texts, "rejects": one.parts[0].rejects.read_text()}
-        one.parts[0] = write_part(one.files.partial, 0, documents, TOKENIZER, **facts)
+        one.parts[0] = with_sources(write_part(one.files.partial, 0, documents, TOKENIZER, **facts), texts)
         one.write(shard_bytes=20, **SPLIT)
     assert place.corpus_bytes() == fresh.corpus_bytes() != stopped[1].corpus_bytes()
 
@@ -158,7 +160,7 @@ def test_memory_does_not_grow_with_the_volume(tmp_path, monkeypatch):
         settings = output_settings(None)
         tracemalloc.start()
         (pieces,) = lay_out(files, settings, item_bytes=2, fates=folder / "fates")
-        task = VolumeTask("0", pieces, 0, folder / "fates", folder, "uint16", 1)
+        task = VolumeTask("0", pieces, 0, folder / "fates", folder, "uint16", 1, [])
         assert write_volume_of(task, lambda _: None).volume.documents == 2000 * parts
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()

@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from unit.data.corpus.corpus_parts import Place
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
@@ -17,6 +18,7 @@ from megatron_neobert.data.batches.stream import BatchStream, Source
 from megatron_neobert.data.corpus import object_storage, volumes
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
 
 pytest.importorskip("aiohttp")
@@ -117,6 +119,17 @@ def test_resumed_run_reads_only_what_it_has_still_to_train_on(server, storage, o
             end = begin + 2 * int(local.lengths[np.array([number])][0])
             needed |= {(volume.bin.name, block * BLOCK) for block in range(begin // BLOCK, -(-end // BLOCK))}
     assert set(fetched(server, ".bin")) <= needed
+
+
+def test_sources_of_remote_documents_are_those_of_the_local_corpus(tmp_path, storage):
+    place = Place(tmp_path / "bucket")
+    place.write(shard_bytes=20)
+    with ObjectServer(tmp_path / "bucket").running() as running:
+        remote, local = Corpus(f"{running.url}/P", storage), Corpus(tmp_path / "bucket" / "P")
+        check_content(remote)
+        some = [KeptDocuments(one, range(20), minimum=1, maximum=None, sources="*6") for one in (remote, local)]
+    assert 0 < len(some[0]) < 20
+    assert some[0].numbers(np.arange(len(some[0]))).tolist() == some[1].numbers(np.arange(len(some[1]))).tolist()
 
 
 def test_steps_of_remote_documents_are_announced_four_before_they_are_built():

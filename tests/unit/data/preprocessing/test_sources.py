@@ -1,6 +1,7 @@
 """Documents and tokens by the value of a field (--source-key), against a recount of the shards in plain Python."""
 
 import gzip
+import hashlib
 import json
 from collections import Counter
 
@@ -13,7 +14,9 @@ from unit.tools.commands import call
 
 from megatron_neobert.data.corpus import sources
 from megatron_neobert.data.corpus.format import SourceRecord
-from megatron_neobert.errors import DataError
+from megatron_neobert.data.corpus.reader import check_content
+from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+from megatron_neobert.errors import DataError, OutputError
 
 RECORDS = 60
 VALUES = ["wiki", "web", "b\u00fccher", None, 7]
@@ -47,9 +50,9 @@ def shortened(record):
     return "has xyz first" if record.text.startswith("xyz") else record._replace(text=record.text.split("zy")[0])
 
 
-def recounted(records, *, least=0, filtered=False, deduplicate=False):
-    """Documents and tokens by source: a text is its words, and "xyz" two of them."""
-    counts, seen = {}, set()
+def kept(records, *, least=0, filtered=False, deduplicate=False):
+    """Source and tokens of each document: a text is its words, and "xyz" two of them."""
+    seen = set()
     for text, value in records:
         if filtered:
             text = "" if text.startswith("xyz") else text.split("zy")[0]
@@ -57,8 +60,21 @@ def recounted(records, *, least=0, filtered=False, deduplicate=False):
         if not text.strip() or tokens < least or (deduplicate and text in seen):
             continue
         seen.add(text)
-        counts.setdefault("(none)" if value is None else str(value), Counter()).update(documents=1, tokens=tokens)
+        yield "(none)" if value is None else str(value), tokens
+
+
+def recounted(records, **rule):
+    """Documents and tokens by source."""
+    counts = {}
+    for name, tokens in kept(records, **rule):
+        counts.setdefault(name, Counter()).update(documents=1, tokens=tokens)
     return {name: SourceRecord(**counts[name]) for name in sorted(counts)}
+
+
+def sources_of(corpus):
+    """The source of each document."""
+    names = list(corpus.manifest.sources)
+    return [names[number] for number in sources.map_sources(corpus.files.sources, corpus.manifest)]
 
 
 CASES = {
@@ -78,7 +94,9 @@ def test_sources_have_the_documents_and_tokens_of_a_recount(place, monkeypatch, 
     cut_small(monkeypatch, part_bytes)
     place.run(source_key="meta.from", **changes)
     manifest = place.corpus().manifest
+    check_content(place.corpus())
     assert manifest.sources == recounted(place.records, **rule)
+    assert sources_of(place.corpus()) == [name for name, _ in kept(place.records, **rule)]
     assert len(manifest.sources) == 5 and list(manifest.sources) == sorted(manifest.sources)
     assert (rule == {}) == (manifest.sources == recounted(place.records))  # or the rule would show nothing
 
@@ -93,6 +111,12 @@ def test_sources_of_both_corpora_of_a_split_add_up_to_those_without_it(place):
     for name, whole in place.corpus("whole").manifest.sources.items():
         both = training.get(name, SourceRecord(0, 0)), held_out.get(name, SourceRecord(0, 0))
         assert whole == SourceRecord(sum(each.documents for each in both), sum(each.tokens for each in both))
+    for corpus in (place.corpus(), place.corpus(end="_validation")):
+        check_content(corpus)
+        tokens = Counter()
+        for name, length in zip(sources_of(corpus), corpus.lengths[np.arange(len(corpus))].tolist(), strict=True):
+            tokens[name] += length
+        assert tokens == {name: record.tokens for name, record in corpus.manifest.sources.items()}
 
 
 def test_volumes_are_those_without_sources_and_a_manifest_without_them_does_not_mention_any(place):
@@ -104,6 +128,8 @@ def test_volumes_are_those_without_sources_and_a_manifest_without_them_does_not_
     manifests = [json.loads(contents["content_document.json"]) for contents in (with_them, without)]
     assert "source" not in without["content_document.json"].decode()
     assert manifests[0].pop("source_key") == "meta.from" and manifests[0].pop("sources")
+    assert manifests[0].pop("sources_sha256") == hashlib.sha256(with_them["content_document.sources"]).hexdigest()
+    assert "content_document.sources" not in without
     assert manifests[0] == manifests[1]
 
 
@@ -125,8 +151,42 @@ def test_an_array_of_tasks_and_a_merge_give_the_same_sources(place):
     place.run("whole", source_key="meta.from")
     for task in range(3):
         place.run(source_key="meta.from", shard_index=task, num_shards=3)
-    place.run(source_key="meta.from", merge=True)
+    place.run(source_key="meta.from", merge=True, workers=3)
     assert place.contents() == place.contents("whole")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "content_document.sources missing beside the rest"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-2]),
+            r"sources, byte \d+: expected \d+ bytes for \d+ documents",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[::-1]),
+            "sources: expected sha256 .* as in the manifest, found",
+        ),
+    ],
+    ids=["missing", "cut", "changed"],
+)
+def test_damaged_file_of_sources_is_found_by_the_check_and_a_missing_one_is_not_complete(place, damage, message):
+    place.run(source_key="meta.from")
+    assert is_complete(plan_preprocessing(place.settings(source_key="meta.from", resume=True)))
+    damage(place.corpus().files.sources)
+    with pytest.raises(DataError, match=message):
+        check_content(place.corpus())
+    if "sha256" not in message:
+        assert not is_complete(plan_preprocessing(place.settings(source_key="meta.from", resume=True)))
+
+
+def test_corpus_that_replaces_one_with_sources_leaves_none_of_them(place):
+    place.run("fresh")
+    place.run(source_key="meta.from")
+    with pytest.raises(OutputError, match=r"content_document\.sources"):
+        place.run()
+    place.run(overwrite=True)
+    assert place.contents() == place.contents("fresh")
 
 
 @pytest.mark.parametrize("where", ["in one part", "in all together"])
