@@ -164,8 +164,7 @@ class DataConfig:
     data_path: tuple[str, ...] = setting(
         (),
         "corpus prefix as written by neobert preprocess; or several, each after its share of the documents; "
-        "PREFIX:min=N:max=M:inputs=NAMES:sources=NAMES takes those of N to M tokens of some inputs and sources, "
-        "PREFIX:drop=FILE drops a list's",
+        "PREFIX:min=N:max=M:inputs=NAMES:sources=NAMES:drop=FILE reads less of it, by tokens, names and a drop list",
     )
     valid_data_path: tuple[str, ...] | None = setting(
         None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"

@@ -84,11 +84,8 @@ class ObjectStorage:
             return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
 
         if manifest.sources_sha256 is not None:
-            _copy(
-                f"{above}/{files.sources.name}",
-                files.sources,
-                FileRecord(2 * manifest.documents, manifest.sources_sha256),
-            )
+            record = FileRecord(2 * manifest.documents, manifest.sources_sha256)
+            _copy(f"{above}/{files.sources.name}", files.sources, record)
         with ThreadPoolExecutor(_THREADS) as threads:
             volumes = list(threads.map(open_volume, manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share it, and what waits for it.
