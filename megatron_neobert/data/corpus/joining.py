@@ -80,9 +80,7 @@ class VolumeTask:
     folder: Path
     dtype: str
     unknown_id: int
-    source_names: list[
-        str
-    ]  # what the numbers stand for that it writes to `folder / name`.sources; empty: it writes none
+    source_names: list[str]  # what the numbers in `folder / name`.sources stand for; empty: it writes no such file
 
     def __str__(self) -> str:
         return f"volume {self.name} of {self.folder}"

@@ -64,9 +64,8 @@ class KeptDocuments:
 
     def __reduce__(self) -> tuple[Any, ...]:
         anew = partial(KeptDocuments, self.corpus, self.documents, minimum=self.minimum, maximum=self.maximum)
-        return partial(
-            anew, drop=self._drop, inputs=self._inputs, sources=self._sources
-        ), ()  # another process counts for itself
+        # Another process counts for itself.
+        return partial(anew, drop=self._drop, inputs=self._inputs, sources=self._sources), ()
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers in the corpus of the kept documents `indices`, each in [0, len(self))."""
