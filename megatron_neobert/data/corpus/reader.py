@@ -226,10 +226,13 @@ def check_content(corpus: Corpus) -> None:
     Raises:
         DataError: With the file, and for an id its byte, document and position.
     """
+    from tqdm import tqdm
+
     check_indexes(corpus)
     if corpus.manifest.sources_sha256 is not None:
         check_sources_file(corpus.files.sources, corpus.manifest)
-    for volume, recorded in zip(corpus.volumes, corpus.manifest.volumes, strict=True):
+    volumes = list(zip(corpus.volumes, corpus.manifest.volumes, strict=True))
+    for volume, recorded in tqdm(volumes, "volumes", unit="volume", leave=False, disable=None):  # on a terminal
         bin_sha256, _ = corpus.allowed.scan(volume, eod_id=corpus.manifest.eod_id)
         for path, expected, found in (
             (volume.bin, recorded.bin.sha256, bin_sha256),
