@@ -211,7 +211,7 @@ def test_input_that_is_not_there_is_found_before_torch_is_imported(tmp_path, wor
         ("tools/preprocess_data.py", "numpy"),
         ("tools/inspect_data.py corpus", "numpy"),
         (f"tools/train_tokenizer.py --input {__file__} --output out", "orjson"),
-        ("tools/replay_batch.py", "yaml"),
+        ("tools/replay_batch.py --load . --iteration 1", "yaml"),
         ("tools/check_parity.py", "torch"),
     ],
 )
