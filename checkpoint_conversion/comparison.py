@@ -1,6 +1,7 @@
 """Two models side by side: logits on fixed prompts, settings, and weights bit for bit.
 
-`convert.py` uses it to refuse a wrong export, `verify.py` to compare two folders, `neobert check parity` to measure.
+`neobert convert` uses it to refuse a wrong export, `neobert verify` to compare two folders, `neobert check parity` to
+measure.
 Logits show the function, so a wrong permutation cannot hide behind names and shapes that fit. They do not show all of
 it: prompts read a few hundred rows of the embedding, and an epsilon of 1e-6 for 1e-5 stays below any tolerance.
 Therefore settings and weights are compared as well.

@@ -3,7 +3,7 @@
 `eurobert` is transformers' own class that computes the same function, `neobert` the published names with a modelling
 file that the folder carries, `llama` the encoder alone for software that knows no other name. Every convention that
 the function depends on (rotary base and style, epsilon, widths) is written out; nothing is left to a default. Nothing
-is compared here; convert.py does that before the folder gets its name.
+is compared here; neobert convert does that before the folder gets its name.
 
 Source: transformers >= 5.3 models/eurobert and models/llama; the published config.json of chandar-lab/NeoBERT.
 """

@@ -106,7 +106,7 @@ def write_model_card(
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise ConversionError(
-            f"{folder}: config.json, {REPORT} or the front matter of {CARD} holds what convert.py does not write there "
+            f"{folder}: config.json, {REPORT} or the front matter of {CARD} holds what a conversion does not write "
             f"({short_reason(error)}); convert the model again."
         ) from error
     replace_file(folder / CARD, str(card))
@@ -175,7 +175,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     if layout not in LAYOUTS or (layout == "llama" and config.get("is_causal") is not False):
         raise ConversionError(
             f"{folder / 'config.json'}: model_type is {layout!r:.80}; a card is written for {', '.join(LAYOUTS)} "
-            "(with is_causal false), as convert.py writes them."
+            "(with is_causal false), as neobert convert writes them."
         )
     if layout == "neobert" and not (folder / MODELING_FILE).is_file():
         raise ConversionError(f"{folder} has no {MODELING_FILE}, of which its card would speak; convert it first.")

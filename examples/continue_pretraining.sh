@@ -3,12 +3,12 @@
 #
 #   bash examples/continue_pretraining.sh MODEL_DIR CORPUS RUN [flags]
 #
-#   python tools/preprocess_data.py --input 'mine/*.parquet' --output-prefix corpus/mine --tokenizer-model NeoBERT
+#   neobert preprocess --input 'mine/*.parquet' --output-prefix corpus/mine --tokenizer-model NeoBERT
 #   bash examples/continue_pretraining.sh NeoBERT corpus/mine_content_document runs/continued
 #
-# MODEL_DIR holds config.json, model.safetensors and the tokenizer's files, as published or as convert.py writes them;
+# MODEL_DIR holds config.json, model.safetensors and the tokenizer's files, as published or as neobert convert writes them;
 # nothing in it is executed. Its weights become a checkpoint beside RUN once, RUN.start. The recipe is
-# examples/configs/neobert_continued.yaml, for the 28 x 768 model; flags replace its settings, and convert.py prints which
+# examples/configs/neobert_continued.yaml, for the 28 x 768 model; flags replace its settings, and neobert convert prints which
 # ones a model of another size needs. The same command resumes after a stop.
 set -euo pipefail
 

@@ -10,7 +10,7 @@
 # (the cores of this machine) and LOWERCASE=0 (keep capitals and accents) concern the steps before. Finished steps are
 # skipped when the same command is started again, and training resumes. Afterwards:
 #
-#   python checkpoint_conversion/convert.py megatron-to-hf --load finnish_run/run --output finnish_run/model
+#   neobert convert megatron-to-hf --load finnish_run/run --output finnish_run/model
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

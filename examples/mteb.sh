@@ -2,12 +2,12 @@
 # MTEB(eng, v1), the 56 tasks of the paper's Table 4, for one or more models.
 #
 # On a machine with a network, once:
-#     python tools/fetch_mteb.py --output mteb_data
+#     neobert fetch mteb --output mteb_data
 # Then, where the GPU is:
 #     bash examples/mteb.sh mteb_data results MODEL_DIR [MODEL_DIR...]
 #
 # A model that has learnt no embeddings gets low numbers; the paper fine-tunes all of them first
-# (tools/finetune_contrastive.py). The same command resumes after a kill, task by task.
+# (neobert finetune). The same command resumes after a kill, task by task.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

@@ -104,10 +104,11 @@ def _unknown(words: Sequence[str]) -> str:
     return f"neobert {words[0]}: no such command{suggestion(words[0], _words_after([]))}"
 
 
-def _words_after(words: Sequence[str]) -> list[str]:
-    """The words with which a name goes on that begins so."""
+def _words_after(typed: Sequence[str]) -> list[str]:
+    """The next words of the names that begin with those typed."""
+    length = len(typed)
     names = [name.split() for name in PLACES]
-    return list(dict.fromkeys(name[len(words)] for name in names if name[: len(words)] == list(words) != name))
+    return list(dict.fromkeys(name[length] for name in names if len(name) > length and name[:length] == list(typed)))
 
 
 def _complete() -> None:

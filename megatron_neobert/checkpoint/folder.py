@@ -256,7 +256,7 @@ def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
     if ".metadata" in files:
         raise CheckpointError(
             f"{manifest.parent} is in megatron.core's format, which holds pickles and is no longer read; export it "
-            "with the version that wrote it (convert.py megatron-to-hf), and import that here (hf-to-megatron)."
+            "with the version that wrote it, and import that here (neobert convert hf-to-megatron)."
         )
     missing = [name for name in _NEEDED if name not in files]
     if missing:

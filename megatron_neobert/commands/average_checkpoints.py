@@ -3,7 +3,7 @@
     neobert average --load SAVE --last 5 --output DIR
 
 writes the mean of the newest five; --iteration N takes those up to N. What is written holds weights alone, in fp32, as
-a conversion from Hugging Face writes them: for training's --continue-from, or convert.py's --load.
+a conversion from Hugging Face writes them: for training's --continue-from, or neobert convert's --load.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
     with build_folder(arguments.output) as temporary:
         write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer, declared=mean.declared)
     iterations = ", ".join(map(str, mean.averaged))
-    print(f"wrote {arguments.output}: the mean of iterations {iterations}; give it to --continue-from or convert.py")
+    print(f"wrote {arguments.output}: the mean of iterations {iterations}, for --continue-from or neobert convert")
 
 
 def parse_arguments() -> argparse.Namespace:

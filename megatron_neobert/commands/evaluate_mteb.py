@@ -70,7 +70,7 @@ def _parse() -> argparse.Namespace:
         required=True,
         type=Path,
         metavar="DIR",
-        help="what fetch_mteb.py wrote, and folders of local tasks",
+        help="what neobert fetch mteb wrote, and folders of local tasks",
     )
     add("--skip-missing", action="store_true", help="evaluate the tasks whose data is there; the others are named")
     add(

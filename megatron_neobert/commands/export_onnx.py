@@ -92,7 +92,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder that convert.py wrote")
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder that neobert convert wrote")
     add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
     tasks = "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state"
     add("--task", choices=list(TASKS), default="fill-mask", help=f"{tasks} (default: %(default)s)")

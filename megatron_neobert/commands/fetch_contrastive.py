@@ -68,7 +68,7 @@ def _fetch(key: str, source: "DatasetSource", path: Path) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for finetune_contrastive.py")
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for neobert finetune")
     parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="folder to write to")
     parser.add_argument("--datasets", nargs="+", metavar="KEY", help="(default: all but those with default: false)")
     return parser.parse_args()

@@ -63,7 +63,7 @@ class Trackers:
         if self.save is not None:
             refuse_lost_claim(self.save)
             if self.resumes_from is not None:
-                self._append({"iteration": self.resumes_from, "restarted": 1})  # what plot_run.py marks
+                self._append({"iteration": self.resumes_from, "restarted": 1})  # what neobert plot marks
                 self.resumes_from = None
             self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
         if self.tensorboard is not None:
