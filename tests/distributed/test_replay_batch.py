@@ -14,12 +14,12 @@ from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 from unit.tools.commands import run
 
+from megatron_neobert.commands import replay_batch as tool
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.training import step
-from tools import replay_batch as tool
 
 LAST = 5  # its batch is skipped
 LAST_SPECIAL_TOKEN = 4
