@@ -72,12 +72,15 @@ class Interval:
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
-        """Two lines of at most 80 columns, what changes most on the first; the record has more."""
-        norm = f"{self.grad_norm:.3f}" if self.grad_norm < 999.9995 else f"{self.grad_norm:.2e}"
+        """Two lines of at most 80 columns, what changes most on the first, always of the same parts; more is recorded.
+
+        A dash stands for what an interval without an update does not have.
+        """
         progress = [
             f"iteration {self.iteration}/{self.train_iters}",
-            quality_of(self.loss, self.masked_accuracy),
-            f"grad norm {norm}" if math.isfinite(self.grad_norm) else None,
+            f"loss {_in_seven_columns(self.loss, digits=4)}",
+            f"accuracy {'-' if self.masked_accuracy is None else percent(self.masked_accuracy, digits=2)}",
+            f"grad norm {_in_seven_columns(self.grad_norm, digits=3)}",
         ]
         machine = [
             f"  lr {self.lr:.1e}",
@@ -87,14 +90,14 @@ class Interval:
             f"wait {percent(self.data_wait, digits=0)}",
             f"ETA {duration(self.eta_seconds)}",
         ]
-        return "\n".join(" | ".join(part for part in line if part is not None) for line in (progress, machine))
+        return "\n".join(" | ".join(line) for line in (progress, machine))
 
 
-def quality_of(loss: float | None, accuracy: float | None) -> str:
-    """Loss and accuracy, or that there is neither."""
-    if loss is None or accuracy is None:
-        return "every update skipped"
-    return f"loss {loss:.4f} | accuracy {percent(accuracy, digits=2)}"
+def _in_seven_columns(value: float | None, *, digits: int) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    text = f"{value:.{digits}f}"
+    return text if len(text) <= 7 else f"{value:.1e}"
 
 
 @dataclass(frozen=True)
@@ -226,9 +229,11 @@ class Monitor:
         values: dict[str, float] = {}
         for name, own in curves.items():
             averages = Averages.of(own)
-            quality = quality_of(averages.loss, averages.accuracy)
             corpus = f" on {name}" if name else ""
-            self.log(f"{self._place(progress)} | validation{corpus} {quality} | {averages.tokens:,} tokens")
+            self.log(
+                f"{self._place(progress)} | validation{corpus} loss {averages.loss:.4f} | "
+                f"accuracy {percent(averages.accuracy, digits=2)} | {averages.tokens:,} tokens"
+            )
             suffix = f"_{name}" if name else ""
             values |= {f"validation_loss{suffix}": averages.loss, f"validation_accuracy{suffix}": averages.accuracy}
         self._record(progress, values)
