@@ -105,8 +105,9 @@ def _missing_inputs(settings: Settings) -> list[str]:
         problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
         lists = dict.fromkeys(component.drop for component in components if component.drop)
         problems += [f"{flag} :drop={file}: no such file; check the path." for file in lists if not Path(file).exists()]
-    if data.tokenizer_model and not Path(data.tokenizer_model).exists():
-        problems.append(f"--tokenizer-model {data.tokenizer_model}: no such file or folder; check the path.")
+    for flag, path in (("--tokenizer-model", data.tokenizer_model), ("--probe-data-path", data.probe_data_path)):
+        if path and not Path(path).exists():
+            problems.append(f"{flag} {path}: no such file or folder; check the path.")
     return problems
 
 

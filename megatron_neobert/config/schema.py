@@ -143,9 +143,7 @@ class ComputeConfig:
     fp8_format: str | None = setting(
         None, "FP8 matrix products: E4M3 forward and E5M2 backward (hybrid), or E4M3 both", choices=("hybrid", "e4m3")
     )
-    fp8_recipe: str = setting(
-        "tensorwise", "FP8 scaling recipe", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
-    )
+    fp8_recipe: str = setting("tensorwise", "FP8 scaling", choices=("tensorwise", "delayed", "blockwise", "mxfp8"))
     fp8_margin: int = setting(0, "FP8 margin: powers of two kept free (delayed)", minimum=0)
     fp8_amax_history_len: int = setting(1024, "FP8 amax history in iterations (delayed)", minimum=1)
     fp8_amax_compute_algo: str = setting(
@@ -168,6 +166,9 @@ class DataConfig:
     )
     valid_data_path: tuple[str, ...] | None = setting(
         None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"
+    )
+    probe_data_path: str | None = setting(
+        None, "labelled texts (text, label), as a file or folder; each validation logs their nearest-neighbour accuracy"
     )
     tokenizer_model: str | None = setting(
         None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
@@ -304,9 +305,7 @@ class CheckpointConfig:
     )
     save_initial: bool = setting(False, "save the initial weights too, as the checkpoint of iteration 0")
     save_interval: int = setting(1000, "checkpoint interval in iterations", minimum=1)
-    async_save: bool = setting(
-        False, "asynchronous checkpoints: written from a copy in host memory while training continues"
-    )
+    async_save: bool = setting(False, "asynchronous checkpoints: written from host memory while training continues")
     keep_last: int | None = setting(
         None, "delete all but the newest N checkpoints after each save; default: keep all", minimum=2
     )

@@ -68,10 +68,10 @@ class NeoBERTModel(GPTModel):
         tokens_t: Tensor,
         cu_seqlens_n: Tensor,
         max_seqlen: int,
-        masked_positions_m: Tensor,
+        masked_positions_m: Tensor | None = None,
         labels_m: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Loss at the masked positions of a packed row, or the logits there.
+        """Loss at the masked positions of a packed row, or the logits there, or the hidden states of every token.
 
         Args:
             tokens_t: Token ids, documents end to end; under context parallelism this rank's slice of them.
@@ -82,8 +82,8 @@ class NeoBERTModel(GPTModel):
             labels_m: Original ids at these positions; below 0 where the position is a mere filler.
 
         Returns:
-            With labels (losses_m, correct_m), both fp32; without, logits_mv. On a stage without the head, hidden states
-            for the next one.
+            With labels (losses_m, correct_m), both fp32; without, logits_mv; without masked positions the normalized
+            hidden states [t/c, h]. On a stage without the head, hidden states for the next one.
 
         Collective: the tensor- and context-parallel groups.
         """
@@ -106,6 +106,13 @@ class NeoBERTModel(GPTModel):
         )
         if not self.post_process:
             return hidden_t1h
+        if self.config.sequence_parallel:
+            # The gradient of each rank's share of the vocabulary is summed by the output layer itself.
+            hidden_t1h = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_t1h, tensor_parallel_output_grad=False
+            )
+        if masked_positions_m is None:
+            return hidden_t1h.squeeze(1)
         logits_mv = self._decode(hidden_t1h, masked_positions_m)
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
 
@@ -121,11 +128,6 @@ class NeoBERTModel(GPTModel):
             os.environ[f"NVTE_{kernel}_ATTN"] = str(int(kernel in allowed))
 
     def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
-        if self.config.sequence_parallel:
-            # The gradient of each rank's share of the vocabulary is summed by the output layer itself.
-            hidden_t1h = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_t1h, tensor_parallel_output_grad=False
-            )
         logits_m1v, bias_v = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
         if self.padded_columns:
             # Not -inf: a rank may hold nothing else, and infinity less infinity is no number. Not by overwriting the

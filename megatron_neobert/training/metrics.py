@@ -219,8 +219,10 @@ class Monitor:
         self.restart_clock()
         return progress
 
-    def report_validation(self, progress: Progress, sums: Mapping[str, Sequence[float]]) -> None:
-        """Logs a validation: over all corpora, and over each where there are several.
+    def report_validation(
+        self, progress: Progress, sums: Mapping[str, Sequence[float]], *, probe_accuracy: float | None = None
+    ) -> None:
+        """Logs a validation: over all corpora, and over each where there are several; and its probe, if there is one.
 
         Args:
             sums: Those of the steps' reports, by the name of the curve.
@@ -236,6 +238,9 @@ class Monitor:
             )
             suffix = f"_{name}" if name else ""
             values |= {f"validation_loss{suffix}": averages.loss, f"validation_accuracy{suffix}": averages.accuracy}
+        if probe_accuracy is not None:
+            self.log(f"{self._place(progress)} | probe accuracy {percent(probe_accuracy, digits=2)}")
+            values["probe_accuracy"] = probe_accuracy
         self._record(progress, values)
 
     def restart_clock(self) -> None:

@@ -7,7 +7,7 @@ pass and the clipping of gradients, by numbers that all ranks hold alike (skip_u
 norm among them, and what each rank has to report travel together: a step waits for the device once (tests/gpu_path).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
 
@@ -49,7 +49,7 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Ten
     for model in run.models:
         model.zero_grad_buffer()
     run.optimizer.zero_grad()
-    reports = _forward_backward(run, batches, forward_only=False)
+    reports = run_schedule(run, batches, _forward_step)
     run.optimizer.prepare_grads()  # finds nothing itself: only float16 has a loss scale
     return reports, run.optimizer.get_grad_norm()
 
@@ -57,7 +57,7 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Ten
 @torch.no_grad()
 def validation_step(run: Run, batches: StepBatches) -> StepReport:
     """Loss sums of one validation batch. Collective: all ranks."""
-    reports = _forward_backward(run, batches, forward_only=True)
+    reports = run_schedule(run, batches, _forward_step, forward_only=True)
     sums, _, status = _over_all_ranks(run, _sum_up(reports, batches, run.device))  # collective: all ranks
     return StepReport(sums, status)
 
@@ -104,14 +104,25 @@ def _update(run: Run, grad_norm: float) -> None:
     run.optimizer.step_with_ready_grads()
 
 
-def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> list[Tensor]:
+def run_schedule(
+    run: Run,
+    batches: StepBatches,
+    forward_step: Callable[[Run, Iterator[PackedBatch], torch.nn.Module], tuple],
+    *,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+) -> list[Tensor]:
     """What is reported of this rank's micro-batches, and unless it is forward only the gradients.
+
+    Args:
+        forward_step: Megatron's, with the run in front.
+        collect_non_loss_data: What it reports is not a loss; the same of Megatron's schedules.
 
     Collective: all ranks.
     """
     iterators = [iter(batches.micro_batches) for _ in run.models]
     return get_forward_backward_func()(
-        forward_step_func=lambda data, model: _forward_step(run, data, model),
+        forward_step_func=partial(forward_step, run),
         # Every model chunk reads all micro-batches.
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=run.models if len(run.models) > 1 else run.models[0],
@@ -120,6 +131,7 @@ def _forward_backward(run: Run, batches: StepBatches, *, forward_only: bool) -> 
         seq_length=len(batches.micro_batches[0].tokens_t) * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
     )
 
 

@@ -166,15 +166,16 @@ class BatchStream:
 
     def build(self, rows: PackedRows) -> list[PackedBatch]:
         """This rank's micro-batches of a global batch."""
-        return [self._build(part) for part in self._own_micro_batches(rows)]
+        return [self._build(part) for part in self.own_micro_batches(rows)]
 
     def announce(self, rows: PackedRows) -> None:
         """Has this rank's part of a global batch read into page cache or cache folder, without waiting for it."""
-        for part in self._own_micro_batches(rows):
+        for part in self.own_micro_batches(rows):
             for corpus, members in _group_by_corpus(self.sources, part.segments):
                 corpus.will_need(part.segments.numbers_n[members])
 
-    def _own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
+    def own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
+        """The rows of each of this rank's micro-batches of a global batch."""
         size = self.settings.micro_batch_size
         firsts = range(0, self.settings.global_batch_size, size)[self.data_parallel_rank :: self.data_parallel_size]
         return [rows.take(first, first + size) for first in firsts]
