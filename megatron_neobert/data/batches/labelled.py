@@ -77,7 +77,7 @@ def read_labelled_texts(path: str, tokenizer: Tokenizer) -> LabelledTexts:
         description=(
             f"probe: {counted(len(labels), 'text')} with {len(classes):,} labels from {path}, the commonest on "
             f"{percent(np.bincount(labels_n).max() / len(labels))}"
-            + (f"; {left_out:,} that are empty or stand there twice left out" if left_out else "")
+            + (f"; left out, empty or there before: {left_out:,}" if left_out else "")
         ),
     )
 
