@@ -88,12 +88,15 @@ def _read(path: str) -> Iterator[tuple[str, str | int]]:
             for part in split_into_parts(shard, _READ):
                 for batch in read_part(part, _READ):
                     if batch.rejected:
-                        raise DataError(f"{batch.rejected[0].describe(part, shard)}; {_RULE}.")
+                        raise DataError(batch.rejected[0].describe(part, shard))
                     for text, origin in zip(batch.texts, batch.origins, strict=True):
                         label = origin.fields["label"]
                         if type(label) not in (str, int):  # True is an int to Python
                             found = "no label" if label is None else f"the label {label!r:.80}"
-                            raise DataError(f"{shard}, {part.unit} {origin.number} has {found}; {_RULE}.")
+                            raise DataError(f"{shard}, {part.unit} {origin.number} has {found}")
                         yield text, label
-    except (DataError, MissingInputError) as error:
-        raise type(error)(f"{_FLAG} {error}") from error
+    except MissingInputError as error:
+        raise MissingInputError(f"{_FLAG} {error}") from error
+    except DataError as error:
+        reason = str(error).partition("; choose ")[0]  # between columns, by flags of preprocessing
+        raise DataError(f"{_FLAG} {reason}; {_RULE}.") from error

@@ -75,7 +75,9 @@ def test_what_is_no_set_of_labelled_texts_is_refused_with_its_place(tmp_path, to
 
 def test_a_table_without_the_column_and_a_file_that_is_not_there_are_refused(tmp_path, tokenizer):
     pq.write_table(pa.table({"text": ["a", "b"], "sentiment": [0, 1]}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match=r"^--probe-data-path .*has no column 'label'; its columns: text, sentiment"):
+    with pytest.raises(
+        DataError, match=r"^--probe-data-path .*has no column 'label'; its columns: text, sentiment; every record has"
+    ):
         read_labelled_texts(str(tmp_path / "t.parquet"), tokenizer)
     with pytest.raises(MissingInputError, match=r"^--probe-data-path .*nowhere: no file matches"):
         read_labelled_texts(str(tmp_path / "nowhere"), tokenizer)
