@@ -1,12 +1,44 @@
 """docs/settings.md is what the code says: every flag of a run, its default, its legal values and what it changes."""
 
 import os
+from argparse import ArgumentParser
 from dataclasses import MISSING, fields
 from pathlib import Path
+
+import pytest
 
 from megatron_neobert.config import flags
 from megatron_neobert.config.schema import flag_of
 
+# Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
+MEGATRON_NAMES = dict.fromkeys(
+    [
+        "attention_bounds",
+        "probe_data_path",
+        "long_documents",
+        "batch_layout",
+        "document_block_size",
+        "mask_replacement",
+        "object_storage_cache_gb",
+        "weight_decay_scope",
+        "phases",
+        "loss_spike_sigma",
+        "loss_spike_window",
+        "max_skipped_iters",
+        "continue_from",
+        "resume",
+        "allow_changed",
+        "save_initial",
+        "keep_last",
+        "check_for_nan",
+    ],
+    "",
+) | {
+    "init_method_range": "--init-method-std",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "loss_normalization": "--calculate-per-token-loss",
+    "keep_every": "--save-retain-interval",
+}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 START = "<!-- written by tests/repo/test_settings_page.py -->\n"
 
@@ -16,11 +48,18 @@ def render() -> str:
     parts = []
     for section, config in flags.SECTIONS.items():
         subject = (config.__doc__ or "").partition("\n")[0]
-        rows = ["| flag | default | values | what it changes |", "| --- | --- | --- | --- |"]
+        rows = ["| flag | in Megatron-LM | default | values | what it changes |", "| --- | --- | --- | --- | --- |"]
         for item in fields(config):
             default = None if item.default is MISSING else item.default
             shown = "" if default in (None, ()) else f"`{default}`"
-            cells = (f"`{flag_of(item.name)}`", shown, values_of(item), item.metadata["help"])
+            theirs = MEGATRON_NAMES.get(item.name, "same")
+            cells = (
+                f"`{flag_of(item.name)}`",
+                f"`{theirs}`" if theirs.startswith("--") else theirs,
+                shown,
+                values_of(item),
+                item.metadata["help"].replace("%%", "%"),  # as argparse wants it
+            )
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append(f"\n## {section}\n\n{subject}\n\n" + "\n".join(rows) + "\n")
     return "".join(parts)
@@ -51,3 +90,13 @@ def test_settings_page_is_what_the_code_says():
 def test_every_flag_of_a_run_stands_on_the_page():
     missing = [flag for flag in flags.run_flags() if flag not in PAGE.read_text(encoding="utf-8")]
     assert set(missing) <= {flag for flag in missing if flag.startswith("--no-")} | {"-h"}
+
+
+def test_names_of_megatron_are_those_of_its_parser():
+    arguments = pytest.importorskip("megatron.training.arguments", reason="megatron-core 0.16 does not bring it")
+    parser = ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    theirs = set(parser._option_string_actions)
+    names = {item.name for config in flags.SECTIONS.values() for item in fields(config)}
+    assert {name for name in names if flag_of(name) not in theirs} == set(MEGATRON_NAMES)
+    assert set(MEGATRON_NAMES.values()) - {""} <= theirs
