@@ -5,6 +5,9 @@
 Each run of a tool is a process of its own, start-up included, on as many cores as it has workers. The tools take turns
 on the same parquet shards with the same vocabulary. Ratios are shown only if all have written the same number of tokens
 and, where their files hold nothing but the ids of the text, the same bytes. MB are 10^6 bytes.
+
+Megatron-LM's own tool is in none of its packages: --megatron-lm names the file of a checkout. It needs the rest of
+Megatron-LM, which megatron-core 0.19 brings, and reads JSON lines, which are written for it beforehand.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_c
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.05  # between looks at a tool's memory
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-COMPARED = ("datatrove", "datasets")
+COMPARED = ("datatrove", "datasets", "megatron")
 PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
 
 
@@ -48,6 +51,7 @@ class Job:
     tokenizer_model: str
     tokenizer_json: str  # the same tokenizer, for the peers
     special_tokens: int  # that it puts around each document
+    megatron_lm: str  # Megatron-LM's tools/preprocess_data.py
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Measured:
 def main() -> int:
     """Prepares the inputs, measures every tool in turns, and prints the table."""
     arguments = parse_arguments()
-    tools = available_tools(arguments.tools)
+    tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
     # Makes processes whose parents end the children of this one: a fork server outlives the tool that started it.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
@@ -90,7 +94,7 @@ def main() -> int:
         facts = run_step("prepare", **given, folder=folder)
         corpus = {name: count * arguments.repeat for name, count in facts["corpus"].items()}
         print("{documents:,} documents, {text_bytes:,} bytes of text".format(**corpus), flush=True)
-        job = Job(shards="", **facts["job"])
+        job = Job(shards="", megatron_lm=arguments.megatron_lm, **facts["job"])
         turns = [(tool, workers) for workers in arguments.workers for tool in tools]
         measure_all = partial(run_in_turns, turns, job, folder=folder)
         # Compiles and caches what the first start would pay for; and a tool that does not work is found in seconds.
@@ -112,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokenizer-model", required=True, metavar="PATH", help="as of preprocess_data.py")
     add("--text-key", default="content", help="column of the text (%(default)s)")
     add("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
+    add("--megatron-lm", default="", metavar="FILE", help="tools/preprocess_data.py of a checkout of Megatron-LM")
     add("--workers", type=int, nargs="+", default=[1], metavar="N", help="processes, one core each (1)")
     add("--rounds", type=int, default=2, metavar="N", help="runs of each, of which the median counts (2)")
     add("--repeat", type=int, default=1, metavar="N", help="read every shard so many times: does memory grow? (1)")
@@ -125,17 +130,21 @@ def parse_arguments() -> argparse.Namespace:
     ]
     given = {"--rounds": arguments.rounds, "--repeat": arguments.repeat}
     problems += [f"{flag} {number} is below 1." for flag, number in given.items() if number < 1]
+    if arguments.megatron_lm and not Path(arguments.megatron_lm).is_file():
+        problems.append(f"--megatron-lm {arguments.megatron_lm}: no such file; name tools/preprocess_data.py there.")
     if problems:
         raise ConfigError(problems)
     return arguments
 
 
-def available_tools(names: Sequence[str]) -> list[str]:
+def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]:
     """Those whose packages are installed; logs how to install the others."""
     found = []
     for name in names:
         if missing := [package for package in TOOLS[name].packages if importlib.util.find_spec(package) is None]:
             print(f"{name} is left out, without {' and '.join(missing)}: pip install 'megatron-neobert[benchmark]'")
+        elif name == "megatron" and not megatron_lm:
+            print(f"{name} is left out, without --megatron-lm")
         else:
             found.append(name)
     if not found:
@@ -170,12 +179,23 @@ def peer_command(step: str, job: Job, output: str, workers: int) -> list[str]:
     return step_command(step, **shared, output=output, workers=workers)
 
 
+def megatron_command(job: Job, output: str, workers: int) -> list[str]:
+    return [
+        *(sys.executable, job.megatron_lm, "--input", f"{job.shards}.jsonl", "--json-keys", job.text_key),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(Path(job.tokenizer_json).parent)),
+        *("--tokenizer-hf-no-include-special-tokens", "--output-prefix", f"{output}/corpus", "--workers", str(workers)),
+        # Its last statement shows what other runs have measured, and fails where there are none.
+        *("--performance-dir", f"{job.shards}.performance"),
+    ]
+
+
 TOOLS = {
     "ours-fast": Tool(partial(our_command, "fast"), "count-indexed", adds_special_tokens=False),
     "ours-plain": Tool(partial(our_command, "reference"), "count-indexed", adds_special_tokens=False),
     "datatrove": Tool(partial(peer_command, "datatrove"), "count-indexed", True, packages=("datatrove",)),
     "datasets": Tool(partial(peer_command, "datasets"), "count-dataset", True, packages=("datasets", "transformers")),
     "tokenizers": Tool(partial(peer_command, "tokenizers"), "count-bare-ids", adds_special_tokens=False),
+    "megatron": Tool(megatron_command, "count-indexed", adds_special_tokens=False, packages=("transformers",)),
 }
 
 
@@ -187,6 +207,8 @@ def run_in_turns(
     with tempfile.TemporaryDirectory(dir=folder) as copies:
         for number, shard in enumerate(shards):  # the same file may occur many times, each time as another shard
             shutil.copyfile(shard, Path(copies, f"{number:06d}.parquet"))  # links would be resolved, and read once
+        if any(tool == "megatron" for tool, _ in turns):
+            run_step("json-lines", shards=copies, text_key=job.text_key)
         for number, (tool, workers) in in_turns(turns, rounds=rounds):
             run = measure(tool, replace(job, shards=copies), workers, folder)
             runs.append(run)

@@ -94,6 +94,18 @@ def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
     return {"tokenizer_json": str(path), "special_tokens": special_tokens}
 
 
+def write_json_lines(shards: str, text_key: str) -> None:
+    """SHARDS.jsonl and SHARDS.performance for Megatron-LM's tool, which reads no parquet."""
+    import pyarrow.parquet as pq
+
+    with Path(f"{shards}.jsonl").open("w", encoding="utf-8") as lines:
+        for shard in sorted(Path(shards).iterdir()):
+            for batch in pq.ParquetFile(shard).iter_batches(batch_size=BATCH_DOCUMENTS, columns=[text_key]):
+                lines.writelines(json.dumps({text_key: text}) + "\n" for text in batch[text_key].to_pylist())
+    Path(f"{shards}.performance").mkdir()
+    Path(f"{shards}.performance", "1_workers.json").write_text('{"1": [1.0]}', encoding="utf-8")
+
+
 # ---- peers
 
 
@@ -216,6 +228,7 @@ def count_bare_ids(output: str, special_tokens: int) -> dict[str, Any]:
 
 STEPS: dict[str, Callable[..., Any]] = {
     "prepare": prepare,
+    "json-lines": write_json_lines,
     "datatrove": run_datatrove,
     "datatrove-duplicates": run_datatrove_duplicates,
     "datasets": run_datasets,

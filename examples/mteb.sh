@@ -18,6 +18,6 @@ data_dir=$1 output=$2
 shift 2
 for model in "$@"; do
     python "$project/tools/evaluate_mteb.py" --model "$model" --output "$output" --data-dir "$data_dir" \
-        --benchmark "MTEB(eng, v1)" --instructions "$project/examples/mteb_instructions.yaml" \
+        --benchmark "MTEB(eng, v1)" --instructions evaluation/mteb_instructions \
         --pooling mean --dtype "${DTYPE:-float16}" --batch-size "${BATCH_SIZE:-64}"
 done

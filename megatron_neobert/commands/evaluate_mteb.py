@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_neobert.config.cli import find_config
 from megatron_neobert.errors import CommandParser, MissingInputError, positive
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER, MTEB_SUCCESSOR
 from megatron_neobert.runtime.atomic_files import require_folder
@@ -76,7 +77,7 @@ def _parse() -> argparse.Namespace:
     add(
         "--instructions",
         metavar="FILE",
-        help="YAML with a text per task or type, such as examples/mteb_instructions.yaml (default: none)",
+        help="YAML with a text per task or type, or a recipe, evaluation/mteb_instructions (default: none)",
     )
     add(
         "--prompt-style",
@@ -110,7 +111,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     instructions = Instructions()
     if arguments.instructions != "none":
         tokenizer = load_tokenizer(arguments.model)
-        instructions = read_instructions(Path(arguments.instructions), arguments.prompt_style, tokenizer)
+        instructions = read_instructions(find_config(arguments.instructions), arguments.prompt_style, tokenizer)
     instructions.refuse_gaps(flatten(tasks))
     device = choose_device(arguments.device)
     load = LoadOptions(dtype=getattr(torch, arguments.dtype), device=device, attention=arguments.attention)

@@ -1,6 +1,6 @@
 """Command: fetch the datasets of contrastive fine-tuning, on a machine with network.
 
-    neobert fetch contrastive --config examples/contrastive.yaml --data-dir DIR [--datasets KEY...]
+    neobert fetch contrastive --config evaluation/contrastive --data-dir DIR [--datasets KEY...]
 
 Writes DATA_DIR/KEY.parquet with the columns query, positive and negatives, whole or not at all; files that are there
 are kept, so that the same command resumes. Copy the folder to where there is no network.
@@ -10,13 +10,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import (
-    CommandParser,
-    ConfigError,
-    MissingInputError,
-    NeoBERTError,
-    OutputError,
-)
+from megatron_neobert.config.cli import find_config
+from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, NeoBERTError, OutputError
 
 if TYPE_CHECKING:  # --help answers without importing datasets
     from megatron_neobert.evaluation.contrastive.config import DatasetSource
@@ -68,7 +63,7 @@ def _fetch(key: str, source: "DatasetSource", path: Path) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="as for neobert finetune")
+    parser.add_argument("--config", required=True, type=find_config, metavar="FILE", help="as for neobert finetune")
     parser.add_argument("--data-dir", required=True, type=Path, metavar="DIR", help="folder to write to")
     parser.add_argument("--datasets", nargs="+", metavar="KEY", help="(default: all but those with default: false)")
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """Command: fine-tune an encoder contrastively for embeddings, as NeoBERT's paper does before MTEB.
 
-    neobert finetune --model DIR --config examples/contrastive.yaml --data-dir DIR \\
+    neobert finetune --model DIR --config evaluation/contrastive --data-dir DIR \\
         --output DIR
 
 Writes OUTPUT/NAME/NAME-contrastive, which `SentenceTransformer(folder)` loads, the loss as CSV and PNG, and
@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_neobert.config.cli import find_config
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError, positive
 from megatron_neobert.runtime.atomic_files import require_folder
 
@@ -45,9 +46,8 @@ def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder of an encoder")
-    add(
-        "--config", required=True, type=Path, metavar="FILE", help="settings and datasets, as examples/contrastive.yaml"
-    )
+    settings = "settings and datasets, or a recipe: evaluation/contrastive"
+    add("--config", required=True, type=find_config, metavar="FILE", help=settings)
     add("--data-dir", required=True, type=Path, metavar="DIR", help="a file or folder per dataset")
     add("--output", required=True, type=Path, metavar="DIR", help="of results")
     overrides = parser.add_argument_group("instead of the settings of the file")

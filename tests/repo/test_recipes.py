@@ -27,7 +27,10 @@ from megatron_neobert.training.loop import run_training
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "examples" / "configs"
-RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.is_symlink())  # M9 is another name of the stages
+EVALUATIONS = set(CONFIGS.glob("evaluation/*"))  # settings of other commands
+RECIPES = sorted(  # M9 is another name of the stages
+    path for path in CONFIGS.rglob("*.yaml") if not path.is_symlink() and path not in EVALUATIONS
+)
 WIDTH, ROW = 96, 64
 SMALL = (
     f"--num-layers 2 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length {ROW} --max-position-embeddings {ROW} "

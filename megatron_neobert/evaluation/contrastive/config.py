@@ -31,7 +31,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_to_tuple)]
 
 @dataclass(frozen=True, kw_only=True, config=_RULES)
 class TrainingSettings:
-    """The section `training`. examples/contrastive.yaml names the sources of the values."""
+    """The section `training`. examples/configs/evaluation/contrastive.yaml names the sources of the values."""
 
     steps: PositiveInt = 2000
     batch_size: PositiveInt = 128  # pairs per process and step, before a dataset's divisor
@@ -92,13 +92,13 @@ def read_config(path: Path) -> ContrastiveConfig:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{path}: not readable as YAML: {reason}; compare it with examples/contrastive.yaml."
+            f"{path}: not readable as YAML: {reason}; compare it with the recipe evaluation/contrastive."
         ) from None
     if not isinstance(content, dict) or set(content) != {"training", "datasets"}:
         raise ConfigError(f"{path}: expected the sections training and datasets, and nothing else.")
     entries = content["datasets"]
     if not isinstance(entries, dict) or not entries:
-        raise ConfigError(f"{path}: datasets names no dataset; see examples/contrastive.yaml.")
+        raise ConfigError(f"{path}: datasets names no dataset; see the recipe evaluation/contrastive.")
     problems: list[str] = []
     training = build(TrainingSettings, content["training"] or {}, f"{path}: training.", problems)
     datasets = {}

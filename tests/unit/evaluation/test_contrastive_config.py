@@ -8,7 +8,7 @@ from unit.evaluation.contrastive_place import write_yaml
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation.contrastive.config import DatasetSource, read_config
 
-SHIPPED = Path(__file__).resolve().parents[3] / "examples" / "contrastive.yaml"
+SHIPPED = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
 # Of the released code; what the paper adds has no divisor there.
 DIVISORS = {"ALLNLI": 2, "AMAZONQA": 2, "CONCURRENTQA": 21, "FEVER": 2, "GITHUBISSUE": 2, "GOOAQ": 7, "MSMARCO": 2}
 DIVISORS |= {"PAQ": 2, "PUBMEDQA": 22, "QQP": 50, "SENTENCECOMP": 2, "STACKEXCHANGE": 2, "STACKOVERFLOW": 50}

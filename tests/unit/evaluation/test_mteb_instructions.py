@@ -13,7 +13,7 @@ from megatron_neobert.evaluation.mteb.encoder import Instructions, read_instruct
 from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name  # noqa: E402
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER  # noqa: E402
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "mteb_instructions.yaml"
+EXAMPLE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "mteb_instructions.yaml"
 TOKENIZER = SimpleNamespace(bos_token=None, cls_token="[CLS]", sep_token="[SEP]")
 FEVER = SimpleNamespace(name="FEVER", type="Retrieval")
 OTHER = SimpleNamespace(name="local:cranfield", type="Retrieval")

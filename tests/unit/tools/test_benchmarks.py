@@ -191,6 +191,7 @@ def test_peer_that_is_not_installed_is_left_out_with_the_command_that_installs_i
         (["--tools", "mine"], ["invalid choice: 'mine'"]),
         (["--text-key", "txt"], ["no column of text is named 'txt'; it has content. Use --text-key."]),
         (["--input", __file__], ["is not a parquet file"]),
+        (["--megatron-lm", "no.py"], ["--megatron-lm no.py: no such file; name tools/preprocess_data.py there."]),
     ],
 )
 def test_preprocessing_that_cannot_be_measured_is_refused(inputs, arguments, words):
