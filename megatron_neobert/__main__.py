@@ -66,8 +66,8 @@ def main() -> int | None:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
-        print(_overview())
+    if not words or (words[-1] in ("-h", "--help") and _words_after(words[:-1])):
+        print(_overview(words[:-1]))
         return 0
     if words == ["--version"]:
         print(f"neobert {__version__}")
@@ -90,17 +90,21 @@ def run(name: str, words: Sequence[str]) -> int | None:
     return getattr(importlib.import_module(module), function or "main")()
 
 
-def _overview() -> str:
+def _overview(typed: Sequence[str]) -> str:
+    """The commands that begin with the words typed."""
     lines = ["usage: neobert COMMAND ...", "", "Pre-training of NeoBERT encoders, from raw text to an evaluated model."]
     width = max(map(len, PLACES))
     for group, commands in COMMANDS.items():
-        lines += ["", f"{group}:", *(f"  {name:{width}}  {words}" for name, (_, words) in commands.items())]
+        meant = {name: words for name, (_, words) in commands.items() if name.split()[: len(typed)] == list(typed)}
+        if meant:
+            lines += ["", f"{group}:", *(f"  {name:{width}}  {words}" for name, words in meant.items())]
     return "\n".join([*lines, "", "neobert COMMAND --help explains each; neobert --version."])
 
 
 def _unknown(words: Sequence[str]) -> str:
     if second := _words_after(words[:1]):
-        return f"neobert {words[0]}: {' or '.join(second)} must follow, as in neobert {words[0]} {second[0]}."
+        meant = suggestion(words[1], second, otherwise=".") if len(words) > 1 else "."
+        return f"neobert {words[0]}: {' or '.join(second)} must follow{meant}"
     return f"neobert {words[0]}: no such command{suggestion(words[0], _words_after([]))}"
 
 

@@ -178,11 +178,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --help for the list.") -> str:
     """The end of a sentence about an unknown name: which of the known ones it resembles."""
     names = {name.lstrip("-"): name for name in known}  # the hyphens that all flags share would make them alike
     close = difflib.get_close_matches(word.lstrip("-"), list(names), n=1, cutoff=0.6)
-    return f"; did you mean {names[close[0]]!r}?" if close else "; see --help for the list."
+    return f"; did you mean {names[close[0]]!r}?" if close else otherwise
 
 
 def short_reason(error: BaseException) -> str:
@@ -219,6 +219,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             _print_error(error, code)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+        print("interrupted", file=sys.stderr)
     sys.exit(code)
 
 

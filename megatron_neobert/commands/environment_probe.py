@@ -109,7 +109,8 @@ def precision_findings() -> Iterator[list[str]]:
     for name, settings in wanted.items():
         try:
             check_hardware(settings)
-            yield ["ok", name, choose_kernels(settings).summary.split(": ", 1)[1], ""]
+            summary = choose_kernels(settings).summary.replace("\nwarning: ", "; ")
+            yield ["ok", name, summary.split(": ", 1)[1], ""]
         except ConfigError as error:
             level = "problem" if name == "float32" else "ok"
             yield [level, name, f"not here: {' '.join(error.problems)}", ""]

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.config.cli import find_config
+from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import CommandParser, MissingInputError, positive
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER, MTEB_SUCCESSOR
 from megatron_neobert.runtime.atomic_files import require_folder

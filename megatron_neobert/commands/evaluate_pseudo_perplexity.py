@@ -57,7 +57,7 @@ def main() -> None:
     for name, folder in name_models(arguments.model).items():
         found = results[name] = evaluate(folder, arguments.output, evaluation, _show_progress)
         value, error = f"{found['pseudo_perplexity']:.6g}", found["standard_error"]
-        drawn = f" ± {error:.3g} (tokens that were not drawn)" if error else ""
+        drawn = f" ± {error:.3g} (standard error, of the positions drawn)" if error else ""
         print(f"{name}: pseudo-perplexity {value}{drawn}, {found['documents']:,} documents", flush=True)
     write_curves(arguments.output, results)
     print(f"wrote {arguments.output / 'pseudo_perplexity.csv'}, .md and .png")

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.config.cli import find_config
+from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, NeoBERTError, OutputError
 
 if TYPE_CHECKING:  # --help answers without importing datasets

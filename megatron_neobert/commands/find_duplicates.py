@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import CommandParser, ConfigError, positive
+from megatron_neobert.text import percent
 
 
 def main() -> None:
@@ -78,6 +79,7 @@ def _print_summary(found: dict[str, Any]) -> None:
         documents, tokens = corpus["dropped_documents"], corpus["dropped_tokens"]
         print(
             f"{corpus['prefix']}: {documents:,} of {corpus['documents']:,} documents dropped "
-            f"({documents / corpus['documents']:.2%}), with {tokens / corpus['tokens']:.2%} of the tokens"
+            f"({percent(documents / corpus['documents'], digits=2)}), with "
+            f"{percent(tokens / corpus['tokens'], digits=2)} of the tokens"
         )
     print(f"{found['clusters']:,} clusters of near-duplicates, the largest of {found['largest_cluster']:,} documents")

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.config.cli import find_config
+from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError, positive
 from megatron_neobert.runtime.atomic_files import require_folder
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a missing package is reported by run_command
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-_WIDTH = 120
+_WIDTH = 80
 _NAME_WIDTH = 18
 _CHUNK = 1 << 20  # lengths compared at a time
 
@@ -171,12 +171,13 @@ def find_longest(corpus: "Corpus", count: int) -> list[int]:
 
 def print_rows(rows: dict[str, str]) -> None:
     """Names to the left, values to the right of them, their lines wrapped. What a stranger put there is escaped."""
+    width = _WIDTH - _NAME_WIDTH - 3
     for name, value in rows.items():
         name = visible(name)
         lines = [
             line
             for paragraph in visible(value, keep="\n\t").split("\n")
-            for line in textwrap.wrap(paragraph, _WIDTH - _NAME_WIDTH - 3, break_on_hyphens=False) or [""]
+            for line in textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False) or [""]
         ]
         print(f"  {name:<{_NAME_WIDTH}} {lines[0]}")
         for line in lines[1:]:

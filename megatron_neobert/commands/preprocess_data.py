@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, CommandParser, ConfigError, DataError
-from megatron_neobert.text import counted, duration, visible, with_prefix
+from megatron_neobert.text import counted, duration, percent, visible, with_prefix
 
 if TYPE_CHECKING:  # Ctrl-C during imports, and a missing package, are answered for by run_command
     from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings
@@ -273,7 +273,9 @@ def print_report(plan: "Plan", report: "PreprocessReport") -> None:
         print(f"note: {plan.encoder.note}", file=sys.stderr)
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
         share = counts.unknown_tokens / counts.tokens
-        print(f"warning: {share:.1%} of the tokens are unknown; is the vocabulary of this language?", file=sys.stderr)
+        print(
+            f"warning: {percent(share)} of the tokens are unknown; is the vocabulary of this language?", file=sys.stderr
+        )
     megabytes = report.new_text_bytes / 1e6
     speed = f"{megabytes:,.1f} MB of text in {report.seconds:.1f} s, {megabytes / report.seconds:.2f} MB/s | "
     print(
@@ -323,7 +325,7 @@ class ProgressLine:
         megabytes = new / 1e6 / seconds
         left = (progress.input_bytes - done) * seconds / new if new else 0.0
         return (
-            f"{done / progress.input_bytes:6.1%} | {counts.documents:,} documents | "
+            f"{percent(done / progress.input_bytes):>7} | {counts.documents:,} documents | "
             f"{counts.tokens / 1e6:,.1f} M tokens | {megabytes:.2f} MB/s read | {duration(left)} left | "
             f"{counts.errors:,} rejected"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.errors import CommandParser, ConfigError, DataError, OutputError
+from megatron_neobert.text import counted
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
     from megatron_neobert.data.shards.reading import ReadSettings
@@ -78,9 +79,8 @@ class ShardTexts:
                     yield from batch.texts
         check_error_rate(counts, self._max_error_rate, first_error)
         if not counts.documents:
-            raise DataError(
-                f"no document in {len(self._shards)} shards ({describe_reasons(counts.dropped)}); check --input"
-            )
+            shards, reasons = counted(len(self._shards), "shard"), describe_reasons(counts.dropped)
+            raise DataError(f"no document in {shards} ({reasons}); check --input")
 
 
 def parse_arguments() -> argparse.Namespace:

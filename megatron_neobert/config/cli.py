@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-import megatron_neobert
 from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.flags import PHASES, SECTIONS, TEXTS, build_parser, plain_type, run_flags
+from megatron_neobert.config.flags import PHASES, SECTIONS, TEXTS, build_parser, flag_meant, plain_type
 from megatron_neobert.config.phases import PHASE_SETTINGS, Phase
+from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.config.stretches import stretches
@@ -23,7 +23,7 @@ from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputEr
 _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
-_MOSTPHASES = 100
+_MOST_PHASES = 100
 _LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
 
 
@@ -62,7 +62,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     for before, word in zip(["", *unknown], unknown, strict=False):
         if word.startswith("-"):
             flag = _one_line(word.split("=", 1)[0])
-            problems.append(f"unknown flag {flag}{suggestion(flag, run_flags())}")
+            problems.append(f"unknown flag {flag}{flag_meant(flag)}")
         elif not before.startswith("-"):  # what stands right after an unknown flag is that flag's value
             problems.append(f"{_shown.repr(word)} is not the value of any flag; check the spelling before it.")
     given = {name: value for name, value in vars(parsed).items() if name in _SECTION_OF}
@@ -80,12 +80,6 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     if parsed.dry_run and len(missing := _missing_inputs(settings)) > 1:
         raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
     return Command(settings=settings, dry_run=parsed.dry_run)
-
-
-def find_config(text: str) -> Path:
-    """The file; or where there is none, the recipe that comes with the package under this name, such as sizes/17m."""
-    own = Path(megatron_neobert.__file__).with_name("configs") / f"{text}.yaml"
-    return own if own.is_file() and not Path(text).exists() else Path(text)
 
 
 def _missing_inputs(settings: Settings) -> list[str]:
@@ -180,8 +174,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     """Adds the content of a YAML file to `values`; returns its problems, each with the file's name in front."""
     if not path.is_file():
-        problem = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise MissingInputError(f"--config {path}: {problem} (looked from {Path.cwd()}).")
+        if path.is_dir():
+            raise MissingInputError(f"--config {path}: is a folder, not a file.")
+        meant = suggestion(str(path), recipes(), otherwise=".")
+        raise MissingInputError(f"--config {path}: no such file (looked from {Path.cwd()}) or recipe{meant}")
     if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
         return [f"{path}: {size:,} bytes are more than {_LARGEST_FILE_BYTES:,}; no settings are that long. Is it YAML?"]
     content_bytes = path.read_bytes()  # apart from the parsing: an error of the disk is not one of the YAML
@@ -264,8 +260,8 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
             f"{source} {_shown.repr(value)} is not a list of settings with the iterations that come before each, such "
             "as [{after_iters: 1000, mask_prob: 0.15}]."
         ]
-    if len(entries) > _MOSTPHASES:
-        return (), [f"{source} holds {len(entries):,} phases, more than {_MOSTPHASES}; merge some."]
+    if len(entries) > _MOST_PHASES:
+        return (), [f"{source} holds {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
     types_of_phase = {item.name: item.type for item in fields(Phase)}
     phases, problems = [], []
     for number, entry in enumerate(entries, start=1):

@@ -3,12 +3,14 @@
 import argparse
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_neobert.config.phases import Phase
+from megatron_neobert.config.recipes import recipes
 from megatron_neobert.config.schema import Settings, flag_of
-from megatron_neobert.errors import CommandParser
+from megatron_neobert.errors import CommandParser, suggestion
 
 SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
 TEXTS = tuple[str, ...]
@@ -20,11 +22,34 @@ FIRST = (
     *("micro_batch_size", "global_batch_size", "train_iters", "bf16"),
     *("save", "load", "continue_from", "save_interval", "log_interval"),
 )
+# What transformers' TrainingArguments and example scripts call the same.
+_OF_TRANSFORMERS = {
+    "learning_rate": "--lr",
+    "lr_scheduler_type": "--lr-decay-style",
+    "max_grad_norm": "--clip-grad",
+    "max_steps": "--train-iters",
+    "warmup_steps": "--lr-warmup-iters",
+    "per_device_train_batch_size": "--micro-batch-size",
+    "gradient_accumulation_steps": "--global-batch-size",
+    "max_seq_length": "--seq-length",
+    "mlm_probability": "--mask-prob",
+    "output_dir": "--save",
+    "resume_from_checkpoint": "--load",
+    "save_steps": "--save-interval",
+    "eval_steps": "--eval-interval",
+    "logging_steps": "--log-interval",
+}
 
 
 def run_flags() -> list[str]:
     """Every flag of a run."""
     return [flag for action in build_parser()._actions for flag in action.option_strings]
+
+
+def flag_meant(unknown: str) -> str:
+    """The end of a sentence about an unknown flag: which one it is here, or resembles."""
+    own = _OF_TRANSFORMERS.get(unknown.lstrip("-").replace("-", "_"))
+    return suggestion(unknown, run_flags()) if own is None else f"; did you mean {own!r}?"
 
 
 def build_parser(*, shown: tuple[str, ...] = FIRST) -> argparse.ArgumentParser:
@@ -38,7 +63,8 @@ def build_parser(*, shown: tuple[str, ...] = FIRST) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--help-all", action=_HelpAll, nargs=0, help="every setting, and exit")
-    add("--config", default=None, metavar="FILE", help="YAML file with sections as below, or a recipe, such as tiny")
+    config_help = "YAML file with sections as below, or a recipe, such as tiny"
+    _complete(add("--config", default=None, metavar="FILE", help=config_help), recipes())
     add("--dry-run", action="store_true", default=False, help="check, print what would run, and stop")
     for section, config in SECTIONS.items():
         group = parser.add_argument_group(section)
@@ -48,10 +74,18 @@ def build_parser(*, shown: tuple[str, ...] = FIRST) -> argparse.ArgumentParser:
             if kind is bool:
                 group.add_argument(flag_of(item.name), action=argparse.BooleanOptionalAction, **options)
             else:
-                metavar = "|".join(item.metadata["choices"] or ()) or _METAVARS[kind]
+                choices = item.metadata["choices"] or ()
+                metavar = "|".join(choices) or _METAVARS[kind]
                 count = "+" if kind == TEXTS else None
-                group.add_argument(flag_of(item.name), metavar=metavar, nargs=count, **options)
+                action = group.add_argument(flag_of(item.name), metavar=metavar, nargs=count, **options)
+                if choices:
+                    _complete(action, choices)
     return parser
+
+
+def _complete(action: argparse.Action, values: Sequence[str]) -> None:
+    """A shell is told these; not `choices`, for all problems of a command line are reported together."""
+    setattr(action, "completer", lambda **_: values)  # noqa: B010  argcomplete's attribute
 
 
 def plain_type(wanted: Any) -> tuple[type, bool]:

@@ -175,7 +175,10 @@ def fingerprint(folder: Path) -> str:
 
 def _check(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise MissingInputError(f"{folder}: no such folder, or one without config.json; name a Hugging Face folder.")
+        remedy = "name a Hugging Face folder; nothing is downloaded"
+        if any(folder.glob("iter_*")):
+            remedy = f"it holds checkpoints: neobert convert megatron-to-hf --load {folder} --output DIR comes first"
+        raise MissingInputError(f"{folder}: no such folder, or one without config.json; {remedy}.")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

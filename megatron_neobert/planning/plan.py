@@ -21,15 +21,15 @@ from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
 from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.rows import count_windows, pack_window
+from megatron_neobert.data.batches.rows import count_windows, documents_in_window, pack_window
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines, plan_memories
 from megatron_neobert.planning.memory import Kernels, RankMemory
 from megatron_neobert.text import counted, percent
 
 _INDENT = 12
-_COLUMNS = 118
-_CURVE_COLUMNS, _CURVE_LINES = 80, 5
+_COLUMNS = 80  # of a terminal
+_CURVE_COLUMNS, _CURVE_LINES = 58, 5
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_WINDOWS = 8  # 32,768 documents
 
@@ -41,6 +41,7 @@ class IterationSample:
     documents: float  # one that is cut into several counts once
     tokens: float  # of documents, [CLS] and [SEP] included
     packing_efficiency: float  # share of the token capacity that holds one
+    truncated: float  # share of the documents' tokens that no row has room for
     tokens_of_a_tokens_document: float  # how many tokens the average token attends to
     document_shares: tuple[float, ...]  # of each component
     token_shares: tuple[float, ...]
@@ -196,12 +197,17 @@ def iteration_lines(settings: Settings, sample: IterationSample, *, world_size: 
     training, data = settings.training, settings.data
     micro_batches = counted(settings.micro_batches_per_rank(world_size), "micro-batch", "micro-batches")
     mean = sample.tokens / sample.documents
-    return [
+    lines = [
         f"{training.global_batch_size:,} rows x {data.seq_length:,} tokens = {settings.tokens_per_iteration:,} tokens, "
         f"in {micro_batches} of {counted(training.micro_batch_size, 'row')} per rank",
         f"about {sample.documents:,.{0 if sample.documents >= 10 else 1}f} documents of {mean:,.0f} tokens; packing "
         f"efficiency {percent(sample.packing_efficiency, digits=2)}",
     ]
+    if sample.truncated >= 0.0005:
+        lines.append(
+            f"long documents are cut: {percent(sample.truncated)} of the tokens are never read; see --long-documents"
+        )
+    return lines
 
 
 def corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
@@ -261,14 +267,16 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
     stand for all, since documents are shuffled.
     """
     decisive, sources = batch_settings(settings, inputs.tokenizer), inputs.training
-    rows, squares = 0, 0
+    rows, squares, given, read = 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
     for window in range(min(count_windows(sources, decisive), _MOST_WINDOWS)):
+        given += int(documents_in_window(sources, decisive, epoch=0, window=window)[2].sum())
         packed = pack_window(sources, decisive, epoch=0, window=window)
         segments, slots_n = packed.segments, packed.segments.slots_n
         components_n = segments.documents_n >> COMPONENT_SHIFT
         begins_n = segments.has_cls_n & (segments.starts_n == 0)  # once a document, however it is cut
         rows += len(packed)
+        read += int(segments.lengths_n.sum())
         documents_c += np.bincount(components_n[begins_n], minlength=len(sources))
         tokens_c += np.bincount(components_n, weights=slots_n, minlength=len(sources))
         # A concatenated row is one document to attention.
@@ -280,6 +288,7 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
         documents=share * documents,
         tokens=share * tokens,
         packing_efficiency=share * tokens / settings.tokens_per_iteration,
+        truncated=1 - read / given,
         tokens_of_a_tokens_document=squares / tokens,
         document_shares=tuple((documents_c / documents).tolist()),
         token_shares=tuple((tokens_c / tokens).tolist()),

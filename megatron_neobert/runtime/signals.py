@@ -31,7 +31,7 @@ _REASONS = {
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ABORT_SIGNAL = signal.SIGQUIT  # what the launcher makes of the second Ctrl-C
-FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint; Ctrl-C again aborts at once, without one"
+FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint if there is --save; Ctrl-C again aborts at once"
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # at the files; a network file system answers each look in milliseconds
 

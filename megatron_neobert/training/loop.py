@@ -2,6 +2,7 @@
 
 import functools
 import os
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -55,7 +56,8 @@ def run_training(settings: Settings) -> int:
                 settings, iteration=run.progress.iteration, vocab_size=run.tokenizer.vocab_size, device=device
             )
             monitor.log(_opening_line(run, loaded))
-            monitor.log(choose_kernels(settings).summary)
+            for line in choose_kernels(settings).summary.splitlines():
+                monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
             if inputs[0].probe is not None:
                 monitor.log(inputs[0].probe.description)
             with monitor.running():

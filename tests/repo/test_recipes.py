@@ -156,8 +156,8 @@ def test_size_states_the_parameters_and_the_operations_that_its_plan_prints(reci
     inputs = open_inputs(replace(settings.data, data_path=(tiny_corpus.prefix,), tokenizer_model=tiny_corpus.tokenizer))
     inputs = replace(inputs, tokenizer=SimpleNamespace(vocab_size=30_522))
     whole = IterationSample(
-        documents=1, tokens=1, packing_efficiency=1, tokens_of_a_tokens_document=tokens, document_shares=(1,),
-        token_shares=(1,), epochs=(1,)
+        documents=1, tokens=1, packing_efficiency=1, truncated=0, tokens_of_a_tokens_document=tokens,
+        document_shares=(1,), token_shares=(1,), epochs=(1,)
     )  # fmt: skip
     phase = PlannedPhase(
         number=0, words="", first=1, last=1, settings=settings, inputs=inputs, sample=whole, memories={}

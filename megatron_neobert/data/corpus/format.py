@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.text import percent
 
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -101,18 +102,17 @@ class Statistics:
     def describe(self) -> dict[str, str]:
         """Rows of a table: name and value."""
         percentiles = ", ".join(
-            f"{'median' if percent == '50' else f'{percent} %'} {length:,}"
-            for percent, length in self.percentiles.items()
+            f"{'median' if rank == '50' else f'{rank} %'} {length:,}" for rank, length in self.percentiles.items()
         )
         return {
             "tokens/document": (
                 f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {percentiles}, longest {self.longest:,}"
             ),
             **{
-                f"over {cut} tokens": f"{share:.2%} of the documents, with {truncated:.2%} of the tokens truncated"
-                for (cut, share), truncated in zip(
-                    self.documents_above.items(), self.tokens_above.values(), strict=False
+                f"over {cut} tokens": (
+                    f"{percent(share)} of the documents; beyond it {percent(self.tokens_above[cut])} of the tokens"
                 )
+                for cut, share in self.documents_above.items()
             },
         }
 
@@ -261,7 +261,7 @@ class Manifest:
             "dropped": describe_reasons(self.dropped),
             "quarantined": f"{len(self.quarantined):,} damaged shards left out",
             "repaired": f"{self.repaired_documents:,} with U+FFFD for invalid text",
-            "tokens": f"{self.tokens:,}, {self.unknown_tokens / self.tokens:.3%} of them unknown",
+            "tokens": f"{self.tokens:,}, {percent(self.unknown_tokens / self.tokens, digits=3)} of them unknown",
             **self.statistics.describe(),
             "tokenized by": ", ".join(
                 f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"

@@ -18,7 +18,7 @@ from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, 
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.sources import check_sources_file, map_sources
 from megatron_neobert.data.corpus.volumes import HEADER, AllowedIds, MappedFiles, MappedVolume, damage
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, suggestion
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed
 
@@ -252,9 +252,13 @@ def _read_complete(files: CorpusFiles) -> Manifest:
                     f"no corpus {prefix}: that is a folder; give the prefix of a corpus in it, without .bin, as "
                     "neobert preprocess printed it"
                 )
+            if prefix.is_file():
+                raise MissingInputError(f"no corpus {prefix}: that is a file; neobert preprocess makes one of texts")
+            others = [path.stem for path in prefix.parent.glob("*.json")]
+            rule = "; give the prefix without .bin, as neobert preprocess printed it"
             raise MissingInputError(
-                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
-                "prefix without .bin, as neobert preprocess printed it"
+                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}"
+                f"{suggestion(files.name, others, otherwise=rule)}"
             )
         raise _incomplete(prefix, [files.manifest], of_megatron=not files.partial.exists())
     manifest = read_manifest(files.manifest)

@@ -30,6 +30,7 @@ from megatron_neobert.data.shards.find import ShardVersion
 from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of
+from megatron_neobert.text import percent
 
 Kind = Literal["ids", "lengths", "hashes", "rejects", "sources"]
 _JOB = "job.json"
@@ -82,8 +83,8 @@ def check_error_rate(
     if counts.errors > max_error_rate * (counts.records if records is None else records):
         raise DataError(
             f"{counts.errors:,} of {counts.records:,} records have no usable text "
-            f"({counts.errors / counts.records:.2%}), more than --max-error-rate {max_error_rate} allows "
-            f"({describe_reasons(counts.rejected)}); for example: {first_error}. "
+            f"({percent(counts.errors / counts.records, digits=2)}), more than --max-error-rate {max_error_rate} "
+            f"allows ({describe_reasons(counts.rejected)}); for example: {first_error}. "
             "Fix the shards, check --text-key, or allow more"
         )
 

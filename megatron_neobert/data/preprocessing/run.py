@@ -31,6 +31,7 @@ from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, p
 from megatron_neobert.data.preprocessing.workers import Workers, run_on_ray
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch
 from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.text import counted
 
 _SHOW_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000
@@ -183,7 +184,7 @@ def preprocess(
             check_error_rate(counts, settings.max_error_rate, progress.first_error)
             if not counts.documents:
                 raise DataError(
-                    f"no document in {len(plan.versions)} shards ({counts.records:,} records: "
+                    f"no document in {counted(len(plan.versions), 'shard')} ({counts.records:,} records: "
                     f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one. Check "
                     "--input, --text-key and the filters"
                 )

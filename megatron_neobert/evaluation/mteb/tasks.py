@@ -1,15 +1,7 @@
 """Which tasks a command means: a benchmark of mteb, single tasks of it, or your own from plain files.
 
-`local:NAME` reads the folder NAME under --data-dir, and its files decide what it is.
-
-- retrieval: corpus.jsonl (_id, title, text), queries.jsonl (_id, text) and qrels.tsv (query-id, corpus-id, score, with
-  a header): the form of BEIR;
-- retrieval: the three *.trec-format files of the Cranfield collection as it is distributed;
-- classification: train.csv and test.csv with the columns text and label (or category);
-- semantic similarity: test.tsv with the columns sentence1, sentence2 and score, without quoting.
-
-They run through mteb's own tasks and have its metrics: nDCG@10, accuracy of a logistic regression on 8 examples per
-class (10 draws), Spearman correlation of cosines.
+`local:NAME` reads the folder NAME under --data-dir, and its files decide what it is; docs/evaluation.md has the four
+forms. They run through mteb's own tasks and have its metrics.
 """
 
 import copy
@@ -223,7 +215,10 @@ def _read_table(path: Path, columns: tuple[str, ...], **form: Any) -> list[dict[
         raise DataError(f"{path}: has no lines below the header.")
     for number, row in enumerate(rows, start=2):
         if missing := [name for name in columns if row.get(name) is None]:
-            raise DataError(f"{path}: line {number} lacks {', '.join(missing)}; expected {', '.join(columns)}.")
+            raise DataError(
+                f"{path}: line {number} lacks {', '.join(missing)}; the header has {', '.join(map(str, rows[0]))}, "
+                f"expected {', '.join(columns)}."
+            )
     return rows
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_neobert.config.cli import model_flags, parse_command_line, read_record, read_settings, write_record
-from megatron_neobert.config.flags import FIRST, run_flags
+from megatron_neobert.config.flags import _OF_TRANSFORMERS, FIRST, run_flags
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
@@ -76,6 +76,14 @@ def test_an_optional_number_can_be_taken_back(tmp_path):
 def test_a_flag_like_no_other_is_refused_without_a_suggestion(word):
     with pytest.raises(ConfigError, match=rf"unknown flag {word}; see --help for the list\."):
         parse(f"{word}=2")
+
+
+@pytest.mark.parametrize(("theirs", "own"), _OF_TRANSFORMERS.items())
+def test_a_flag_of_transformers_is_refused_with_its_name_here(theirs, own):
+    assert own in run_flags()
+    for flag in (f"--{theirs}", "--" + theirs.replace("_", "-")):
+        with pytest.raises(ConfigError, match=f"unknown flag {flag}; did you mean '{own}'"):
+            parse(f"{flag}=2")
 
 
 def test_a_misspelt_yaml_key_is_refused_with_a_suggestion(tmp_path):

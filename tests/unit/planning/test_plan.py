@@ -87,7 +87,11 @@ def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, 
         squares += int((bounds.diff() ** 2).sum())
         if step.cursor_after.epoch == EPOCHS:
             break
-    documents = EPOCHS * len(inputs.training[0].documents)
+    source = inputs.training[0]
+    lengths = source.corpus.lengths[source.numbers(np.arange(len(source.documents)))]
+    cut = lengths.clip(max=62).sum() / lengths.sum() if settings.data.long_documents == "truncate" else 1
+    assert sample.truncated == pytest.approx(1 - cut)
+    documents = EPOCHS * len(source.documents)
     # The second epoch shares its documents out to windows anew, which takes a row more or less in each of them.
     assert sample.epochs == (pytest.approx(EPOCHS / iterations, rel=0.02),)
     assert sample.documents == pytest.approx(documents / iterations, rel=0.02)

@@ -79,7 +79,7 @@ def test_launcher_that_waits_for_another_in_torchrun_ends_with_75_at_a_stop_sign
 
 
 def test_second_interrupt_aborts_a_rank_that_waits_for_another():
-    first = "stopping after this iteration, with a checkpoint; Ctrl-C again aborts at once, without one\n"
+    first = "stopping after this iteration, with a checkpoint if there is --save; Ctrl-C again aborts at once\n"
     ended = end_while_waiting(rank_in_a_group, signal.SIGINT, signal.SIGINT, answers=[first])
     assert ended == (130, f"{first}rank 0: aborted\n")
 

@@ -79,7 +79,7 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
     assert (code, errors) == (0, "")
     rows = {line[2:20].strip(): line[21:] for line in output.splitlines()}
     assert rows["documents"] == "5"
-    assert rows["tokens"] == "11, 0.000% of them unknown"
+    assert rows["tokens"] == "11, 0.000 % of them unknown"
     assert rows["volumes"].startswith("3, 22 bytes of uint16 and ")
     assert rows["tokens/document"].startswith("mean 2.2, shortest 1, ")
     assert rows["rejected"] == rows["dropped"] == rows["filters"] == "none"

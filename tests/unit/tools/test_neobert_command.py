@@ -1,5 +1,6 @@
 """The console command `neobert`: every command has one name, --help needs nothing, a shell is told what may follow."""
 
+import re
 import subprocess
 import sys
 
@@ -43,6 +44,14 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys
     assert max(map(len, shown)) <= 80
 
 
+def test_overview_of_a_group_names_its_commands_alone():
+    ended = type_in("evaluate", "--help")
+    assert ended.returncode == 0
+    assert re.findall(r"^  (\S+ \S+) ", ended.stdout, re.MULTILINE) == [
+        f"evaluate {word}" for word in ("glue", "mteb", "ner", "ppl", "throughput")
+    ]
+
+
 def test_version_is_the_packages():
     assert type_in("--version").stdout == f"neobert {__version__}\n"
 
@@ -51,7 +60,7 @@ def test_version_is_the_packages():
     ("words", "sentence"),
     [
         (["evalate", "glue"], "neobert evalate: no such command; did you mean 'evaluate'?"),
-        (["inspect", "batches"], "neobert inspect: data or batch must follow, as in neobert inspect data."),
+        (["inspect", "batches"], "neobert inspect: data or batch must follow; did you mean 'batch'?"),
         (["verify", "--tolerence", "1"], "unknown flag --tolerence; did you mean '--tolerance'?"),
     ],
 )
@@ -68,6 +77,8 @@ def test_what_no_command_is_called_is_a_sentence(words, sentence):
         ("neobert evaluate glue --dat", ["--data-dir"]),
         ("neobert convert megatron-to-hf --lo", ["--load"]),
         ("neobert train --lr-warmup", ["--lr-warmup-iters"]),
+        ("neobert train --lr-decay-style co", ["cosine", "constant"]),
+        ("neobert train --config sizes/1", ["sizes/150m", "sizes/17m", "sizes/1b"]),
         ("neobert nothing ", []),
     ],
 )
@@ -89,7 +100,7 @@ def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_nam
     for start in ([script, "train"], [pretrain.__file__]):
         for recipe, code, sentence in (
             ("sizes/17m", 2, "--data-path is missing"),
-            ("sizes/16m", 66, "--config sizes/16m: no such file"),
+            ("sizes/16m", 66, "or recipe; did you mean 'sizes/"),
         ):
             command = [sys.executable, *map(str, start), "--config", recipe]
             ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)

@@ -35,7 +35,7 @@ def test_run_reports_what_it_wrote_and_validation_agrees(place):
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
     rows = [line.split(maxsplit=1) for line in output.splitlines() if line.startswith("  ")]
     assert ["records", "2"] in rows and ["rejected", "none"] in rows and ["dropped", "none"] in rows
-    assert ["tokens", "7, 0.000% of them unknown"] in rows
+    assert ["tokens", "7, 0.000 % of them unknown"] in rows
     assert output.splitlines()[-1] == f"wrote {place / 'run_content_document.json'}, run_content_document.bin, .idx"
     code, output = run_forked("validate_data", place / "run_content_document", "--full")
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output
@@ -64,13 +64,13 @@ def test_dry_run_shows_what_would_happen_and_writes_nothing(place):
 def test_many_unknown_tokens_are_warned_of(place):
     (place / "shards" / "a.jsonl").write_text(json.dumps({"content": "привет мир hello"}))
     code, output = run_forked("preprocess_data", *arguments_of(place))
-    assert code == 0 and "warning: 66.7% of the tokens are unknown" in output
+    assert code == 0 and "warning: 66.7 % of the tokens are unknown" in output
 
 
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["--text-key", "body"], 65, "2 of 2 records have no usable text (100.00%), more than --max-error-rate 0.001"),
+        (["--text-key", "body"], 65, "2 of 2 records have no usable text (100.00 %), more than --max-error-rate 0.001"),
         (["--input", "nowhere*"], 66, "nowhere*: no file matches"),
         (["--tokenizer-model", "bert-base-uncased"], 66, "--tokenizer-model bert-base-uncased: no such file or folder"),
         (["--workers", "0", "--max-error-rate", "nan"], 2, "--workers 0 is below 1; give at least 1"),
@@ -236,7 +236,7 @@ def test_vocabulary_is_not_learned_from_what_a_wrong_key_has_left(place):
     (place / "shards" / "b.jsonl").write_text('{"text": "hello"}\n' * 2 + '{"content": ""}\n')
     ended = run_forked("train_tokenizer", "--input", place / "shards", *more)
     assert ended.refused(65)
-    assert "2 of 5 records have no usable text (40.00%), more than --max-error-rate 0.001" in ended.output
+    assert "2 of 5 records have no usable text (40.00 %), more than --max-error-rate 0.001" in ended.output
     assert "b.jsonl, line 1: missing key (no key 'content'; keys found: text)" in ended.output
     assert not (place / "trained").exists()
     ended = run_forked("train_tokenizer", "--input", place / "shards", *more, "--max-error-rate", "0.4")

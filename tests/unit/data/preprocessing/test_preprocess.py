@@ -108,7 +108,7 @@ def test_error_rate_ends_the_run_only_above_its_bound(place, good, allowed):
         assert place.run(max_error_rate=0.001).counts.records == 1000
     else:
         message = (
-            r"1 of 999 records .*\(0\.10%\).* --max-error-rate 0\.001 .*1 malformed JSON\); for example: .*a\.jsonl, "
+            r"1 of 999 records .*\(0\.10 %\).* --max-error-rate 0\.001 .*1 malformed JSON\); for example: .*a\.jsonl, "
         )
         with pytest.raises(DataError, match=message + "line 1: malformed JSON"):
             place.run(max_error_rate=0.001)
@@ -132,7 +132,7 @@ def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
     monkeypatch.setattr(
         run_module, "tokenize_part", lambda task, report: read.append(task.number) or tokenize_part(task, report)
     )
-    with pytest.raises(DataError, match=r"10,000 of 10,000 records .*100.00%.*no key 'content'; keys found: text"):
+    with pytest.raises(DataError, match=r"10,000 of 10,000 records .*100.00 %.*no key 'content'; keys found: text"):
         place.run(max_error_rate=0.001)
     assert read == [0]
 
