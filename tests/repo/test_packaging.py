@@ -54,6 +54,12 @@ def test_templates_are_packaged_with_the_code_that_fills_them_in(metadata: dict)
         assert others == {name for name in metadata["package_data"].get(package, []) if "/" not in name}, package
 
 
+def test_badges_of_the_readme_are_what_the_package_states(metadata: dict):
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"img\.shields\.io/badge/(\w+)-(\S+)-blue\)", readme))
+    assert shown == {"python": f"{PYTHONS[0]}_to_{PYTHONS[-1]}", "license": metadata["license"].replace("-", "--")}
+
+
 def constraint_lines() -> list[Requirement]:
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]

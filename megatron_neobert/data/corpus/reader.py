@@ -252,7 +252,7 @@ def _read_complete(files: CorpusFiles) -> Manifest:
                     f"no corpus {prefix}: that is a folder; give the prefix of a corpus in it, without .bin, as "
                     "neobert preprocess printed it"
                 )
-            if prefix.is_file():
+            if prefix.is_file() and prefix.suffix not in (".bin", ".idx", ".json"):
                 raise MissingInputError(f"no corpus {prefix}: that is a file; neobert preprocess makes one of texts")
             others = [path.stem for path in prefix.parent.glob("*.json")]
             rule = "; give the prefix without .bin, as neobert preprocess printed it"
