@@ -57,7 +57,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="megatron-to-hf|hf-to-megatron")
     export = commands.add_parser("megatron-to-hf", help="write a Hugging Face folder and compare it with the reference")
     export.set_defaults(convert=_convert_to_huggingface)
     add = export.add_argument
