@@ -25,7 +25,7 @@ from megatron_neobert.errors import CommandParser, run_command
 
 PACKAGES = ("torch", "megatron-core")
 MODES = ("none", "synchronous", "asynchronous")
-DOCUMENTS = 2000
+DOCUMENTS = 2000  # of a made-up corpus; what is in it does not matter here
 VOCABULARY = 8192
 
 

@@ -34,9 +34,9 @@ from megatron_neobert.errors import CommandParser, ConfigError, run_command
 OURS = "this project, in process"
 PACKAGES = ("torch", "numpy", "megatron-core", "transformers", "nvidia-dali-cuda130")
 PEER_DOCUMENTS = 8192  # held in memory as Python objects; the peers' speed does not depend on how many there are
-SENTENCE_TOKENS = 32
+SENTENCE_TOKENS = 32  # Megatron's BERT dataset wants documents in sentences
 SETTLE_SECONDS = 0.3  # long enough for a worker to fill its queue
-MASKED_SHARE = 0.2
+MASKED_SHARE = 0.2  # the paper's
 SEED = 1234
 
 

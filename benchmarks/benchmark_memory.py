@@ -24,8 +24,8 @@ from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings, Tr
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError, run_command
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
-DOCUMENTS = 4096
-VOCABULARY = 30_522
+DOCUMENTS = 4096  # a window of them, which is what the loader packs at once
+VOCABULARY = 30_522  # bert-base-uncased's
 # Else a freed tensor stays with the process, and the resident set depends on the order in which tensors are freed.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 

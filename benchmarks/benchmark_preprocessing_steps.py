@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
 
 BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
-SAMPLE_DOCUMENTS = 64
+SAMPLE_DOCUMENTS = 64  # of the warm-up
 DTYPE_BYTES = {4: 4, 8: 2}  # Megatron's codes of int32 and uint16
 
 

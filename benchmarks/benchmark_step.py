@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
 from megatron_neobert.errors import CommandParser, run_command
 
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-4  # any: neither speed nor memory depends on it
 LAYOUTS = ("packed", "padded", "reference")
 DOCUMENTS = 4096  # one window: as well packed as a large corpus
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")

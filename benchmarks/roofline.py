@@ -21,7 +21,7 @@ from megatron_neobert.model.flops import training_flops_per_token
 PERFORMANCE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 TOKENS_PER_STEP = 2 * 65_536  # of the count
 GB_BEFORE = 1029.0  # the same count of local layers before kernels were fused; the products' and attention's as now
-VOCAB_SIZE, VOCAB_PADDED = 30_522, 30_592
+VOCAB_SIZE, VOCAB_PADDED = 30_522, 30_592  # bert-base-uncased's, and padded to a multiple of 128
 BF16_PEAK = 989e12  # FLOP/s of both GPUs, data sheet
 GEMM = 650e12  # bf16 products at a width of 768: four fifths of what 8192^3 reaches, an estimate
 BANDWIDTH = {"H100": 2.8e12, "H200": 4.0e12}  # bytes/s: five sixths of the data sheets' 3.35 and 4.8, an estimate

@@ -33,7 +33,7 @@ from megatron_neobert.errors import ConversionError, MissingInputError
 
 LAYOUTS = tuple(TABLES)
 
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # no model has a larger size, and a product of two stays within 64 bits
 # The published code has no setting for it; rotary.py there defaults to this base and nobody passes another.
 _NEOBERT_ROTARY_BASE = 10_000
 _DTYPES = ("F32", "BF16", "F16")

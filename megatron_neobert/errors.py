@@ -22,9 +22,9 @@ from typing import Any, ClassVar, NoReturn
 from megatron_neobert.text import visible
 
 EXIT_UNAVAILABLE = 69  # a package is missing; or another rank has gone or does not answer: start again
-EXIT_IO_ERROR = 74
+EXIT_IO_ERROR = 74  # this and those below 79 are named by sysexits.h
 EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: the reader of our output has left, and the work may be half done
 
 LONGEST_REASON = 500  # characters of a library's message

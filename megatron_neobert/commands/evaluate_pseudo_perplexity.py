@@ -19,7 +19,7 @@ from megatron_neobert.errors import CommandParser, ConfigError, positive
 from megatron_neobert.runtime.atomic_files import name_models
 
 LENGTH_BINS = (128, 256, 512, 1024, 2048, 4096, 8192)
-BATCH_TOKENS = 16384
+BATCH_TOKENS = 16384  # of a forward pass, unless it is given
 SECONDS_BETWEEN_LINES = 30.0  # where there is no terminal to draw a bar on
 
 

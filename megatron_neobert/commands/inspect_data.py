@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # a missing package is reported by run_command
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-_WIDTH = 80
-_NAME_WIDTH = 18
+_WIDTH = 80  # columns of a terminal
+_NAME_WIDTH = 18  # columns of them for names
 _CHUNK = 1 << 20  # lengths compared at a time
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # Ctrl-C during imports, and a missing package, are answered 
 
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
 _UNKNOWN_WARNING = 0.02
-_SHARDS_SHOWN = 20
+_SHARDS_SHOWN = 20  # by --dry-run; more are counted
 
 
 class StopRequested(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputEr
 _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
-_MOST_PHASES = 100
+_MOST_PHASES = 100  # each is checked and planned as a run of its own
 _LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
 
 

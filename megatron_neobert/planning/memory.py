@@ -18,7 +18,7 @@ from megatron_neobert.model.flops import count_parameters, moment_bytes
 
 Kernels = Literal["cpu", "gpu", "transformer_engine"]  # of torch on the one or the other, or Transformer Engine's
 STATISTIC = 4  # bytes of a float32, as norms and attention keep some per token
-TOKEN_ID = 8
+TOKEN_ID = 8  # bytes of an int64
 ASSUMED_CONTEXT_BYTES = 3 << 29  # 1.5 GiB: CUDA's context, NCCL's and cuBLAS's buffers, and gaps between tensors
 
 

@@ -27,7 +27,7 @@ from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_
 from megatron_neobert.planning.memory import Kernels, RankMemory
 from megatron_neobert.text import counted, percent
 
-_INDENT = 12
+_INDENT = 12  # columns for a line's name
 _COLUMNS = 80  # of a terminal
 _CURVE_COLUMNS, _CURVE_LINES = 58, 5
 _EIGHTHS = " ▁▂▃▄▅▆▇█"

@@ -15,7 +15,7 @@ from typing import IO
 
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20  # read at a time, for a checksum
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
 
 

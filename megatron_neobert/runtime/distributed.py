@@ -14,7 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches
 
-_MARGIN_SECONDS = 30
+_MARGIN_SECONDS = 30  # by which NCCL and gloo wait longer than the hang detector
 
 
 def initialize(settings: Settings) -> torch.device:

@@ -20,7 +20,7 @@ from megatron_neobert.runtime.environment import Node
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # slow to import
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2  # between two looks into the store
 _BACKLOG = 4096  # connections that wait to be accepted: the ranks of a large run come all together
 _FAREWELL_SECONDS = 30  # how long a node that refuses its start tries to reach the others
 

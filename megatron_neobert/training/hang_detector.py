@@ -31,10 +31,10 @@ from megatron_neobert.runtime import signals
 
 _Answer = TypeVar("_Answer")
 
-_TICK_SECONDS = 1.0
+_TICK_SECONDS = 1.0  # between heartbeats, and between looks at the others'
 _SILENCE_SECONDS = 3.0  # three heartbeats missed: a living rank has written one
 _ANSWER_SECONDS = 10.0  # of the store, a file system or a reader of our output, each of which may hang as well
-_FAREWELL_SECONDS = 5.0
+_FAREWELL_SECONDS = 5.0  # that the others give the rank that has failed first
 
 # Of gloo, which has no class for them; NCCL and the store raise torch.distributed.DistError.
 _LOST_CONNECTION = re.compile(

@@ -18,7 +18,7 @@ from megatron_neobert.data.batches.packing import Segments
 from megatron_neobert.data.batches.philox import Stream, draw_words
 from megatron_neobert.errors import ConfigError
 
-_LEVELS = 1 << 16
+_LEVELS = 1 << 16  # of a draw of 16 bits: probabilities are multiples of 1/65,536
 _BLOCK_TOKENS = 8  # four 32-bit words give eight draws of 16 bits
 
 

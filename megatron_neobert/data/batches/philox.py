@@ -19,7 +19,7 @@ _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _WORD_BITS = np.uint64(32)
-_ROUNDS = 10
+_ROUNDS = 10  # Philox4x32-10
 
 _STREAM_SHIFT = np.uint64(30)  # the two highest bits of counter word 2, above the item's high word
 

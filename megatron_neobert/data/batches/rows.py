@@ -44,7 +44,7 @@ WINDOW_DOCUMENTS = 4096
 IGNORED_LABEL = -100  # at a masked position that only fills up; torch's cross-entropy ignores the same
 _DEVIATIONS = 6  # exceeded once in 10^9 draws, if they are normal
 _MASKED_MULTIPLE = 128  # FP8 and tensor-core tiles want multiples of 16 and 128
-_DOCUMENTS_MULTIPLE = 64
+_DOCUMENTS_MULTIPLE = 64  # few different numbers of documents, and few plans of kernels
 
 
 class Documents(Protocol):

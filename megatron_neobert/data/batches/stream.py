@@ -34,7 +34,7 @@ from megatron_neobert.data.batches.rows import (
 )
 from megatron_neobert.errors import ConfigError
 
-_REMOTE_STEPS_AHEAD = 4
+_REMOTE_STEPS_AHEAD = 4  # whose blocks are being fetched while a step is trained
 _LONGEST_MULTIPLE = 128  # tokens: eight lengths at most in rows of 1,024, for each of which a kernel may be built anew
 
 

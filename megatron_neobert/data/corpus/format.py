@@ -28,7 +28,7 @@ from megatron_neobert.text import percent
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  # of the manifest; any other is refused
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 DAMAGED = "the file is damaged or not of this corpus: copy it again or preprocess again"
 _LARGEST_MANIFEST_BYTES = 1 << 30  # 150 bytes for each of the shards

@@ -29,7 +29,7 @@ from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing
 
 LIMIT_GB = 100  # unless a run says otherwise
 BLOCK_BYTES = 256 << 10  # docs/training.md has what others cost
-_CRC_BYTES = 4
+_CRC_BYTES = 4  # of zlib's checksum behind each block
 _COPIED_BYTES = 16 << 20  # of an index, at a time
 _THREADS = 32  # of a process: 84 MB/s at 50 ms for each of the two requests of a block
 _BLOCKS_IN_MEMORY = 256  # of a process

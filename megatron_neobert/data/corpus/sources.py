@@ -17,7 +17,7 @@ from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
 
 NO_SOURCE = "(none)"  # records without the field, or with null in it
 SOURCE_DTYPE = np.dtype("<u2")  # of their numbers
-MOST_SOURCES = 1000
+MOST_SOURCES = 1000  # a field with more is no source, but a title or a URL
 _LONGEST_NAME = 200  # characters
 
 

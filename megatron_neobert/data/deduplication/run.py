@@ -40,7 +40,7 @@ from megatron_neobert.data.preprocessing.workers import Report, Workers, run_on_
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of
 
-PART_DOCUMENTS = 1 << 18
+PART_DOCUMENTS = 1 << 18  # what a kill makes a worker do again
 _BATCH_TOKENS = 1 << 20  # read at a time; a longer document is read whole
 _PAIRS_AT_ONCE = 1 << 17  # compared: 60 MB
 _JOINED_AT_ONCE = 1 << 20  # documents

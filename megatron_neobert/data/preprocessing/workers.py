@@ -30,7 +30,7 @@ from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 Report = Callable[[Any], None]
 
 _RETRIES = 3  # of a part whose Ray worker has died
-_CONNECT_SECONDS = 10
+_CONNECT_SECONDS = 10  # for any answer from the address of a cluster
 
 
 class Workers:

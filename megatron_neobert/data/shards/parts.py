@@ -37,7 +37,7 @@ _STREAMED: dict[Format, Callable[[ShardPart, ReadSettings, ShardDigest | None], 
     "warc": read_archive,
 }
 
-_HEAD_BYTES = 64 << 10
+_HEAD_BYTES = 64 << 10  # by which a format is recognised
 _FORMAT_MAGIC: dict[bytes, Format] = {
     b"PAR1": "parquet",
     b"ARROW1": "arrow",

@@ -53,7 +53,7 @@ _MAGIC: dict[bytes, Compression] = {
 }
 _MAGIC_BYTES = 6  # at most
 _ZSTD_FRAME_TO_SKIP = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # may stand in front of the others
-_READ_BYTES = 256 << 10
+_READ_BYTES = 256 << 10  # of a compressed file at a time
 _STEP_BYTES = 128 << 10  # decompressed at a time; what a step has done is lost when it meets damage
 _ZSTD_WINDOW_LOG = 31  # archives written with `zstd --long=31` need windows of 2 GiB, as their header declares
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")

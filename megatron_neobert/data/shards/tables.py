@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20  # of a column at a time: what writers make a page of
 _ROWS = 256  # looked at together at most: 64 rows of web text cost a quarter more time, 1,024 are not faster
 _STEP_BYTES = 1 << 20  # of text in them, unless one row alone has more
 # Decoded by pyarrow at once. A few bytes of a page may stand for a long value once more (by a dictionary, by a shared

@@ -42,7 +42,7 @@ from megatron_neobert.data.shards.reading import (
     utf8_size,
 )
 
-_READ_BYTES = 64 << 10
+_READ_BYTES = 64 << 10  # at a time, in search of separators
 # A whole string, so that brackets in it are not seen; or a quotation mark whose string does not end in these bytes. Of
 # text without escapes: a pattern that knows them takes some 70 bytes of memory for each.
 _STRUCTURE = re.compile(rb'"[^"]*"|["{}\[\],]')

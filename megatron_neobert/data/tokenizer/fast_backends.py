@@ -36,8 +36,8 @@ _DENSE_END = 0x3000  # below: alphabets, marks, symbols; every code point is tri
 _BLOCK = 128  # code points; blocks of Unicode start at multiples of 16, few are smaller than this
 _SAMPLE = 16  # code points of each block above _DENSE_END
 _PLANES = ((_DENSE_END, 0xD800), (0xE000, 0x33480), (0xE0000, 0xE0200), (0x10FF80, 0x110000))  # no surrogates
-_MIXTURES = 700
-_VOCABULARY_STRINGS = 200
+_MIXTURES = 700  # adversarial strings of mixed characters
+_VOCABULARY_STRINGS = 200  # and of pieces of the vocabulary
 
 _WORDS = (
     "hello", "Führer", "naïve", "İstanbul", "ſtraße", "ΑΣ", "ὈΔΥΣΣΕΎΣ", "e\u0301", "A\u030a\u0327", "ﬁnance", "Ａｂｃ",

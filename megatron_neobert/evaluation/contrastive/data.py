@@ -23,7 +23,7 @@ PLAIN_COLUMNS = {"query", "positive", "negatives"}
 _TEXT = datasets.Value("string")
 _FEATURES = datasets.Features({"query": _TEXT, "positive": _TEXT, "negatives": [_TEXT]})
 _PLAIN = DatasetSource(divisor=1, instruction="", query=("query",), positive=("positive",), negatives=("negatives.*",))
-_DIGEST_ROWS = 1000
+_DIGEST_ROWS = 1000  # evenly spaced
 _FILES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 

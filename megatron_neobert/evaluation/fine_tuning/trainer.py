@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megatron_neobert.evaluation.fine_tuning.settings import Point, Protocol
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # shares of the steps, and of the peak
-EVALUATION_BATCH = 32
+EVALUATION_BATCH = 32  # rows; no score depends on it
 MODEL = "model"  # folder of the best weights within a run's
 
 

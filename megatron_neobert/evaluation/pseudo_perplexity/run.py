@@ -35,7 +35,7 @@ from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import replace_file
 
 BAND = "95 % of the average over documents"
-_CONFIDENCE = 0.95
+_CONFIDENCE = 0.95  # of the band above
 _DOCUMENTS_OF_BAND = 5  # of fewer, Student's interval spans orders of magnitude
 
 

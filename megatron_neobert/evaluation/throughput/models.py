@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.encoders import LoadOptions, count_learned_positions, load_model
 
-WEB_MEDIAN_TOKENS = 368
+WEB_MEDIAN_TOKENS = 368  # of RefinedWeb's documents
 # RefinedWeb has mean / median = 640 / 368, which is exp(sigma^2 / 2) of a log-normal.
 WEB_SIGMA = math.sqrt(2 * math.log(640 / WEB_MEDIAN_TOKENS))
 MASKED_SHARE = 0.2  # of the tokens, as NeoBERT's pre-training
