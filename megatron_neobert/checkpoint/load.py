@@ -1,7 +1,7 @@
 """What of a run is saved, and loading it again.
 
 Which part of which tensor a rank holds is megatron.core's knowledge (its ShardedTensors), where the parts lie that of
-tensors.py; so another number of ranks or another layout reads what it needs. Every rank reads for itself.
+contents.py; so another number of ranks or another layout reads what it needs. Every rank reads for itself.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Settings that nobody meant: refused with the file, the setting and its value, before anything is started.
 
-What tests/unit/config/test_cli.py, test_config.py and test_data_path.py refuse already is not repeated here.
+What tests/unit/config/test_cli.py, test_schema.py and test_data_path.py refuse already is not repeated here.
 """
 
 import os
