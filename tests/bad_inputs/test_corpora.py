@@ -170,7 +170,7 @@ def test_corpus_one_of_whose_files_is_gone_or_something_else_is_incomplete(corpu
         ("..", 66, ["no corpus ..:"]),
         ("", 66, ["no corpus"]),
         ("~/corpus", 66, ["no corpus ~/corpus"]),
-        ("{folder}/small.bin", 66, ["expected small.bin.bin", "give the prefix without .bin"]),
+        ("{folder}/small.bin", 66, ["expected small.bin.bin", "did you mean 'small'?"]),
         ("{folder}/small*", 66, ["no corpus"]),
         ("{folder}/small/deeper", 66, ["no corpus"]),
         ("{folder}/small.bin/deeper", 66, ["no corpus"]),

@@ -16,7 +16,7 @@ CASES = {
     "OSError(28, 'No space left on device', 'f')": (74, "error: [Errno 28] No space left on device: 'f'\n"),
     "CheckpointError('a')": (78, "error: a\n"),
     "ConversionError('a')": (78, "error: a\n"),
-    "KeyboardInterrupt()": (130, ""),
+    "KeyboardInterrupt()": (130, "interrupted\n"),
     "DataError('\\x1b[2J\\x07\\u202e of a stranger')": (65, "error: \\x1b[2J\\x07\\u202e of a stranger\n"),
 }
 

@@ -219,4 +219,4 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path, words, package
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / f"{package}.py").write_text(interrupted)
     script, *arguments = words.split()
-    assert start(REPOSITORY / script, *arguments, packages=tmp_path) == (130, "")
+    assert start(REPOSITORY / script, *arguments, packages=tmp_path) == (130, "interrupted\n")
