@@ -105,6 +105,7 @@ class _Call:
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
+        multiprocessing.set_start_method(None, force=True)  # what a shell's process has; a fork server's child keeps it
         function, arguments = cloudpickle.loads(self.content)
         function(*arguments)
 
