@@ -1,20 +1,18 @@
 """Starts a training script on the ranks of this node: `python -m megatron_neobert.launch SCRIPT [flags]`.
 
 Checks the flags before any process is started, on several nodes together with the other nodes, hands the script to
-torchrun, and ends with the exit code of the rank that failed first (torchrun itself always ends with 1, so nobody could
-tell a preempted run from a broken one). After a crash it starts the ranks again, if it is allowed to.
+torchrun, and ends with the exit code of the rank that failed first. After a crash it starts the ranks again, if it is
+allowed to.
 
 Environment: NPROC_PER_NODE (default: the number of GPUs, or 1), NNODES (1), NODE_RANK, MASTER_ADDR and MASTER_PORT
 (needed with more than one node; srun gives the first two), RENDEZVOUS_TIMEOUT_SECONDS (600), MAX_RESTARTS (0, on one
 node). See docs/launching.md.
 """
 
-import logging
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,18 +20,11 @@ from megatron_neobert.checkpoint.folder import check_folders, has_stop_file
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import CheckpointConfig, flag_of
 from megatron_neobert.data.batches.inputs import open_phases
-from megatron_neobert.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_IO_ERROR,
-    EXIT_STOPPED_EARLY,
-    EXIT_UNAVAILABLE,
-    ConfigError,
-    NeoBERTError,
-    run_command,
-)
+from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError, run_command
 from megatron_neobert.runtime import signals
-from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, Node, find_node, whole_number
-from megatron_neobert.runtime.rendezvous import Report, agree_to_start, serve_store
+from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, find_node, whole_number
+from megatron_neobert.runtime.rendezvous import Report, agree_to_start
+from megatron_neobert.runtime.torchrun import is_crash, run_ranks
 
 
 def train() -> int:
@@ -91,11 +82,11 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     options = [f"--nproc-per-node={nproc}", f"--rdzv-conf=timeout={timeout_seconds}"]
     for restart in range(1, max_restarts + 1):
-        code = _run_torchrun(node, [*options, script, *arguments])
+        code = run_ranks(node, [*options, script, *arguments])
         if not is_crash(code) or signals.passed_on or has_stop_file(command.settings.checkpoint.save):
             return code
         print(f"restart {restart} of {max_restarts}, from the last checkpoint", file=sys.stderr, flush=True)
-    return _run_torchrun(node, [*options, script, *arguments])
+    return run_ranks(node, [*options, script, *arguments])
 
 
 def _default_processes() -> int:
@@ -124,58 +115,6 @@ def check_restarts(checkpoint: CheckpointConfig, *, nodes: int) -> None:
         )
     if checkpoint.resume == "never":
         raise ConfigError("MAX_RESTARTS is set, but --resume never would begin anew after a crash; drop one of them.")
-
-
-def is_crash(code: int) -> bool:
-    """Whether another start may get further: the program, another rank, the file system or a signal ended this one."""
-    return code in (1, EXIT_UNAVAILABLE, EXIT_IO_ERROR) or (code > 128 and code != EXIT_INTERRUPTED)
-
-
-def _run_torchrun(node: Node, words: list[str]) -> int:
-    """The exit code of this node's ranks, all of which have ended."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    if node.nodes == 1:
-        # Not --standalone: its store listens on all interfaces, and torchrun unpickles what a stranger writes there.
-        store = serve_store("127.0.0.1", 0, nodes=1)  # kept until the ranks have ended; a restart gets an empty one
-        node = replace(node, address=store.host, port=store.port)
-    options = [f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
-    options += [f"--master-addr={node.address}", f"--master-port={node.port}"]
-    options.append(f"--log-dir={os.devnull}")  # a folder below TMPDIR otherwise, for logs that nobody asked for
-    # Not torchrun's way with the others: it would kill the ranks 30 s later, in the middle of saving.
-    options.append("--signals-to-handle=SIGHUP,SIGQUIT")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message is clearer
-    try:
-        torchrun.run(torchrun.parse_args([*options, *words]))
-    except ChildFailedError as error:
-        return exit_code_of_node({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as error:  # a closed terminal, or SIGQUIT; the ranks got it as well
-        signals.passed_on.add(error.sigval)
-        return 128 + error.sigval
-    return 0
-
-
-def exit_code_of_node(codes: Mapping[int, int]) -> int:
-    """That of the rank that failed for a reason of its own; 128 + the signal if one ended it, as shells report it.
-
-    Args:
-        codes: By rank, those that torchrun found failed first. A rank that lost another one waits for its end, but
-            both may have ended by then.
-    """
-    if len(signals.interrupts) > 1:
-        return EXIT_INTERRUPTED
-    own_reasons = {rank: code for rank, code in codes.items() if code != EXIT_UNAVAILABLE}
-    rank, code = next(iter((own_reasons or codes).items()))
-    if code >= 0:
-        if code not in (EXIT_UNAVAILABLE, EXIT_STOPPED_EARLY, EXIT_INTERRUPTED):
-            print(f"rank {rank} ended first, with exit code {code}", file=sys.stderr, flush=True)
-        return code
-    if -code in signals.passed_on:  # it came before the rank could prepare for it: nothing had begun, nothing is lost
-        return EXIT_STOPPED_EARLY
-    print(f"error: rank {rank} was ended by signal {-code}", file=sys.stderr, flush=True)
-    return 128 - code
 
 
 if __name__ == "__main__":

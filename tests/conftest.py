@@ -17,6 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: o
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: a garbage collection that looks at it takes longer than many a test."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of real data that some workplaces have beside the repository; a public clone does not."""

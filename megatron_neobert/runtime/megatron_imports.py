@@ -3,7 +3,8 @@
 Measured with `python -X importtime` on one CPU core, megatron-core 0.16.1 and torch 2.13, CPU seconds of a rank's start
 from nothing to a ready loop: 6.3 before, 2.5 after. What goes: 2.0 s for Weights & Biases, which only megatron.core's
 inference code would use, and 1.8 s for TorchInductor, which `torch.compile` loads as soon as it decorates a function.
-The rest is torch (1.2 s) and its distributed tensors (0.6 s).
+The rest is torch (1.2 s) and its distributed tensors (0.6 s). What cannot go: torch's first optimizer loads TorchDynamo
+(0.8 s).
 """
 
 import functools

@@ -160,10 +160,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     rest = q.shape[0] - sum(lengths)
     contexts = []
     for document in zip(*(tensor[: sum(lengths)].split(lengths) for tensor in (q, k, v)), strict=True):
-        heads = [tensor.transpose(0, 1).unsqueeze(0) for tensor in document]
+        heads = [tensor.transpose(0, 1).unsqueeze(0).float() for tensor in document]
         context = F.scaled_dot_product_attention(*heads, scale=call.scale, is_causal=call.causal)
         contexts.append(context.squeeze(0).transpose(0, 1))
-    return torch.cat([*contexts, q.new_zeros(rest, *q.shape[1:])])
+    return torch.cat([*contexts, q.new_zeros(rest, *q.shape[1:])]).to(q.dtype)
 
 
 def fused_rope_forward(

@@ -7,7 +7,7 @@ import pytest
 from megatron_neobert import launch
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.runtime import signals
+from megatron_neobert.runtime import signals, torchrun
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_restarts_are_allowed_where_save_and_load_are_the_same_folder():
 
 @pytest.mark.parametrize("code", [0, 2, 65, 66, 70, 73, 75, 78, 130])
 def test_ends_that_would_only_repeat_themselves_or_were_asked_for_are_no_crashes(code):
-    assert not launch.is_crash(code)
+    assert not torchrun.is_crash(code)
 
 
 @pytest.mark.parametrize("code", [1, 69, 74, 128 + signal.SIGKILL, 128 + signal.SIGSEGV])
 def test_ends_that_may_not_come_again_are_crashes(code):
-    assert launch.is_crash(code)
+    assert torchrun.is_crash(code)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_ends_that_may_not_come_again_are_crashes(code):
     [({0: 69, 1: 1}, 1), ({0: 69, 1: -9}, 137), ({0: 69, 1: 69}, 69), ({0: 74, 1: 69}, 74), ({2: 75}, 75)],
 )
 def test_node_ends_with_the_code_of_the_rank_that_did_not_merely_lose_another(codes, expected):
-    assert launch.exit_code_of_node(codes) == expected
+    assert torchrun.exit_code_of_node(codes) == expected
 
 
 def test_rank_ended_by_a_signal_stopped_early_only_if_the_launcher_passed_it_on(monkeypatch, capsys):
-    assert launch.exit_code_of_node({3: -15}) == 128 + 15
+    assert torchrun.exit_code_of_node({3: -15}) == 128 + 15
     assert "rank 3 was ended by signal 15" in capsys.readouterr().err
     monkeypatch.setattr(signals, "passed_on", {15})
-    assert launch.exit_code_of_node({3: -15}) == 75
-    assert launch.exit_code_of_node({3: -9}) == 128 + 9
+    assert torchrun.exit_code_of_node({3: -15}) == 75
+    assert torchrun.exit_code_of_node({3: -9}) == 128 + 9

@@ -51,6 +51,7 @@ def processes_about(folder: Path) -> list[str]:
     return [line for line in found if str(folder) in line]
 
 
+@pytest.mark.slow
 def test_an_interrupted_acceptance_keeps_what_is_finished_and_ends_with_a_true_report(tmp_path):
     """Interrupted in its second phase; the figures of that are held against the records of its runs."""
     assert start_and_interrupt(tmp_path) == 130
@@ -111,6 +112,7 @@ run_command(check_parity.main)
 """
 
 
+@pytest.mark.slow
 def test_wrong_weights_fail_the_parity_phase(tmp_path, monkeypatch):
     """One matrix of the model is 2 % too large; of the logits one comparison is left, tests/parity has all."""
     script = tmp_path / "faulty.py"
