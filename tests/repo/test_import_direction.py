@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,17 @@ def test_module_imports_only_what_lies_below_it_and_never_megatron_training(modu
     names = imported_names(MODULES[module].read_text(encoding="utf-8"))
     assert violations(module, own_imports(names, set(MODULES))) == []
     assert [name for name in names if f"{name}.".startswith("megatron.training.")] == []
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {
+        module: own_imports(imported_names(path.read_text(encoding="utf-8")), set(MODULES)) - {module}
+        for module, path in MODULES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises where there is a circle
+    graph["megatron_neobert.errors"].add("megatron_neobert.launch")
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
 
 
 def test_settings_import_the_standard_library_alone():

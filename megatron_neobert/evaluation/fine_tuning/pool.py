@@ -11,9 +11,8 @@ from itertools import islice
 from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
 
-import torch
-
 from megatron_neobert.errors import EXIT_UNAVAILABLE, print_warnings_as_sentences, short_reason
+from megatron_neobert.evaluation.fine_tuning.settings import visible_gpus
 from megatron_neobert.evaluation.fine_tuning.trainer import Outcome, Run, fine_tune
 
 
@@ -66,13 +65,6 @@ def share_out(runs: Sequence[Run], pool: Executor, jobs: int) -> Iterator[tuple[
                 yield run, future.result()
     if failure is not None:
         raise failure
-
-
-def visible_gpus() -> list[str]:
-    """The names of this process's GPUs, as CUDA_VISIBLE_DEVICES takes them; does not start CUDA."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return ([str(number) for number in range(count)] if named is None else named.split(","))[:count]
 
 
 def _choose_gpu(devices: list[str]) -> None:

@@ -5,6 +5,7 @@ Source of the grids: arXiv 2502.19587 table 6; for the ablations section 4, whic
 
 import argparse
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +134,6 @@ def build_protocol(arguments: argparse.Namespace) -> Protocol:
     Raises:
         ConfigError: That device is not there, or cannot compute in --dtype.
     """
-    from megatron_neobert.evaluation.fine_tuning.pool import visible_gpus
-
     gpus = visible_gpus()  # choose_device would start CUDA, and one GPU could not be picked any more
     if arguments.device == "cuda" and not gpus:
         raise ConfigError("--device cuda: torch sees no GPU here; give cpu, or run where there is one.")
@@ -149,3 +148,12 @@ def build_protocol(arguments: argparse.Namespace) -> Protocol:
         attention=arguments.attention,
         device=device,
     )
+
+
+def visible_gpus() -> list[str]:
+    """The names of this process's GPUs, as CUDA_VISIBLE_DEVICES takes them; does not start CUDA."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ([str(number) for number in range(count)] if named is None else named.split(","))[:count]
