@@ -149,8 +149,7 @@ def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Siz
     """The loader of training."""
     import torch
 
-    from megatron_neobert.data.batches.dali import DaliLoader
-    from megatron_neobert.data.batches.loader import build_loader
+    from megatron_neobert.data.batches.loader import DaliLoader, build_loader
 
     if with_dali:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -15,8 +15,7 @@ from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.config.stretches import settings_at
-from megatron_neobert.data.batches.dali import DaliLoader
-from megatron_neobert.data.batches.loader import build_loader
+from megatron_neobert.data.batches.loader import DaliLoader, build_loader
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters

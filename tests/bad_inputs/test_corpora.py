@@ -126,22 +126,9 @@ def swap_volumes(corpus):
         file.replace(corpus.folder / file.name.replace("volumes", "small"))
 
 
-def flip_bit(byte, bit):
-    def change(corpus):
-        content = bytearray(corpus.prefix.with_suffix(".bin").read_bytes())
-        content[byte] ^= 1 << bit
-        corpus.prefix.with_suffix(".bin").write_bytes(content)
-
-    return change
-
-
 FILES = [
     pytest.param(take_other_index, ["small.idx, byte 0: expected sha256"], id="index of another corpus"),
     pytest.param(swap_volumes, ["expected 8 bytes for 4 tokens", "found a file of 4 bytes"], id="volumes swapped"),
-    *(
-        pytest.param(flip_bit(byte, bit), ["small.bin, byte"], id=f"bit {bit} of byte {byte} of .bin")
-        for byte, bit in ((0, 0), (9, 7), (18, 2))
-    ),
 ]
 
 

@@ -65,13 +65,8 @@ class PackedBatch:
         return self._with_tensors(lambda tensor: tensor.pin_memory())
 
     def _with_tensors(self, change: Any) -> "PackedBatch":
-        return replace(
-            self,
-            tokens_t=change(self.tokens_t),
-            labels_m=change(self.labels_m),
-            masked_positions_m=change(self.masked_positions_m),
-            cu_seqlens_n=change(self.cu_seqlens_n),
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)

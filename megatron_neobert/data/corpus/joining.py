@@ -17,7 +17,6 @@ from typing import IO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.fates import KEPT
 from megatron_neobert.data.corpus.format import CorpusFiles, FileRecord, LengthCounts, Volume
 from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.volumes import link_volume, read_chunks, write_volume
@@ -25,6 +24,8 @@ from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha25
 
 _WINDOW_DOCUMENTS = 1 << 18  # read at a time, and
 _WINDOW_BYTES = 4 << 20  # of ids; a longer document is read whole
+
+KEPT, HELD_OUT, DUPLICATED = 0, 1, 2  # the fate of a document
 
 OnBytes = Callable[[int], None]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
-from megatron_neobert.data.corpus.sources import check_sources_file, map_sources
+from megatron_neobert.data.corpus.sources import map_sources
 from megatron_neobert.data.corpus.volumes import HEADER, AllowedIds, MappedFiles, MappedVolume, damage
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, suggestion
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -120,7 +120,8 @@ class Corpus:
         """
         item = self.dtype.itemsize
         places = self._places(documents)
-        _check_segments(starts, lengths, places.lengths)
+        inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= places.lengths)
+        assert inside.all(), f"segment {np.argmin(inside)} does not lie inside its document"
         first = places.begins + starts * item
         if self._contents is None:
             self.will_need(documents)  # all at once what has not been announced
@@ -161,10 +162,6 @@ class Corpus:
             raise self.volumes[volumes[first]].wrong_place(int(numbers[first]))
         return _Places(volumes, begins, lengths)
 
-    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Tokens of each."""
-        return self._places(documents).lengths
-
     def will_need(self, documents: NDArray[np.int64]) -> None:
         """Has the operating system, or threads, start to read these documents, which does not wait for them."""
         at = np.searchsorted(self._ends, documents, side="right")
@@ -194,11 +191,6 @@ class Corpus:
                 )
 
 
-def _check_segments(starts: NDArray[np.int64], lengths: NDArray[np.int64], document_lengths: NDArray[np.int32]) -> None:
-    inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= document_lengths)
-    assert inside.all(), f"segment {np.argmin(inside)} does not lie inside its document"
-
-
 class _Lengths:
     """Looked up where they are: 4 bytes per document and process would be 40 GB of copies for 10^10 documents."""
 
@@ -209,7 +201,7 @@ class _Lengths:
         return len(self._corpus)
 
     def __getitem__(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
-        return self._corpus.lengths_of(documents)
+        return self._corpus._places(documents).lengths
 
 
 def check_indexes(corpus: Corpus) -> None:
@@ -229,17 +221,18 @@ def check_content(corpus: Corpus) -> None:
     from tqdm import tqdm
 
     check_indexes(corpus)
+
+    def compare(path: Path | RemoteFile, expected: str, found: str) -> None:
+        if found != expected:
+            raise damage(path, 0, f"sha256 {expected} as in {corpus.files.manifest.name}", found)
+
     if corpus.manifest.sources_sha256 is not None:
-        check_sources_file(corpus.files.sources, corpus.manifest)
+        compare(corpus.files.sources, corpus.manifest.sources_sha256, sha256_of(corpus.files.sources))
     volumes = list(zip(corpus.volumes, corpus.manifest.volumes, strict=True))
     for volume, recorded in tqdm(volumes, "volumes", unit="volume", leave=False, disable=None):  # on a terminal
         bin_sha256, _ = corpus.allowed.scan(volume, eod_id=corpus.manifest.eod_id)
-        for path, expected, found in (
-            (volume.bin, recorded.bin.sha256, bin_sha256),
-            (volume.idx, recorded.idx.sha256, sha256_of(volume.idx)),
-        ):
-            if found != expected:
-                raise damage(path, 0, f"sha256 {expected} as in {corpus.files.manifest.name}", found)
+        compare(volume.bin, recorded.bin.sha256, bin_sha256)
+        compare(volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:

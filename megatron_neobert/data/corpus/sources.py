@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import DAMAGED, Manifest
+from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.data.corpus.volumes import damage, read_chunks
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import sync_to_disk
 
 NO_SOURCE = "(none)"  # records without the field, or with null in it
 SOURCE_DTYPE = np.dtype("<u2")  # of their numbers
@@ -72,12 +72,3 @@ def map_sources(path: Path, manifest: Manifest) -> NDArray[np.uint16]:
     if size != expected:
         raise damage(path, min(size, expected), f"{expected} bytes for {manifest.documents} documents", size)
     return np.memmap(path, SOURCE_DTYPE, "r")
-
-
-def check_sources_file(path: Path, manifest: Manifest) -> None:
-    """Reads all of it. Raises DataError where it is not the one of the manifest."""
-    map_sources(path, manifest)
-    if (found := sha256_of(path)) != manifest.sources_sha256:
-        raise DataError(
-            f"{path}: expected sha256 {manifest.sources_sha256} as in the manifest, found {found}; {DAMAGED}"
-        )

@@ -13,7 +13,7 @@ range, and of those that share one key, which no range divides. At the end: 5 by
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -36,7 +36,7 @@ from megatron_neobert.data.deduplication.minhash import (
     sketches,
 )
 from megatron_neobert.data.preprocessing.job import JobFolder
-from megatron_neobert.data.preprocessing.workers import Report, Workers, run_on_ray
+from megatron_neobert.data.preprocessing.workers import Report, run_tasks
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of
 
@@ -259,8 +259,8 @@ def join(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:
             some = above
 
     for path in pair_files:
-        for chunk in _pairs(path):
-            one, other = chunk.T
+        for chunk in read_chunks(path, _PAIR):
+            one, other = chunk.reshape(-1, 2).T
             while len(one):
                 one, other = roots(one), roots(other)
                 apart = one != other
@@ -293,7 +293,10 @@ def _do(tasks: Sequence[Task], settings: FindSettings, what: str, on_progress: C
             "tasks of the array once more, then merge"
         )
     finished = len(own) - len(missing)
-    with closing(_results(missing, settings)) as results:
+    results = run_tasks(
+        do_task, missing, workers=settings.workers, executor=settings.executor, ray_address=settings.ray_address
+    )
+    with closing(results):
         for _ in results:
             finished += 1
             on_progress(f"{what}: {finished:,} of {len(own):,}")
@@ -301,17 +304,6 @@ def _do(tasks: Sequence[Task], settings: FindSettings, what: str, on_progress: C
     if all_finished < len(tasks):
         on_progress(f"{what}: {all_finished:,} of {len(tasks):,} of all tasks of the array are finished")
     return all_finished == len(tasks)
-
-
-def _results(tasks: Sequence[Task], settings: FindSettings) -> Generator[Task, None, None]:
-    workers = min(settings.workers or 1, len(tasks))
-    if settings.executor == "ray" and tasks:
-        yield from run_on_ray(do_task, tasks, workers=settings.workers, address=settings.ray_address)
-    elif workers > 1:
-        yield from Workers(do_task, count=workers).run(tasks, on_report=lambda _: None)
-    else:
-        for task in tasks:
-            yield do_task(task, lambda _: None)
 
 
 def _parts(settings: FindSettings, corpora: Sequence[Corpus], folder: Path) -> list[SignatureTask]:
@@ -348,11 +340,6 @@ def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
             if earlier.manifest.documents_sha256 == manifest.documents_sha256:
                 raise ConfigError(f"{corpus.prefix} and {earlier.prefix} are the same corpus; name it once")
     return corpora
-
-
-def _pairs(path: Path) -> Iterator[NDArray[np.int64]]:
-    for content in read_chunks(path, _PAIR):
-        yield content.reshape(-1, 2)
 
 
 def _write(settings: FindSettings, corpora: Sequence[Corpus], clusters: NDArray[np.integer]) -> dict[str, Any]:

@@ -1,22 +1,14 @@
 """Finished parts become the corpus, its volumes written by the workers of this machine."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_neobert.data.corpus.format import BackendRecord, InputRecord, QuarantinedShard, draft_manifest
-from megatron_neobert.data.corpus.joining import (
-    OutputSettings,
-    PartFiles,
-    VolumeTask,
-    WrittenVolume,
-    write_volume_of,
-)
-from megatron_neobert.data.corpus.writer import WrittenCorpus, write_corpus, write_one_after_the_other
+from megatron_neobert.data.corpus.joining import OutputSettings, PartFiles, write_volume_of
+from megatron_neobert.data.corpus.writer import WrittenCorpus, write_corpus
 from megatron_neobert.data.preprocessing.job import Counts, PartResult, PartTask
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings
-from megatron_neobert.data.preprocessing.workers import Workers
+from megatron_neobert.data.preprocessing.workers import run_tasks
 
 
 def join_parts(
@@ -79,7 +71,9 @@ def join_parts(
             },
         ),
         folder=plan.files.partial,
-        write_volumes=partial(write_volumes_by, processes=_processes(settings)),
+        write_volumes=lambda tasks, on_report: run_tasks(
+            write_volume_of, tasks, workers=_processes(settings), on_report=on_report
+        ),
         on_progress=on_bytes,
     )
 
@@ -88,17 +82,6 @@ def _processes(settings: PreprocessSettings) -> int:
     """Those of this machine, where the workers of a Ray cluster are not."""
     here = len(os.sched_getaffinity(0))
     return settings.workers or 1 if settings.executor == "local" else min(settings.workers or here, here)
-
-
-def write_volumes_by(
-    tasks: Sequence[VolumeTask], on_bytes: Callable[[int], None], *, processes: int
-) -> Iterator[WrittenVolume]:
-    """All volumes, in the order in which they finish."""
-    if (count := min(processes, len(tasks))) <= 1:
-        yield from write_one_after_the_other(tasks, on_bytes)
-        return
-    with closing(Workers(write_volume_of, count=count).run(tasks, on_report=on_bytes)) as volumes:
-        yield from volumes
 
 
 def _part_files(tasks: Sequence[PartTask], results: Sequence[PartResult]) -> list[PartFiles]:

@@ -176,7 +176,10 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
         versions = list(threads.map(shard_version, shards))
 
         def look(shard: str, version: ShardVersion) -> list[ShardPart] | str:
-            return known.find(shard, version) or _parts_or_damage(shard, settings.read)
+            try:
+                return known.find(shard, version) or split_into_parts(shard, settings.read)
+            except DataError as error:
+                return str(error)
 
         looks = list(threads.map(look, shards, versions))
         plan = Plan(
@@ -199,13 +202,6 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
         )
     refuse_damaged(plan, plan.damaged)
     return plan
-
-
-def _parts_or_damage(shard: str, settings: ReadSettings) -> list[ShardPart] | str:
-    try:
-        return split_into_parts(shard, settings)
-    except DataError as error:
-        return str(error)
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:

@@ -28,7 +28,7 @@ from megatron_neobert.data.preprocessing.job import (
 from megatron_neobert.data.preprocessing.join import join_parts
 from megatron_neobert.data.preprocessing.part_tasks import load_early, remember, tokenize_part
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, part_tasks, refuse_damaged
-from megatron_neobert.data.preprocessing.workers import Workers, run_on_ray
+from megatron_neobert.data.preprocessing.workers import Workers, run_tasks
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.text import counted
@@ -240,7 +240,7 @@ class _Parts:
     def do_missing(self, workers: Workers | None) -> None:
         """Does the other parts; all anew by the reference as soon as a fast back end is found wrong in one."""
         try:
-            with closing(_run_tasks(self._missing(), self._progress, workers)) as results:
+            with closing(self._run(self._missing(), workers)) as results:
                 for result in results:
                     self.results[result.number] = result
                     self._progress.finish(result)
@@ -249,6 +249,21 @@ class _Parts:
             self._leave_to_reference()
             self._progress.begin_again(self.results.values())
             self.do_missing(None)
+
+    def _run(self, tasks: Sequence[PartTask], workers: Workers | None) -> Generator[PartResult, None, None]:
+        plan, settings = self._progress.plan, self._progress.plan.settings
+        started = workers or start_workers(settings)
+        if started is None:
+            remember(plan.tokenizer, plan.encoder)
+        yield from run_tasks(
+            tokenize_part,
+            tasks,
+            workers=settings.workers,
+            executor=settings.executor,
+            ray_address=settings.ray_address,
+            on_report=self._progress.report,
+            started=started,
+        )
 
     def _missing(self) -> list[PartTask]:
         return [task for task in self._tasks if task.number not in self.results]
@@ -272,18 +287,3 @@ def start_workers(settings: PreprocessSettings) -> Workers | None:
         return None
     load = partial(load_early, settings.tokenizer_model, settings.tokenizer_type, settings.tokenizer_backend)
     return Workers(tokenize_part, count=settings.workers or 1, prepare=load)
-
-
-def _run_tasks(
-    tasks: Sequence[PartTask], progress: Progress, workers: Workers | None
-) -> Generator[PartResult, None, None]:
-    """Results in the order in which they finish."""
-    plan, settings = progress.plan, progress.plan.settings
-    if settings.executor == "ray" and tasks:
-        yield from run_on_ray(tokenize_part, tasks, workers=settings.workers, address=settings.ray_address)
-    elif workers := workers or start_workers(settings):
-        yield from workers.run(tasks, on_report=progress.report)
-    else:  # one worker is this process: nothing to start, nothing to send
-        remember(plan.tokenizer, plan.encoder)
-        for task in tasks:
-            yield tokenize_part(task, progress.report)

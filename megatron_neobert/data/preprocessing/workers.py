@@ -22,7 +22,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import megatron_neobert
 from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
@@ -159,6 +159,30 @@ def _work(function: Callable[[Any, Report], Any], prepare: Callable[[], None] | 
             connection.send(message)
     except (EOFError, ConnectionError, _ParentIsGone):
         return
+
+
+def run_tasks(
+    function: Callable[[Any, Report], Any],
+    tasks: Sequence[Any],
+    *,
+    workers: int | None,
+    executor: Literal["local", "ray"] = "local",
+    ray_address: str | None = None,
+    on_report: Report = lambda _: None,
+    started: Workers | None = None,
+) -> Generator[Any, None, None]:
+    """Results in the order in which they finish: of processes, of a cluster, or of this process if one is enough.
+
+    Arguments and errors are those of `Workers` and `run_on_ray`; `started` are processes that wait for these tasks.
+    """
+    count = min(workers or 1, len(tasks))
+    if executor == "ray" and tasks:
+        yield from run_on_ray(function, tasks, workers=workers, address=ray_address)
+    elif started or count > 1:
+        yield from (started or Workers(function, count=count)).run(tasks, on_report=on_report)
+    else:  # nothing to start, nothing to send
+        for task in tasks:
+            yield function(task, on_report)
 
 
 def run_on_ray(

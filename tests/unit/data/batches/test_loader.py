@@ -13,8 +13,7 @@ import torch
 from unit.data.child_processes import has_ended, wait_for
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of, web_like_lengths
 
-from megatron_neobert.data.batches.dali import DaliLoader
-from megatron_neobert.data.batches.loader import build_loader
+from megatron_neobert.data.batches.loader import DaliLoader, build_loader
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import CheckpointError, ConfigError

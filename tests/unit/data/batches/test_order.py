@@ -28,12 +28,6 @@ def test_documents_of_a_huge_corpus_do_not_collide_and_stay_inside(size):
     assert documents.max() < size
 
 
-def test_a_window_gives_the_same_documents_as_the_whole_epoch():
-    assert np.array_equal(
-        permute(np.arange(4096, 8192), size=10_000, seed=1, epoch=0), whole(10_000, seed=1)[4096:8192]
-    )
-
-
 @pytest.mark.parametrize("size", [10_000, 10**9])
 def test_neighbours_in_the_order_are_far_apart_in_the_corpus(size):
     """Two independent uniform places are size / 3 apart on average, with standard deviation size / sqrt(18).

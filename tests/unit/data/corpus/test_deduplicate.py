@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_neobert.data.corpus import fates, volumes
-from megatron_neobert.data.corpus.fates import find_exact_duplicates
+from megatron_neobert.data.corpus import volumes, writer
+from megatron_neobert.data.corpus.writer import find_exact_duplicates
 
 
 def write_hashes(folder, hashes, files=3):
@@ -26,7 +26,7 @@ def sizes(request, monkeypatch):
     """Documents read at a time, and of a bucket."""
     chunk, bucket_documents = request.param
     monkeypatch.setattr(volumes, "_CHUNK", chunk)
-    monkeypatch.setattr(fates, "_BUCKET_DOCUMENTS", bucket_documents)
+    monkeypatch.setattr(writer, "_BUCKET_DOCUMENTS", bucket_documents)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -51,10 +51,10 @@ def test_hashes_that_agree_in_one_half_alone_are_different(tmp_path, sizes):
 
 def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, monkeypatch):
     monkeypatch.setattr(volumes, "_CHUNK", 100)
-    monkeypatch.setattr(fates, "_BUCKET_DOCUMENTS", 1000)
+    monkeypatch.setattr(writer, "_BUCKET_DOCUMENTS", 1000)
     loaded = []
-    original = fates._repeats
-    monkeypatch.setattr(fates, "_repeats", lambda hashes: loaded.append(hashes.size) or original(hashes))
+    original = writer._repeats
+    monkeypatch.setattr(writer, "_repeats", lambda hashes: loaded.append(hashes.size) or original(hashes))
     paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
     found = find_exact_duplicates(paths)
     assert found.tolist() == [False] + [True] * 999

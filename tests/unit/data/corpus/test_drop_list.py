@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from unit.data.corpus.test_selection import Volumes, lengths_of, listed
+from unit.data.corpus.test_selection import lengths_of, listed
 from unit.data.small_corpus import cut, numbered_tokenizer, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus.drop_list import DropList, write_drop_list
@@ -58,11 +58,6 @@ def test_documents_that_are_kept_are_those_of_a_plain_search(corpora, drop_list,
     assert len(pickle.dumps(kept)) < 1000
     again = pickle.loads(pickle.dumps(kept))
     assert again.numbers(np.arange(len(kept))).tolist() == kept.numbers(np.arange(len(kept))).tolist()
-
-
-def test_without_a_drop_list_nothing_is_dropped():
-    kept = KeptDocuments(Volumes(lengths_of(600)), range(600), minimum=1, maximum=None)
-    assert len(kept) == 600 and kept.drop_list is None
 
 
 def test_list_of_another_corpus_or_of_one_written_anew_is_refused(corpora, drop_list, tmp_path):

@@ -10,14 +10,14 @@ from unit.data.small_corpus import output_settings, write_part
 
 from megatron_neobert.data.corpus import joining
 from megatron_neobert.data.corpus.joining import VolumeTask, lay_out, write_volume_of
-from megatron_neobert.data.preprocessing.join import write_volumes_by
+from megatron_neobert.data.preprocessing.workers import run_tasks
 
 SPLIT = {"deduplicate": True, "validation_fraction": 0.4}
 LAYOUTS = [{}, {"keep_shards": True}, {"shard_bytes": 20}]
 
 
 def by_three_workers(tasks, on_bytes):
-    yield from write_volumes_by(tasks, on_bytes, processes=3)
+    yield from run_tasks(write_volume_of, tasks, workers=3, on_report=on_bytes)
 
 
 def in_any_order(tasks, on_bytes):

@@ -82,12 +82,6 @@ def test_batches_from_a_url_are_those_of_the_local_corpus_and_each_block_is_fetc
     check_content(corpus)
 
 
-def test_documents_and_their_identity_are_those_of_the_local_corpus(server, storage, original):
-    corpus, local = Corpus(f"{server.url}/P", storage), Corpus(original / "P")
-    assert corpus.manifest == local.manifest
-    assert all(np.array_equal(corpus.document(number), local.document(number)) for number in range(DOCUMENTS))
-
-
 def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
     for _ in range(2):
         Corpus(f"{server.url}/P", storage)

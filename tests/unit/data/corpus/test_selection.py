@@ -1,13 +1,9 @@
 """Documents chosen by length: the same as a list of them, without the list."""
 
-import pickle
-
 import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import MemoryCorpus
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
-from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.selection import KeptDocuments
 
 
@@ -50,12 +46,3 @@ def test_a_block_all_of_whose_documents_are_kept_is_counted_in_full():
     """256 does not fit 8 bits."""
     kept = KeptDocuments(MemoryCorpus(np.full(1024, 9)), range(1024), minimum=9, maximum=9)
     assert kept.numbers(np.array([0, 255, 256, 1023])).tolist() == [0, 255, 256, 1023]
-
-
-def test_another_process_finds_the_same_documents(tmp_path):
-    tokenizer = numbered_tokenizer(100)
-    write_corpus(tmp_path / "P", random_documents([3, 9, 4, 30, 5], 100), tokenizer, shard_bytes=30)
-    kept = KeptDocuments(Corpus(tmp_path / "P"), range(1, 5), minimum=5, maximum=None)
-    assert len(kept.corpus.volumes) > 1
-    again = pickle.loads(pickle.dumps(kept))
-    assert again.numbers(np.arange(3)).tolist() == kept.numbers(np.arange(3)).tolist() == [1, 3, 4]

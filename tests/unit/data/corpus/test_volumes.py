@@ -74,15 +74,6 @@ def test_megatron_reads_every_volume_alone(volumes):
     assert found == [documents[:2], documents[2:3], documents[3:]]
 
 
-def test_corpus_whose_files_are_all_renamed_is_the_same_corpus(volumes):
-    before = [Corpus(volumes).document(number).tolist() for number in range(4)]
-    for file in volumes.parent.glob("parts*"):
-        file.rename(file.with_name(file.name.replace("parts", "renamed")))
-    corpus = Corpus(volumes.with_name("renamed"))
-    check_content(corpus)
-    assert [corpus.document(number).tolist() for number in range(4)] == before
-
-
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_wrong_id_in_a_volume_is_found_by_the_full_check_and_named_with_its_place_there(volumes, number):
     corpus = Corpus(volumes)

@@ -159,13 +159,6 @@ def test_finished_part_that_was_damaged_is_done_again_and_no_other(planted, expe
     assert output.read_bytes() == expected
 
 
-@pytest.mark.slow  # two clusters are started; preprocessing's tests start one
-def test_ray_gives_the_same_list(planted, expected, tmp_path):
-    pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    find(tmp_path / "list", planted.prefix, executor="ray", ray_address="local", workers=2)
-    assert (tmp_path / "list").read_bytes() == expected
-
-
 def test_array_of_tasks_started_twice_and_merged_gives_the_same_list(planted, expected, tmp_path):
     output = tmp_path / "list"
     for _ in range(2):

@@ -165,7 +165,7 @@ def test_an_array_of_tasks_and_a_merge_give_the_same_sources(place):
         ),
         (
             lambda path: path.write_bytes(path.read_bytes()[::-1]),
-            "sources: expected sha256 .* as in the manifest, found",
+            r"sources, byte 0: expected sha256 .* as in run_content_document\.json, found",
         ),
     ],
     ids=["missing", "cut", "changed"],
