@@ -76,8 +76,10 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> Adopted:
         corpus = Corpus(adopted_prefix)
         corpus.check_tokenizer(tokenizer)
         return Adopted(adopted_prefix, corpus.manifest, megatron.describe(eod_id), already)
-    if not in_place:
-        _refuse_other_files(source, files)
+    of_killed_call = files.bin.exists() and files.bin.samefile(source.bin)
+    for file in () if in_place or of_killed_call else (files.bin, files.idx):
+        if file.exists():
+            raise OutputError(f"{file} is not of {source.bin.name}; move it away, for the corpus takes its name")
     try:
         if in_place:
             index = FileRecord(source.idx.stat().st_size, sha256_of(source.idx))
@@ -201,14 +203,6 @@ def _describe(
         volumes=[Volume(files.name, counts.documents, counts.tokens, content, index)],
         eod_id=eod_id,
     )
-
-
-def _refuse_other_files(source: CorpusFiles, files: CorpusFiles) -> None:
-    """Raises OutputError where something lies under the corpus's name that no killed call has left."""
-    left = files.bin.exists() and files.bin.samefile(source.bin)
-    for file in (files.bin, files.idx):
-        if file.exists() and not left:
-            raise OutputError(f"{file} is not of {source.bin.name}; move it away, for the corpus takes its name")
 
 
 def _link(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import (
     DUPLICATE,
     CorpusFiles,
-    InputRecord,
     Manifest,
     SourceRecord,
     Volume,
@@ -225,11 +224,15 @@ class _Joined:
     def _facts(self, corpus: _Corpus, files: CorpusFiles, sources_file: Path) -> dict[str, Any]:
         """What a manifest says of the documents that are in its corpus; their sources, if counted, are written too."""
         total, sources_sha256 = corpus.total, None
+        counts = {name: total.inputs.get(name, Counter[str]()) for name in self._draft.inputs}
         if self._source_names:
             of_volumes = [self._work / f"{volume.name}.sources" for volume in corpus.volumes]
             sources_sha256 = write_sources(sources_file, of_volumes, self._source_names, sorted(total.sources))
         return {
-            "inputs": _counted(self._draft.inputs, total.inputs),
+            "inputs": {
+                name: replace(record, documents=counts[name]["documents"], tokens=counts[name]["tokens"])
+                for name, record in self._draft.inputs.items()
+            },
             "documents": total.lengths.documents,
             "tokens": total.lengths.tokens,
             "unknown_tokens": total.unknown_tokens,
@@ -241,14 +244,6 @@ class _Joined:
                 for number, volume in enumerate(corpus.volumes)
             ],
         }
-
-
-def _counted(inputs: Mapping[str, InputRecord], counts: Mapping[str, Counter[str]]) -> dict[str, InputRecord]:
-    none: Counter[str] = Counter()
-    return {
-        name: replace(record, documents=counts.get(name, none)["documents"], tokens=counts.get(name, none)["tokens"])
-        for name, record in inputs.items()
-    }
 
 
 def _join_rejects(parts: Sequence[PartFiles], target: Path) -> None:

@@ -76,12 +76,15 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
         if damage is not None:
             result = PartResult(task.number, task.shard, damage)
         else:
+            whole_sha256 = digest.of_all(task.shard.bytes) if digest else None
+            if task.starts_shard and whole_sha256 is None:  # not all of its bytes have passed by: they are read again
+                whole_sha256 = shard_sha256(task.part.path)
             result = PartResult(
                 number=task.number,
                 shard=task.shard,
                 counts=counts,
                 sha256=files.finish(),
-                shard_sha256=_shard_sha256(task, digest),
+                shard_sha256=whole_sha256,
                 numbers=numbers,
                 encoder=encoder.name,
                 is_reference=encoder.is_reference,
@@ -91,13 +94,6 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
             )
     write_result(task, result)
     return result
-
-
-def _shard_sha256(task: PartTask, digest: ShardDigest | None) -> str | None:
-    """Of the whole shard, for its first part; read again where not all of its bytes have passed by."""
-    if not task.starts_shard:
-        return None
-    return (digest and digest.of_all(task.shard.bytes)) or shard_sha256(task.part.path)
 
 
 class _PartFiles:

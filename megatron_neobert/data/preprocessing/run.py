@@ -4,17 +4,25 @@ The corpus, its manifest and its rejects are the same for any number of workers,
 Finished parts wait in PREFIX.partial, so what a killed run has done is not done again.
 """
 
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron_neobert.data.corpus.format import describe_reasons
+from megatron_neobert.data.corpus.format import (
+    BackendRecord,
+    InputRecord,
+    QuarantinedShard,
+    describe_reasons,
+    draft_manifest,
+)
+from megatron_neobert.data.corpus.joining import OutputSettings, PartFiles, write_volume_of
 from megatron_neobert.data.corpus.sources import check_sources
-from megatron_neobert.data.corpus.writer import WrittenCorpus, refuse_existing
+from megatron_neobert.data.corpus.writer import WrittenCorpus, refuse_existing, write_corpus
 from megatron_neobert.data.preprocessing.job import (
     Counts,
     JobFolder,
@@ -25,7 +33,6 @@ from megatron_neobert.data.preprocessing.job import (
     error_record,
     read_result,
 )
-from megatron_neobert.data.preprocessing.join import join_parts
 from megatron_neobert.data.preprocessing.part_tasks import load_early, remember, tokenize_part
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, part_tasks, refuse_damaged
 from megatron_neobert.data.preprocessing.workers import Workers, run_tasks
@@ -188,7 +195,7 @@ def preprocess(
                     f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one. Check "
                     "--input, --text-key and the filters"
                 )
-            written = join_parts(plan, tasks, list(results.values()), counts, damaged, on_bytes=progress.join)
+            written = _join_parts(plan, tasks, list(results.values()), counts, damaged, on_bytes=progress.join)
             job.remove()
     return PreprocessReport(
         written=written,
@@ -287,3 +294,97 @@ def start_workers(settings: PreprocessSettings) -> Workers | None:
         return None
     load = partial(load_early, settings.tokenizer_model, settings.tokenizer_type, settings.tokenizer_backend)
     return Workers(tokenize_part, count=settings.workers or 1, prepare=load)
+
+
+# --- finished parts become the corpus, its volumes written by the workers of this machine
+
+
+def _join_parts(
+    plan: Plan,
+    tasks: Sequence[PartTask],
+    results: Sequence[PartResult],
+    counts: Counts,
+    damaged: Mapping[str, str],
+    *,
+    on_bytes: Callable[[int], None],
+) -> WrittenCorpus:
+    """Writes the corpus of these tasks, all that are in it, in order.
+
+    Args:
+        damaged: Why shards are left out, by path or URL.
+        on_bytes: Called with the bytes of token ids dealt with since the last call.
+
+    Raises:
+        DataError: No document is left for the corpus, or none is held out for validation.
+        ChildProcessError: A worker process died.
+    """
+    settings = plan.settings
+    here = len(os.sched_getaffinity(0))  # of this machine, where the workers of a Ray cluster are not
+    processes = settings.workers if settings.executor == "local" else min(settings.workers or here, here)
+    inputs = {
+        task.shard_name: InputRecord(task.shard.bytes, result.shard_sha256)
+        for task, result in zip(tasks, results, strict=True)
+        if task.starts_shard
+    }
+    backends: dict[str, BackendRecord] = {}
+    for result in results:
+        before = backends.get(result.encoder, BackendRecord(0, 0))
+        documents, compared = before.documents + result.counts.documents, before.compared + result.compared
+        backends[result.encoder] = BackendRecord(documents, compared)
+    return write_corpus(
+        _part_files(tasks, results),
+        OutputSettings(
+            files=plan.files,
+            keep_shards=settings.keep_shards,
+            shard_bytes=settings.shard_size,
+            validation_fraction=settings.split_validation,
+            deduplicate=settings.deduplicate is not None,
+        ),
+        draft_manifest(
+            plan.tokenizer,
+            inputs=inputs,
+            text_key=settings.read.text_key,
+            source_key=settings.read.source_key,
+            filters=plan.filters,
+            records=counts.records,
+            repaired_documents=counts.repaired_documents,
+            rejected=dict(sorted(counts.rejected.items())),
+            dropped=dict(sorted(counts.dropped.items())),
+            tokenizer_backends=dict(sorted(backends.items())),
+            quarantined={
+                plan.shard_name(path): QuarantinedShard(version.bytes, damaged[path])
+                for path, version in plan.versions.items()
+                if path in damaged
+            },
+        ),
+        folder=plan.files.partial,
+        write_volumes=lambda tasks, on_report: run_tasks(
+            write_volume_of, tasks, workers=processes, on_report=on_report
+        ),
+        on_progress=on_bytes,
+    )
+
+
+def _part_files(tasks: Sequence[PartTask], results: Sequence[PartResult]) -> list[PartFiles]:
+    """The parts' files in order."""
+    files, before = [], 0
+    for task, result in zip(tasks, results, strict=True):
+        if task.starts_shard:
+            before = 0
+        files.append(
+            PartFiles(
+                shard=task.shard_name,
+                ids=task.file("ids"),
+                lengths=task.file("lengths"),
+                hashes=task.file("hashes"),
+                rejects=task.file("rejects"),
+                records_before=(task.part.unit, before) if task.part.numbers_are_relative else None,
+                documents=result.counts.documents,
+                tokens=result.counts.tokens,
+                unknown_tokens=result.counts.unknown_tokens,
+                sources=(task.file("sources"), result.sources) if task.settings.read.source_key is not None else None,
+                sha256={kind: sha256 for kind, sha256 in result.sha256.items() if kind != "rejects"},
+            )
+        )
+        before += result.numbers
+    return files

@@ -68,19 +68,6 @@ def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(load, stream):
 # --- worker processes
 
 
-def test_workers_run_beside_torch_distributed_on_gloo(stream, tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        total = torch.zeros(1)
-        for step in islice(build_loader(stream, num_workers=2), 4):
-            real_tokens = torch.tensor([float(step.real_tokens)])
-            torch.distributed.all_reduce(real_tokens)  # collective: the only rank
-            total += real_tokens
-    finally:
-        torch.distributed.destroy_process_group()
-    assert total.item() == sum(step.real_tokens for step in islice(stream.steps(), 4))
-
-
 def test_batches_from_workers_hold_no_file_descriptors(stream):
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
-from megatron_neobert.data.corpus.format import token_dtype, write_manifest
+from megatron_neobert.data.corpus.format import CUTS, PERCENTS, LengthCounts, token_dtype, write_manifest
 from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
 from megatron_neobert.errors import DataError
 
@@ -240,3 +240,27 @@ def test_every_special_id_but_that_of_the_unknown_token_is_found_wherever_the_to
     corpus = Corpus(tmp_path / "corpus")
     allowed = [corpus.allowed.first_wrong(np.array([7, id_], dtype=np.uint16)) is None for id_ in range(120)]
     assert [id_ for id_ in range(120) if allowed[id_]] == sorted({*range(100)} - {*special_ids} | {unknown})
+
+
+# --- statistics of lengths
+
+
+def counted(*chunks):
+    counts = LengthCounts()
+    for chunk in chunks:
+        counts.add(np.asarray(chunk, dtype=np.int32))
+    return counts
+
+
+@pytest.mark.parametrize("chunks", [1, 7, 6000])
+def test_statistics_equal_those_of_the_sorted_lengths_in_whatever_chunks_they_are_counted(chunks):
+    lengths = np.random.default_rng(chunks).lognormal(6, 1.2, 5001).astype(np.int32) + 1
+    ranked, found = np.sort(lengths).astype(np.int64), counted(*np.array_split(lengths, chunks)).statistics()
+    assert (found.shortest, found.longest) == (ranked[0], ranked[-1])
+    for percent in PERCENTS:
+        assert found.percentiles[str(percent)] == ranked[int(np.ceil(percent * 5001 / 100)) - 1]
+    for limit in CUTS:
+        assert found.documents_above[str(limit)] == pytest.approx(np.mean(ranked > limit), abs=1e-6)
+        behind = sum(length - limit for length in ranked.tolist() if length > limit)
+        assert found.tokens_above[str(limit)] == pytest.approx(behind / ranked.sum(), abs=1e-6)
+    assert found.mean == pytest.approx(ranked.mean(), abs=0.01)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from unit.data.deduplication.planted import read_books
+from unit.data.deduplication.planted import plant, read_books
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 from unit.tools.commands import ENVIRONMENT
 
@@ -16,6 +16,12 @@ from megatron_neobert.data.deduplication import run
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
 from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates, join
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+
+
+@pytest.fixture(scope="module")
+def planted(shared_data, tmp_path_factory):
+    """600 passages of books, less those below 60 tokens, and 200 copies of some."""
+    return plant(tmp_path_factory.mktemp("planted"), shared_data, originals=600, copies=200)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Worker processes that can neither hang their parent nor outlive it."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,12 +18,6 @@ def square(task, report):
     return task * task
 
 
-def die_at_three(task, report):
-    if task == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return task
-
-
 def leave_at_three(task, report):
     if task == 3:
         os._exit(7)
@@ -38,10 +31,6 @@ def fail(task, report):
         "package": ModuleNotFoundError("No module named 'fastwarc'", name="fastwarc"),  # run_command names the extra
     }
     raise errors.get(task) or KeyError(task)
-
-
-def holds_back_interrupts(task, report):
-    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def report_for_ever(task, report):
@@ -71,12 +60,10 @@ def test_every_task_is_done_once_and_every_report_arrives(workers):
     assert sorted(reports) == [("seen", task) for task in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("function", "how"), [(die_at_three, "was killed by SIGKILL"), (leave_at_three, "ended with exit code 7")]
-)
-def test_worker_that_dies_ends_the_run_with_its_task(function, how):
-    with pytest.raises(ChildProcessError, match=rf"worker process \d+ {how} at 3; .*fewer --workers"):
-        list(run_in_workers(function, range(6), workers=2, on_report=print))
+def test_worker_that_ends_by_itself_ends_the_run_with_its_task():
+    """One that is killed, or interrupted: test_preprocess_killed.py."""
+    with pytest.raises(ChildProcessError, match=r"worker process \d+ ended with exit code 7 at 3; .*fewer --workers"):
+        list(run_in_workers(leave_at_three, range(6), workers=2, on_report=print))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +80,6 @@ def test_error_of_a_task_arrives_as_what_it_was(task, kind, message):
         list(run_in_workers(fail, [task], workers=1, on_report=print))
     assert getattr(caught.value, "errno", None) == (28 if task == "disk" else None)
     assert getattr(caught.value, "name", None) == ("fastwarc" if task == "package" else None)
-
-
-def test_interrupt_reaches_the_parent_and_no_worker():
-    assert list(run_in_workers(holds_back_interrupts, range(3), workers=3, on_report=print)) == [True] * 3
-    assert not holds_back_interrupts(None, None)
 
 
 def test_every_worker_prepares_itself_before_its_first_task():
