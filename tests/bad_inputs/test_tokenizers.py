@@ -31,20 +31,15 @@ def test_sound_files_are_read(corpus):
 
 CONFIGS = [
     ({"auto_map": "AutoTokenizer"}, ["auto_map asks for the tokenizer's own Python code"]),
-    ({"auto_map": ["tokenization.AutoTokenizer"]}, ["auto_map asks for"]),
     ({"auto_map": {"AutoTokenizer": 5}}, ["auto_map asks for"]),
     ({"do_lower_case": "false"}, ['do_lower_case to be true, false or null, found "false"']),
-    ({"do_lower_case": 0}, ["do_lower_case to be true, false or null, found 0"]),
-    ({"strip_accents": "no"}, ['strip_accents to be true, false or null, found "no"']),
     ({"strip_accents": []}, ["strip_accents to be true, false or null, found []"]),
     ({"tokenize_chinese_chars": "yes" * 999}, ["tokenize_chinese_chars to be true, false or null"]),
     ({"mask_token": 7}, ["mask_token to be the name of a token, found 7"]),
     ({"cls_token": "\ud800"}, ["cls_token to be the name of a token, found"]),
     ({"mask_token": ""}, ["mask_token to be the name of a token"]),
     ({"mask_token": {"content": None, "lstrip": True}}, ["mask_token to be the name of a token"]),
-    ({"mask_token": {"lstrip": True}}, ["mask_token to be the name of a token"]),
     ({"mask_token": "[PAD]"}, ["'[PAD]' is the mask token and the pad token as well"]),
-    ({"mask_token": "[CLS]"}, ["'[CLS]' is the mask token and the cls token as well"]),
     ({"unk_token": "[MASK]"}, ["'[MASK]' is the mask token and the unk token as well"]),
     (
         {"unk_token": "[CLS]", "cls_token": "[UNK]"},
@@ -106,7 +101,6 @@ def split_at(pattern):
 STATES = [
     pytest.param(precompiled(b""), ["precompiled_charsmap is cut off or damaged"], id="empty rules"),
     pytest.param(precompiled(b"\xff" * 4), ["precompiled_charsmap is cut off"], id="rules of 4 GiB"),
-    pytest.param(precompiled(b"\xfc\xff\xff\xff" + bytes(99)), ["precompiled_charsmap is cut off"], id="4 GiB again"),
     pytest.param(precompiled(struct.pack("<I", 6) + bytes(9)), ["precompiled_charsmap is cut off"], id="odd rules"),
     pytest.param(precompiled(struct.pack("<I", 4) + bytes(4) + b"\xff"), ["not a tokenizer.json"], id="not UTF-8"),
     pytest.param(
