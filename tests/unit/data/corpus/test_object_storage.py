@@ -1,4 +1,4 @@
-"""Corpora behind URLs: the same batches as from a disk, through a bounded cache."""
+"""Corpora behind URLs, S3 among them: the same batches as from a disk, through a bounded cache."""
 
 import os
 import shutil
@@ -260,3 +260,48 @@ def test_cache_that_cannot_be_written_is_named(server, tmp_path):
     corpus = Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache", limit_bytes=10**9))
     with pytest.raises(StorageError, match=r"--object-storage-cache-path: .*cache/blocks.* cannot be written"):
         batches(corpus)
+
+
+# --- S3
+
+
+@pytest.fixture
+def bucket(original, monkeypatch):
+    """The file system that has the same in s3://bucket."""
+    s3fs, moto_server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+        ("AWS_ACCESS_KEY_ID", "somebody"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()  # of those that know another server
+    file_system = s3fs.S3FileSystem(skip_instance_cache=True)
+    file_system.mkdir("bucket")
+    for path in original.glob("P*"):
+        file_system.put_file(str(path), f"bucket/{path.name}")
+    yield file_system
+    s3fs.S3FileSystem.clear_instance_cache()
+    file_system.rm("bucket", recursive=True)  # else it would be there for the next server of this process
+    server.stop()
+
+
+def test_batches_from_s3_are_those_of_the_local_corpus_until_an_object_is_replaced(bucket, original, tmp_path):
+    for workers in (0, 1):
+        corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / f"cache {workers}", limit_bytes=10**9))
+        assert batches(corpus, workers=workers) == batches(Corpus(original / "P"))
+    corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / "another cache", limit_bytes=10**9))
+    for path in original.glob("P*.bin"):
+        bucket.pipe_file(f"bucket/{path.name}", path.read_bytes()[::-1])
+    with pytest.raises(DataError, match=r"s3://bucket/P_0000\d\.bin was replaced after this run had opened it"):
+        batches(corpus, workers=1)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_prefix_that_is_not_in_the_bucket_is_no_corpus(storage):
+    with pytest.raises(MissingInputError, match=r"no corpus s3://bucket/Q: there is no s3://bucket/Q\.json"):
+        Corpus("s3://bucket/Q", storage)
