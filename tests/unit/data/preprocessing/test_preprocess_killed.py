@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import re
 import resource
 import signal
 import subprocess
+import time
 from functools import partial
 
 import numpy as np
@@ -64,15 +66,16 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_nothing(place):
 
 
 @needs_proc
-def test_killed_run_leaves_nothing_under_final_names_and_is_resumed_to_the_same_bytes(place):
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_killed_run_leaves_nothing_under_final_names_and_is_resumed_to_the_same_bytes(place, workers):
     large_shards(place, shards=2, megabytes=1.2)
-    process = start(place, "--workers", 2)
+    process = start(place, "--workers", workers)
     wait_for(lambda: any(file.stat().st_size for file in place.glob("run_content_document.partial/*.ids*")))
     children = children_of(process.pid)
     process.kill()
     process.wait()
     process.communicate()
-    assert len(children) == 2
+    assert len(children) == (workers if workers > 1 else 0)
     assert [file.name for file in place.glob("run*")] == ["run_content_document.partial"]
     wait_for(lambda: all(has_ended(child) for child in children))
     finish(place, "--resume")
@@ -136,16 +139,44 @@ def test_worker_killed_while_it_joins_ends_the_run_with_74_and_parts_are_kept(pl
     assert "40 finished parts are kept" in errors
 
 
+@pytest.mark.slow
 @needs_proc
-def test_run_told_to_stop_ends_with_75_keeps_finished_parts_and_is_resumed(place):
-    """By SIGUSR1; by SIGTERM, a task of Slurm: test_preprocess_data.py."""
+@pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))
+def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_bytes(place, number):
+    """More moments: KILLS=20 python -m pytest tests/unit/data/preprocessing/test_preprocess_killed.py -k any_moment."""
+    large_shards(place, shards=8, megabytes=0.5)
+    more = ("--workers", 2, "--deduplicate", "exact", "--split-validation", "0.05", "--keep-shards")
+    started = time.monotonic()
+    finish(place, "--output-prefix", place / "whole", *more)
+    whole_run = time.monotonic() - started
+    moment = random.Random(number)
+    for _ in range(2):
+        process = start(place, "--resume", *more)
+        time.sleep(moment.uniform(0.1, 1.05) * whole_run)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(place, "--resume", *more)
+    assert all_bytes(place, "run") == all_bytes(place, "whole")
+    assert len(all_bytes(place, "run")) == 8 * 2 + 1 + 3
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("workers", "number"),
+    [
+        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
+        (2, signal.SIGTERM),
+        pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
+def test_run_told_to_stop_ends_with_75_keeps_finished_parts_and_is_resumed(place, workers, number):
     large_shards(place, shards=3, megabytes=1.5)
-    process = start(place, "--workers", 2)
+    process = start(place, "--workers", workers)
     wait_for(lambda: list(place.glob("run_content_document.partial/*.done")))
-    os.killpg(process.pid, signal.SIGUSR1)  # as a scheduler does: to the workers too
+    os.killpg(process.pid, number)  # as a scheduler does: to the workers too
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 75, errors
-    assert re.match("stopped by SIGUSR1: [12] finished parts are kept in ", errors)
+    assert re.match(f"stopped by {number.name}: [12] finished parts are kept in ", errors)
     finish(place, "--resume")
     finish(place, "--output-prefix", place / "fresh")
     assert corpus_bytes(place) == corpus_bytes(place, "fresh")

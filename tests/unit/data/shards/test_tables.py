@@ -320,3 +320,15 @@ def test_parquet_page_with_flipped_bytes_is_refused(tmp_path):
     (tmp_path / "shard").write_bytes(content)
     with pytest.raises(DataError, match="damaged parquet file"):
         read(tmp_path / "shard")
+
+
+# --- real shards
+
+
+def test_real_shard_gives_the_texts_that_pyarrow_reads_whole_or_in_parts(shared_data):
+    shard = sorted((shared_data / "text" / "books").glob("*.parquet"))[0]
+    expected = pq.read_table(shard)["content"].to_pylist()
+    assert texts_of(shard) == expected
+    split = read(shard, part_bytes=1 << 20)
+    assert len(split.parts) > 5
+    assert split.texts == expected
