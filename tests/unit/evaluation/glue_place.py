@@ -10,9 +10,8 @@ from typing import Any
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.evaluation.fine_tuning.settings import Grid, Point, Protocol
-from megatron_neobert.evaluation.glue.run import GlueEvaluation
+from megatron_neobert.evaluation.glue.run import GlueEvaluation, GlueRun
 from megatron_neobert.evaluation.glue.tasks import TASKS
-from megatron_neobert.evaluation.glue.training import GlueRun
 
 HEADERS = {
     "RTE": "index\tsentence1\tsentence2\tlabel",

@@ -14,8 +14,8 @@ from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.fine_tuning.trainer import MODEL, evaluation_interval, fine_tune, rate_factor
 from megatron_neobert.evaluation.glue.predictions import load_classifier
+from megatron_neobert.evaluation.glue.run import tokenize_split
 from megatron_neobert.evaluation.glue.tasks import TASKS
-from megatron_neobert.evaluation.glue.training import tokenize_split
 
 
 @pytest.fixture(scope="module")
