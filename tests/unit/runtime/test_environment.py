@@ -22,12 +22,9 @@ CASES = [
     ({"WORLD_SIZE": "9" * 5000}, ["WORLD_SIZE is '999"]),
     ({"WORLD_SIZE": None}, ["RANK is '1', but WORLD_SIZE is not set"]),
     ({"RANK": None}, ["WORLD_SIZE is '2', but RANK is not set"]),
-    ({"RANK": "abc"}, ["RANK is 'abc'", "whole number from 0 on"]),
-    ({"RANK": "-1"}, ["RANK is '-1'"]),
+    ({"RANK": "-1"}, ["RANK is '-1'", "whole number from 0 on"]),
     ({"RANK": "2"}, ["RANK is 2, but WORLD_SIZE is 2", "numbered 0 to 1"]),
-    ({"RANK": "1000"}, ["RANK is 1000"]),
     ({"LOCAL_RANK": "gpu0"}, ["LOCAL_RANK is 'gpu0'"]),
-    ({"LOCAL_RANK": ""}, ["LOCAL_RANK is ''"]),
     ({"LOCAL_RANK": "-1"}, ["LOCAL_RANK is '-1'"]),
     ({"MASTER_ADDR": None}, ["RANK is 1 of WORLD_SIZE 2, but MASTER_ADDR is not set"]),
     ({"MASTER_PORT": None, "MASTER_ADDR": ""}, ["MASTER_ADDR and MASTER_PORT are not set"]),
@@ -63,7 +60,7 @@ def test_environment_that_no_launcher_sets_is_refused(monkeypatch, changes, word
     assert_refused(world_size, 2, *words)
 
 
-@pytest.mark.parametrize("changes", [{"WORLD_SIZE": "abc"}, {"RANK": "7"}, {"MASTER_ADDR": ""}])
+@pytest.mark.parametrize("changes", [{"WORLD_SIZE": "abc"}, {"RANK": "7"}])
 def test_training_command_reports_it_on_every_rank_and_ends_with_2(changes):
     environment = {**LAUNCHED, **changes}
     ended = run_command("megatron_neobert.pretrain", "--dry-run", environment=environment)
@@ -104,7 +101,6 @@ def test_node_is_found_by_its_variables_or_those_of_the_slurm_step(environment, 
         ({"NODE_RANK": "1"}, "NODE_RANK is 1, but 1 node is started, numbered 0 to 0; correct it, or set NNODES to at"),
         ({**TWO, "NODE_RANK": "-1"}, "NODE_RANK is '-1'; it must be a whole number from 0 on"),
         ({**TWO, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a whole number from 1 on"),
-        ({**TWO, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000; ports end at 65535"),
         (STEP, "2 nodes need SLURM_NODEID, MASTER_ADDR and MASTER_PORT, but MASTER_ADDR and MASTER_PORT are not set"),
         ({**STEP, **ADDRESS, "SLURM_STEP_NUM_TASKS": "16"}, "srun started 16 tasks on 2 nodes, but one task "),
     ],
