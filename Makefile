@@ -5,7 +5,7 @@ environment = python="$$(bash tools/prepare_environment.sh --dev)"
 
 help:
 	@echo "make quickstart   train, stop, resume, convert and try a tiny NeoBERT on this machine"
-	@echo "make test         ruff, mypy and the tests that guard every promise once: 8 to 15 minutes on two idle cores"
+	@echo "make test         ruff, mypy and the tests that guard every promise once: about ten minutes on two idle cores"
 	@echo "make test-all     the same with everything: every layout, storms of kills, fuzzing, the walk through the README"
 	@echo "make test-current the engine on Python 3.12 with the newest Megatron-Core, in .venv-current; checkpoints of both lines"
 	@echo "make test-gpu-path a full training step on fake CUDA tensors: waits, copies, and the bytes in docs/performance.md"
