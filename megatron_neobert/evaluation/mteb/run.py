@@ -170,7 +170,7 @@ class ResultFiles:
     """The results of one model under one protocol.
 
     Args:
-        folder: results/ appears in it.
+        folder: results/ appears in it, with the first result.
         settings: All that changes a score.
     """
 
@@ -178,9 +178,7 @@ class ResultFiles:
         text = json.dumps({**settings, "mteb": mteb.__version__}, sort_keys=True)
         revision = f"{fingerprint}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         self.folder = folder / "results" / f"local__{name}" / revision
-        self.folder.mkdir(parents=True, exist_ok=True)
-        meta = {"name": f"local/{name}", "revision": revision, "settings": settings}
-        replace_file(self.folder / "model_meta.json", json.dumps(meta, indent=2) + "\n")
+        self._meta = {"name": f"local/{name}", "revision": revision, "settings": settings}
 
     def read(self, task: AbsTask) -> TaskResult | None:
         """What was found for a task in its present data and all its splits, or None."""
@@ -193,6 +191,8 @@ class ResultFiles:
 
     def write(self, result: TaskResult) -> None:
         """Whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(self.folder / "model_meta.json", json.dumps(self._meta, indent=2) + "\n")
         path = self.folder / f"{result.task_name}.json"
         content = result.to_dict() | {"date": result.date.timestamp() if result.date else None}
         replace_file(path, json.dumps(content, indent=2, default=str) + "\n")

@@ -59,9 +59,10 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
     assert (folder / "mteb.md").read_text() == table
 
 
-def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(evaluate):
-    code, _, errors = evaluate("--tasks", "local:sts", "SICK-R")
+def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(evaluate, tmp_path):
+    code, _, errors = evaluate("--tasks", "local:sts", "SICK-R", "--output", tmp_path)
     assert code == 66 and "no data of 1 tasks (SICK-R); run neobert fetch mteb" in errors
+    assert list(tmp_path.iterdir()) == []
     _, output, _ = evaluate("--tasks", "local:sts", "SICK-R", "--skip-missing")
     assert "| model | missing | missing | missing | missing | missing | – (1 of 2) | missing | – (1 of 2) |" in output
     assert "without a score: SICK-R (no data)." in output
