@@ -160,6 +160,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     rest = q.shape[0] - sum(lengths)
     contexts = []
     for document in zip(*(tensor[: sum(lengths)].split(lengths) for tensor in (q, k, v)), strict=True):
+        # In float32, as the kernels add up; CPUs without bf16 instructions take twice as long in bfloat16.
         heads = [tensor.transpose(0, 1).unsqueeze(0).float() for tensor in document]
         context = F.scaled_dot_product_attention(*heads, scale=call.scale, is_causal=call.causal)
         contexts.append(context.squeeze(0).transpose(0, 1))

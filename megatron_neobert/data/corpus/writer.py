@@ -309,7 +309,7 @@ def _move(written: Path, volumes: Sequence[Volume], manifest: Manifest, files: C
 
 
 def write_fates(path: Path, hash_files: Sequence[Path], *, deduplicate: bool, validation_fraction: float) -> None:
-    """A new file with a byte for each document, in the order of the files: one of the three numbers above.
+    """A new file with a byte for each document, in the order of the files: KEPT, HELD_OUT or DUPLICATED.
 
     A text decides by its hash whether it is held out, so that this does not depend on the documents around it, and
     one text never ends up in both corpora.

@@ -165,8 +165,14 @@ def test_finished_part_that_was_damaged_is_done_again_and_no_other(planted, expe
     assert output.read_bytes() == expected
 
 
+@pytest.mark.slow  # two clusters are started; preprocessing's tests start one
+def test_ray_gives_the_same_list(planted, expected, tmp_path):
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    find(tmp_path / "list", planted.prefix, executor="ray", ray_address="local", workers=2)
+    assert (tmp_path / "list").read_bytes() == expected
+
+
 def test_cluster_that_the_settings_name_is_asked(planted, tmp_path):
-    """What it then does is in test_ray_executor.py."""
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
     with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"):
         find(tmp_path / "list", planted.prefix, executor="ray", ray_address="127.0.0.1:1")

@@ -24,12 +24,26 @@ def folder(tmp_path):
     return tmp_path / "below" / "run.partial"
 
 
+def test_finished_parts_are_neither_used_nor_lost_unasked(folder):
+    begin(folder, finish=["a"])
+    with pytest.raises(
+        OutputError, match=r"holds 1 finished parts of an earlier run; continue with --resume, or .*--overwr"
+    ):
+        begin(folder)
+    assert (folder / "a.ids").exists()
+
+
 @pytest.mark.parametrize("resume", [True, False])
 def test_parts_of_other_settings_are_refused_with_both_values(folder, resume):
     begin(folder, finish=["a"])
     with pytest.raises(ConfigError, match=r"a run with min_tokens 0 where this one has 5; .*--overwrite"):
         begin(folder, {**SETTINGS, "min_tokens": 5}, resume=resume)
     assert begin(folder, {**SETTINGS, "min_tokens": 5}, resume=resume, overwrite=True) == set()
+
+
+def test_folder_without_a_finished_part_does_not_outlive_its_run(folder):
+    begin(folder)
+    assert not folder.exists()
 
 
 def test_copy_of_standard_input_survives_a_run_that_finishes_nothing(folder):

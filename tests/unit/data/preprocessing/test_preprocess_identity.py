@@ -9,9 +9,11 @@ from unit.data.preprocess_place import Place
 EVERY = int(os.environ.get("EVERY", "40"))  # EVERY=1 compares all 18,900 documents, which takes half a minute
 
 
-def test_books_have_the_ids_of_transformers(shared_data, tmp_path):
+@pytest.mark.parametrize("backend", ["fast", pytest.param("reference", marks=pytest.mark.slow)])
+def test_books_have_the_ids_of_transformers(shared_data, tmp_path, backend):
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("nanotoken")
+    if backend == "fast":
+        pytest.importorskip("nanotoken")
     place = Place(tmp_path)
     place.vocab = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
     texts = []
@@ -20,8 +22,8 @@ def test_books_have_the_ids_of_transformers(shared_data, tmp_path):
         rows = rows.take(list(range(0, len(rows), EVERY)))
         pq.write_table(rows, place.shards / shard.name)
         texts += rows["content"].to_pylist()
-    report = place.run(tokenizer_backend="fast")
-    assert all(name.startswith("nanotoken") for name in report.encoders)
+    report = place.run(tokenizer_backend=backend)
+    assert all(name.startswith("nanotoken") == (backend == "fast") for name in report.encoders)
     theirs = transformers.BertTokenizer(str(place.vocab), do_lower_case=True)
     corpus = place.corpus()
     assert len(corpus) == len(texts) >= 18_900 // EVERY

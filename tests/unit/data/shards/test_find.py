@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import hashlib
 import http.server
 import json
 import os
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.shards.reading import TEXTS, texts_of
 
-from megatron_neobert.data.shards.find import find_shards, shard_label, shard_version
+from megatron_neobert.data.shards.find import find_shards, shard_label, shard_sha256, shard_version
 from megatron_neobert.data.shards.reading import open_shard
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 
@@ -212,6 +213,16 @@ def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
         assert texts_of(url) == texts_of(path) == TEXTS
         assert texts_of(url, part_bytes=20) == TEXTS  # in several parts, where the format has them
+
+
+def test_version_and_hash_of_a_file(tmp_path):
+    (tmp_path / "shard").write_bytes(b"12345")
+    before = shard_version(str(tmp_path / "shard"))
+    assert before.bytes == 5
+    assert shard_sha256(str(tmp_path / "shard")) == hashlib.sha256(b"12345").hexdigest()
+    assert shard_sha256(f"file://{tmp_path}/shard") is None
+    os.utime(tmp_path / "shard", ns=(0, 0))
+    assert shard_version(str(tmp_path / "shard")) != before
 
 
 def test_url_without_content_is_missing_input(memory):

@@ -89,15 +89,17 @@ def test_nanotoken_and_gigatoken_pass_the_probe(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_document_of_a_shard_of_books_has_the_reference_ids(shared_data):
-    """Of gigatoken; those of nanotoken are in test_preprocess_identity.py."""
+@pytest.mark.parametrize(
+    ("name", "backend"), [("bert-base-uncased/vocab.txt", "nanotoken"), ("sentencepiece-bpe-32k", "gigatoken")]
+)
+def test_every_document_of_a_shard_of_books_has_the_reference_ids(shared_data, name, backend):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = shared_data / "text/books/train-00000-of-00008.parquet"
     texts = parquet.read_table(path, columns=["content"]).column("content").to_pylist()
     assert len(texts) > 2000
-    tokenizer = load_tokenizer(shared_data / "tokenizers" / "sentencepiece-bpe-32k")
+    tokenizer = load_tokenizer(shared_data / "tokenizers" / name)
     encoder = open_encoder(tokenizer, "fast")
-    assert encoder.name.startswith("gigatoken") and not encoder.is_reference
+    assert encoder.name.startswith(backend) and not encoder.is_reference
     for start in range(0, len(texts), 200):
         found, expected = (part.encode_batch(texts[start : start + 200]) for part in (encoder, tokenizer))
         assert found.lengths.dtype == np.int32
