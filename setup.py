@@ -68,7 +68,7 @@ EXTRAS = {
         "accelerate>=1",  # transformers' Trainer
         "pydantic>=2",
     ],
-    "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what tools/export_onnx.py writes and runs
+    "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what `neobert export-onnx` writes and runs
     "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what benchmarks/benchmark_preprocessing.py compares with
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"],  # make docs; needs no network once installed
     "dev": [

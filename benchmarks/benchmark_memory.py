@@ -93,7 +93,7 @@ def main() -> int:
         import torch
 
         if not torch.cuda.is_available():
-            raise ConfigError("--gpu: torch reaches no GPU; see tools/check_environment.py, or leave the flag out.")
+            raise ConfigError("--gpu: torch reaches no GPU; see neobert check environment, or leave the flag out.")
     return compare({name: cases[name] for name in arguments.only or cases}, output=output)
 
 

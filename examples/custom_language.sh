@@ -30,10 +30,10 @@ run() { # a finished step is recognised by what it leaves: run FILE COMMAND...
 }
 case=--lowercase
 if [[ ${LOWERCASE-1} == 0 ]]; then case=--no-lowercase; fi
-run "$output/tokenizer/tokenizer.json" "$PYTHON" "$project/tools/train_tokenizer.py" --input "$input" \
+run "$output/tokenizer/tokenizer.json" "$PYTHON" -m megatron_neobert train-tokenizer --input "$input" \
     --output "$output/tokenizer" --text-key "$key" --vocab-size "${VOCAB_SIZE:-30522}" "$case"
-run "$corpus.json" "$PYTHON" "$project/tools/preprocess_data.py" --input "$input" \
+run "$corpus.json" "$PYTHON" -m megatron_neobert preprocess --input "$input" \
     --output-prefix "$output/corpus" --text-key "$key" --tokenizer-model "$output/tokenizer" \
     --workers "${WORKERS:-$(nproc)}" --resume
-"$PYTHON" "$project/tools/validate_data.py" "$corpus"
+"$PYTHON" -m megatron_neobert validate "$corpus"
 exec bash "$project/examples/stage1.sh" "$corpus" "$output/tokenizer" "$output/run" "$@"

@@ -14,11 +14,10 @@ set -euo pipefail
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
 if (($# < 3)); then usage >&2; exit 2; fi
-project=$(dirname "$0")/..
 data_dir=$1 output=$2
 shift 2
 read -ra seeds <<<"${SEEDS:-0}"
 for model in "$@"; do
-    python "$project/tools/evaluate_glue.py" --model "$model" --data-dir "$data_dir" --output "$output" \
+    neobert evaluate glue --model "$model" --data-dir "$data_dir" --output "$output" \
         --grid "${GRID:-paper}" --seeds "${seeds[@]}" --jobs "${JOBS:-1}" --dtype "${DTYPE:-bfloat16}" --predict
 done

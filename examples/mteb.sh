@@ -13,11 +13,10 @@ set -euo pipefail
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
 if (($# < 3)); then usage >&2; exit 2; fi
-project=$(dirname "$0")/..
 data_dir=$1 output=$2
 shift 2
 for model in "$@"; do
-    python "$project/tools/evaluate_mteb.py" --model "$model" --output "$output" --data-dir "$data_dir" \
+    neobert evaluate mteb --model "$model" --output "$output" --data-dir "$data_dir" \
         --benchmark "MTEB(eng, v1)" --instructions evaluation/mteb_instructions \
         --pooling mean --dtype "${DTYPE:-float16}" --batch-size "${BATCH_SIZE:-64}"
 done

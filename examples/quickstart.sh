@@ -28,14 +28,14 @@ echo "   $python"
 started=$SECONDS
 
 stage "2/7 Corpus" "documentation texts of the installed packages, as RefinedWeb-shaped parquet shards"
-run "$folder/shards" "$python" "$repository/tools/make_sample_corpus.py" --output "$folder/shards"
+run "$folder/shards" "$python" -m megatron_neobert sample-corpus --output "$folder/shards"
 
 stage "3/7 Tokenizer" "a WordPiece vocabulary learned from the corpus"
-run "$folder/tokenizer/tokenizer.json" "$python" "$repository/tools/train_tokenizer.py" \
+run "$folder/tokenizer/tokenizer.json" "$python" -m megatron_neobert train-tokenizer \
     --input "$folder/shards/*.parquet" --output "$folder/tokenizer" --vocab-size 8192
 
 stage "4/7 Preprocessing" "tokens in Megatron's .bin and .idx, whole documents"
-run "$folder/corpus_content_document.json" "$python" "$repository/tools/preprocess_data.py" \
+run "$folder/corpus_content_document.json" "$python" -m megatron_neobert preprocess \
     --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" --workers 2
 
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

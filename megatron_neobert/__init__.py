@@ -5,8 +5,8 @@ import warnings
 
 __version__ = "0.2.0"
 
-# A system's own python3. tools/check_environment.py alone runs there, to say what is wrong.
-if sys.version_info < (3, 10) and not sys.argv[0].endswith("check_environment.py"):
+# `check environment` alone runs on an older Python, where it reports the version.
+if sys.version_info < (3, 10) and sys.argv[1:3] != ["check", "environment"]:
     sys.stderr.write(
         f"error: {sys.executable} is Python {'.'.join(map(str, sys.version_info[:2]))}, and this project needs 3.10 to "
         "3.13; start the command with the .venv/bin/python that bash tools/prepare_environment.sh makes\n"

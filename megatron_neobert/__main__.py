@@ -4,6 +4,8 @@ A command is known by one word or two and is the `main` of a module, which parse
 none of them. Completion in a shell is argcomplete's: eval "$(register-python-argcomplete neobert)".
 """
 
+from __future__ import annotations  # `check environment` runs on older Pythons too
+
 import argparse
 import importlib
 import os

@@ -4,7 +4,7 @@ Every message holds what is wrong with its values, the rule it breaks, and what 
 these classes (or an operating-system error) is our own bug and keeps its traceback.
 """
 
-from __future__ import annotations  # tools/check_environment.py runs on older Pythons too
+from __future__ import annotations  # `neobert check environment` runs on older Pythons too
 
 import argparse
 import difflib

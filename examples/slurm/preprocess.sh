@@ -20,7 +20,7 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 
-command=(python tools/preprocess_data.py "$@" --resume --workers "${SLURM_CPUS_PER_TASK:-1}")
+command=(python -m megatron_neobert preprocess "$@" --resume --workers "${SLURM_CPUS_PER_TASK:-1}")
 if [[ -n ${SLURM_ARRAY_TASK_ID-} ]]; then
     command+=(--shard-index "$SLURM_ARRAY_TASK_ID" --num-shards "${NUM_SHARDS:-$SLURM_ARRAY_TASK_COUNT}")
 else

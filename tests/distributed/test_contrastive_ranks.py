@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from training_command import REPOSITORY, TORCHRUN, environment
+from training_command import TORCHRUN, environment
 from unit.evaluation.contrastive_place import write_datasets, write_encoder, write_yaml
 
 from megatron_neobert.evaluation.records import read_record
 
-COMMAND = str(REPOSITORY / "tools" / "finetune_contrastive.py")
+COMMAND = ("-m", "megatron_neobert", "finetune")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def losses_of(place: Path, output: Path, *, processes: int, steps: int) -> list[
     flags = {"model": place / "bert", "config": place / "run.yaml", "data-dir": place / "data", "output": output}
     words = [word for name, value in (flags | {"steps": steps}).items() for word in (f"--{name}", str(value))]
     finished = subprocess.run(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), COMMAND, *words, "--device", "cpu"],
+        [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *COMMAND, *words, "--device", "cpu"],
         env=environment(processes, HF_DATASETS_CACHE=place / "cache", OMP_NUM_THREADS=1),
         capture_output=True,
         text=True,

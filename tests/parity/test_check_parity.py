@@ -1,4 +1,4 @@
-"""The Megatron model, the reference and the written export are one function; tools/check_parity.py measures it."""
+"""The Megatron model, the reference and the written export are one function; `neobert check parity` measures it."""
 
 import json
 from typing import Any

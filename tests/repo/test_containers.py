@@ -50,7 +50,7 @@ def test_both_recipes_run_the_same_steps_and_then_check_the_environment():
     for text in (DOCKERFILE, DEFINITION):
         steps = re.findall(r"containers/install\.sh (\w+)", text)
         assert steps[-2:] == ["engine", "project"]
-        assert re.search(r"python \S*tools/check_environment\.py$", text, flags=re.MULTILINE)
+        assert re.search(r"python -m megatron_neobert check environment$", text, flags=re.MULTILINE)
         assert "PIP_CONSTRAINT=" in text, "the image's pins would keep ours from being installed"
 
 
@@ -62,7 +62,7 @@ def user_of(dockerfile: str) -> str:
 def test_commands_do_not_run_as_root_and_the_environment_is_checked_as_they_run():
     assert user_of(DOCKERFILE) not in ("root", "0")
     assert f" {user_of(DOCKERFILE)} " in DOCKERFILE.partition("\nUSER ")[0], "the user is made before"
-    assert "check_environment.py" in DOCKERFILE.partition("\nUSER ")[2]
+    assert "check environment" in DOCKERFILE.partition("\nUSER ")[2]
     assert user_of(DOCKERFILE.replace("\nUSER ", "\n# USER ")) == "root", "the control: without that line"
 
 

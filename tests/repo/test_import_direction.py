@@ -54,7 +54,7 @@ PLACES = {
     "megatron_neobert.evaluation": Place(6, "evaluation"),
     "megatron_neobert.inspection": Place(7, "inspection"),
     "checkpoint_conversion": Place(7, "conversion"),
-    "tools": Place(9, "names"),  # of commands
+    "tools": Place(9, "names"),  # preprocess_data.py, which Megatron users look for
     "tools.accept_gpu": Place(8, "commands"),
     "tools.acceptance": Place(7, "acceptance"),  # the phases of a command, no command itself
     "benchmarks": Place(8, "benchmarks"),

@@ -108,8 +108,8 @@ def test_planted_commands_are_found_missing():
     assert missing_script("neobert evaluate everything --model x") == "neobert evaluate everything"
     assert missing_script("make everything") == "everything"
     assert missing_script("python -m megatron_neobert.pretrane") == "megatron_neobert.pretrane"
-    for command in ("python tools/make_sample_corpus.py", "neobert sample-corpus"):
-        assert unknown_flags(f"{command} --output D [--gigabytes N]") == ["--gigabytes"]
+    for command in ("python tools/preprocess_data.py", "neobert preprocess"):
+        assert unknown_flags(f"{command} --input D [--gigabytes N]") == ["--gigabytes"]
     assert unknown_flags("neobert convert hf-to-megatron --load A --dtype x") == ["--dtype"]
 
 

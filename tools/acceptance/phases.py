@@ -192,13 +192,13 @@ class Phase:
         if not corpus.with_suffix(".json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             size = ("--megabytes", self.sizes.corpus_megabytes)
-            self.run("corpus", "tools/make_sample_corpus.py", "--output", shards, *size)
+            self.run("corpus", "-m", "megatron_neobert", "sample-corpus", "--output", shards, *size)
             documents = ("--input", shards / "*.parquet")
             vocabulary = ("--output", tokenizer, "--vocab-size", self.sizes.vocab_size)
-            self.run("tokenizer", "tools/train_tokenizer.py", *documents, *vocabulary)
+            self.run("tokenizer", "-m", "megatron_neobert", "train-tokenizer", *documents, *vocabulary)
             target = ("--output-prefix", folder / "sample", "--tokenizer-model", tokenizer)
             workers = ("--workers", min(8, os.cpu_count() or 1))
-            self.run("documents", "tools/preprocess_data.py", *documents, *target, *workers)
+            self.run("documents", "-m", "megatron_neobert", "preprocess", *documents, *target, *workers)
         return corpus, tokenizer
 
 
@@ -222,7 +222,7 @@ def expect(what: str, found: list[float], limit: float) -> None:
 def check_environment(phase: Phase) -> None:
     """Packages, driver and limits of the machine; a product and a sum on the GPU."""
     flags = ("--gpu-test",) if phase.device == "cuda" else ()
-    printed = phase.run("check", "tools/check_environment.py", "--save", phase.output, *flags)
+    printed = phase.run("check", "-m", "megatron_neobert", "check", "environment", "--save", phase.output, *flags)
     phase.notes += re.findall(r"^(?:ok|warning) .*(?:\n {8}.*)*", printed, flags=re.MULTILINE)
 
 
@@ -243,7 +243,7 @@ def check_parity(phase: Phase) -> None:
     """Logits, loss and gradients against the plain model in fp32 on the CPU."""
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
-    phase.run("parity", "tools/check_parity.py", "--step", *flags)
+    phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)
     found = json.loads(figures.read_text(encoding="utf-8"))
     logits = found["Megatron model, packed"]
     phase.tables["logits in fp32"] = [{name: logits[name] for name in ("tokens", "relative", "argmax_agreement")}]

@@ -15,6 +15,7 @@ import pytest
 from processes import Ended, run_command
 from unit.data.small_corpus import write_vocabulary
 
+from megatron_neobert.__main__ import PLACES
 from megatron_neobert.errors import run_command as run_main
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -23,19 +24,21 @@ LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 LETTERS += [f"##{letter}" for letter in LETTERS]
 
 
+NAMES = {place.rpartition(".")[2]: name for name, place in PLACES.items()}  # by the last part of the module
+
+
 def file_of(tool: str) -> Path:
-    folders = ("tools", "benchmarks", "checkpoint_conversion")
+    folders = ("benchmarks", "checkpoint_conversion", "tools")
     return next(file for folder in folders if (file := REPOSITORY / folder / f"{tool}.py").exists())
 
 
 def module_of(tool: str) -> str:
-    """Where its code is: the files in tools are names for it, but for accept_gpu."""
-    own = REPOSITORY / "megatron_neobert" / "commands" / f"{tool}.py"
-    return f"megatron_neobert.commands.{tool}" if own.exists() else f"{file_of(tool).parent.name}.{tool}"
+    return PLACES[NAMES[tool]] if tool in NAMES else f"{file_of(tool).parent.name}.{tool}"
 
 
 def command_line(tool: str, *arguments: object) -> list[str]:
-    return [sys.executable, str(file_of(tool)), *map(str, arguments)]
+    command = ["-m", "megatron_neobert", *NAMES[tool].split()] if tool in NAMES else [str(file_of(tool))]
+    return [sys.executable, *command, *map(str, arguments)]
 
 
 def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:

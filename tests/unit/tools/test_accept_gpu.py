@@ -118,9 +118,13 @@ def test_wrong_weights_fail_the_parity_phase(tmp_path, monkeypatch):
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY_PARITY.format(repository=str(phases.REPOSITORY)))
     run = Phase.run
-    monkeypatch.setattr(
-        Phase, "run", lambda phase, name, tool, *words, **options: run(phase, name, script, *words, **options)
-    )
+    command = ("-m", "megatron_neobert", "check", "parity")
+
+    def run_faulty(phase, name, *words, **options):
+        assert words[: len(command)] == command
+        return run(phase, name, script, *words[len(command) :], **options)
+
+    monkeypatch.setattr(Phase, "run", run_faulty)
     with pytest.raises(Failed, match=r"exit code 1: NOT as expected: local layers, float32"):
         phases.check_parity(Phase("parity", tmp_path, "cpu"))
 

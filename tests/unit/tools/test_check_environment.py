@@ -1,4 +1,4 @@
-"""tools/check_environment.py on this machine, on this machine with a broken torch, and each trap that it knows."""
+"""`neobert check environment` on this machine, on this machine with a broken torch, and each trap that it knows."""
 
 import ast
 import os
@@ -191,8 +191,8 @@ def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, s
 
 
 def test_environment_without_any_package_is_told_to_prepare_one():
-    command = [sys.executable, "-E", "-S", str(REPOSITORY / "tools" / "check_environment.py")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-E", "-S", "-m", "megatron_neobert", "check", "environment"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (69, "")
     assert "problem packages: none of those that training needs is installed" in ended.stdout
     assert "run bash tools/prepare_environment.sh" in ended.stdout
@@ -207,8 +207,8 @@ def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
 @pytest.mark.parametrize(
     "path",
     [
-        "tools/check_environment.py",
-        *(f"megatron_neobert/{name}.py" for name in ("__init__", "errors", "text", "commands/check_environment")),
+        f"megatron_neobert/{name}.py"
+        for name in ("__init__", "__main__", "errors", "text", "commands/check_environment")
     ],
 )
 def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
@@ -220,5 +220,5 @@ def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert imported - {"megatron_neobert"} <= set(sys.stdlib_module_names)
-    if path.endswith(("errors.py", "commands/check_environment.py")):
+    if path.endswith(("__main__.py", "errors.py", "commands/check_environment.py")):
         assert "__future__" in imported, "annotations such as `int | None` are evaluated on Python 3.9 without it"

@@ -1,4 +1,4 @@
-"""tools/evaluate_glue.py and tools/fetch_glue.py as commands: killed, in several processes, and without a network."""
+"""`neobert evaluate glue` and `neobert fetch glue`: killed, in several processes, and without a network."""
 
 import json
 import signal

@@ -12,31 +12,43 @@ from pathlib import Path
 import pytest
 from unit.tools.commands import REPOSITORY
 
+from megatron_neobert.__main__ import PLACES, run
 from megatron_neobert.errors import ConfigError
 
-COMMANDS = [
+SCRIPTS = [
     *sorted(REPOSITORY.glob("tools/*.py")),
     *sorted(REPOSITORY.glob("benchmarks/benchmark_*.py")),
     *(REPOSITORY / "checkpoint_conversion" / name for name in ("convert.py", "verify.py")),
 ]
 OWN_CHECKOUT = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
-every_command = pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
+every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 
 
-def start(script: Path, *arguments: object, packages: Path | None = None, options: tuple[str, ...] = ()):
-    """Exit code and standard error of a process with PYTHONPATH=packages, started far from the checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(packages or "")}
-    command = [sys.executable, *options, str(script), *map(str, arguments)]
-    ended = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300, check=False)
+def start(*words: object, packages: Path | None = None, options: tuple[str, ...] = ()):
+    """Return exit code and standard error of a script, or of `neobert` with these words.
+
+    The process runs far from the checkout; the packages come before the checkout on its path.
+    """
+    path = [str(packages or ""), str(REPOSITORY)]
+    command = [str(words[0])] if str(words[0]).endswith(".py") else ["-m", "megatron_neobert", str(words[0])]
+    ended = subprocess.run(
+        [sys.executable, *options, *command, *map(str, words[1:])],
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path[:1] if command[0] != "-m" else path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     return ended.returncode, ended.stderr
 
 
 def make_clone(folder: Path) -> Path:
-    """Names itself in the error of validate_data.py."""
+    """Copy what `tools/preprocess_data.py` imports first; errors.py ends the process with the folder's name."""
     own = [
-        f"megatron_neobert/{name}.py" for name in ("__init__", "text", "commands/__init__", "commands/validate_data")
+        f"megatron_neobert/{name}.py" for name in ("__init__", "text", "commands/__init__", "commands/preprocess_data")
     ]
-    for name in (*own, "tools/validate_data.py"):
+    for name in (*own, "tools/preprocess_data.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
     errors = (REPOSITORY / "megatron_neobert" / "errors.py").read_text()
@@ -49,13 +61,13 @@ def make_clone(folder: Path) -> Path:
 
 def test_script_runs_the_package_of_its_own_checkout_though_another_is_installed(tmp_path):
     first, second = make_clone(tmp_path / "first"), make_clone(tmp_path / "second")
-    script = second / "tools" / "validate_data.py"
+    script = second / "tools" / "preprocess_data.py"
     assert start(script, packages=first) == (1, "second\n")
     script.write_text(script.read_text().replace(OWN_CHECKOUT, ""))
     assert start(script, packages=first) == (1, "first\n"), "the control: without that line"
 
 
-@every_command
+@every_script
 def test_every_script_has_that_line_before_its_first_import_of_this_project(script):
     source = script.read_text(encoding="utf-8")
     assert OWN_CHECKOUT in re.split(r"\nfrom (?:megatron_neobert|checkpoint_conversion)\b", source)[0]
@@ -67,21 +79,22 @@ def test_every_script_has_that_line_before_its_first_import_of_this_project(scri
 def test_every_script_can_be_read_by_a_python_that_has_no_packages():
     """What is missing is then missed by `main`, where run_command reports it."""
     code = "import runpy, sys\nfor script in sys.argv[1:]: assert 'main' in runpy.run_path(script, run_name='read')"
-    command = [sys.executable, "-E", "-S", "-c", code, *map(str, COMMANDS)]
+    command = [sys.executable, "-E", "-S", "-c", code, *map(str, SCRIPTS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    "words",
     [
-        ("tools/preprocess_data.py", ()),
-        ("tools/validate_data.py", ("corpus",)),
-        ("checkpoint_conversion/verify.py", "//"),
+        (REPOSITORY / "tools/preprocess_data.py",),
+        ("validate", "corpus"),
+        (REPOSITORY / "checkpoint_conversion/verify.py", *"//"),
     ],
+    ids=lambda words: str(words[0]).rpartition("/")[2],
 )
-def test_command_started_without_the_environment_says_what_helps_and_ends_with_69(script, arguments):
-    code, errors = start(REPOSITORY / script, *arguments, options=("-S",))
+def test_command_started_without_the_environment_says_what_helps_and_ends_with_69(words):
+    code, errors = start(*words, options=("-S",))
     assert code == 69
     assert errors.startswith(f"error: {sys.executable} has no module ") and errors.count("\n") == 1
     assert f"{REPOSITORY}/tools/prepare_environment.sh" in errors or f"{REPOSITORY}/.venv/bin/python" in errors
@@ -90,15 +103,15 @@ def test_command_started_without_the_environment_says_what_helps_and_ends_with_6
 def test_command_whose_extra_is_missing_names_it(tmp_path):
     """As fetch_mteb.py in the quick start's own environment; here datasets is hidden."""
     (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('hidden', name='datasets')")
-    code, errors = start(REPOSITORY / "tools" / "fetch_mteb.py", "--output", tmp_path, packages=tmp_path)
+    code, errors = start("fetch", "mteb", "--output", tmp_path, packages=tmp_path)
     assert code == 69
     remedy = f"{sys.executable} -m pip install -c {REPOSITORY}/constraints.txt -e '{REPOSITORY}[eval]'"
     assert errors == f"error: datasets is not installed; it comes with the extra [eval]: {remedy}\n"
 
 
-@pytest.mark.parametrize(("command", "expected"), [("preprocess_data.py", 69), ("check_environment.py", 0)])
-def test_python_that_is_too_old_is_named_except_to_the_command_that_checks_it(command, expected):
-    code = f"import sys; sys.version_info, sys.argv = (3, 9, 18), ['{command}']; import megatron_neobert"
+@pytest.mark.parametrize(("words", "expected"), [("preprocess", 69), ("check environment", 0)])
+def test_python_that_is_too_old_is_named_except_to_the_command_that_checks_it(words, expected):
+    code = f"import sys; sys.version_info, sys.argv[1:] = (3, 9, 18), {words.split()}; import megatron_neobert"
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == expected
     assert ended.stderr.startswith(f"error: {sys.executable} is Python 3.9, and" if expected else "")
@@ -109,51 +122,52 @@ def test_python_that_is_too_old_is_named_except_to_the_command_that_checks_it(co
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Starts a command's main in this process, with the handlers of signals put back afterwards."""
+    """Return a function that runs a command or a script here; signal handlers are restored afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
 
-    def start_here(script, *arguments):
-        monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+    def start_here(command, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(command), *map(str, arguments)])
         monkeypatch.setattr(sys, "path", list(sys.path))
-        return runpy.run_path(str(script), run_name="read")["main"]()
+        if command in PLACES:
+            return run(command, list(arguments))
+        return runpy.run_path(str(command), run_name="read")["main"]()
 
     yield start_here
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-@every_command
-def test_misspelt_flag_gets_a_suggestion_in_every_command(script, typed):
+@pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in PLACES if name != "train")], ids=str)
+def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
-        typed(script, "--hlep")
+        typed(command, "--hlep")
 
 
 @pytest.mark.parametrize(
-    ("words", "problems"),
+    ("command", "words", "problems"),
     [
         (
-            "checkpoint_conversion/convert.py megatron-to-hf --laod x --output=y",
+            "convert", "megatron-to-hf --laod x --output=y",
             ["unknown flag --laod; did you mean '--load'?",
              "the following arguments are required: --load. See --help."],
         ),
-        ("checkpoint_conversion/convert.py hf-to-megatron --load x --output y --no-verfication",
+        ("convert", "hf-to-megatron --load x --output y --no-verfication",
          ["unknown flag --no-verfication; did you mean '--no-verification'?"]),
-        ("tools/validate_data.py corpus --xyz", ["unknown flag --xyz; see --help for the list."]),
-        ("tools/validate_data.py corpus another", ["unrecognized arguments: another. See --help."]),
+        ("validate", "corpus --xyz", ["unknown flag --xyz; see --help for the list."]),
+        ("validate", "corpus another", ["unrecognized arguments: another. See --help."]),
         (
-            "tools/replay_batch.py --load x --iteratoin=5 --micro-batch-size 2",
+            "replay", "--load x --iteratoin=5 --micro-batch-size 2",
             ["unknown flag --iteratoin; did you mean '--iteration'?",
              "the following arguments are required: --iteration. See --help."],
         ),
-        ("tools/inspect_batch.py --iteration 5 --micro-batch-sise 2 --rowz -1",
+        ("inspect batch", "--iteration 5 --micro-batch-sise 2 --rowz -1",
          ["unknown flag --micro-batch-sise; did you mean '--micro-batch-size'?",
           "unknown flag --rowz; did you mean '--rows'?"]),
     ],
 )  # fmt: skip
-def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_named(words, problems, typed):
-    script, *arguments = words.split()
+def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_named(command, words, problems, typed):
     with pytest.raises(ConfigError) as refusal:
-        typed(REPOSITORY / script, *arguments)
+        typed(command, *words.split())
     assert refusal.value.problems == problems
 
 
@@ -174,7 +188,7 @@ for script in sys.argv[1:]:
 for name in PLACES:
     assert ask(["neobert", *name.split()], main).startswith(f"usage: neobert {name} "), name
 """
-    command = [sys.executable, "-c", code, *map(str, COMMANDS)]
+    command = [sys.executable, "-c", code, *map(str, SCRIPTS)]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
@@ -182,23 +196,22 @@ for name in PLACES:
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [
-        ("tools/report.py --results nothere --output out", 66, "--results nothere: no such folder"),
-        ("checkpoint_conversion/convert.py megatron-to-hf --load nothere --output out", 66, "nothere holds no"),
-        ("checkpoint_conversion/convert.py hf-to-megatron --load nothere --output out", 66, "--load nothere: no"),
-        ("checkpoint_conversion/verify.py / nothere", 66, "B nothere: no such folder"),
-        ("tools/evaluate_glue.py --model / --data-dir / --output out --tasks mrcp", 2, "--tasks mrcp: GLUE's"),
-        ("tools/evaluate_glue.py --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
-        ("tools/evaluate_mteb.py --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
-        ("tools/evaluate_pseudo_perplexity.py --model nothere --data / --output out", 66, "--model nothere: no"),
-        ("tools/benchmark_throughput.py --model nothere --output out", 66, "--model nothere: no such folder"),
-        ("tools/finetune_contrastive.py --model nothere --config x --data-dir / --output out", 66, "--model nothere"),
-        ("tools/export_onnx.py --model nothere --output out", 66, "--model nothere: no such folder"),
+        ("report --results nothere --output out", 66, "--results nothere: no such folder"),
+        ("convert megatron-to-hf --load nothere --output out", 66, "nothere holds no"),
+        ("convert hf-to-megatron --load nothere --output out", 66, "--load nothere: no"),
+        ("verify / nothere", 66, "B nothere: no such folder"),
+        ("evaluate glue --model / --data-dir / --output out --tasks mrcp", 2, "--tasks mrcp: GLUE's"),
+        ("evaluate glue --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
+        ("evaluate mteb --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
+        ("evaluate ppl --model nothere --data / --output out", 66, "--model nothere: no"),
+        ("evaluate throughput --model nothere --output out", 66, "--model nothere: no such folder"),
+        ("finetune --model nothere --config x --data-dir / --output out", 66, "--model nothere"),
+        ("export-onnx --model nothere --output out", 66, "--model nothere: no such folder"),
     ],
 )  # fmt: skip
 def test_input_that_is_not_there_is_found_before_torch_is_imported(tmp_path, words, code, reason):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    script, *arguments = words.split()
-    found, errors = start(REPOSITORY / script, *arguments, packages=tmp_path)
+    found, errors = start(*words.split(), packages=tmp_path)
     assert (found, errors[: len(reason) + 7]) == (code, f"error: {reason}")
 
 
@@ -208,15 +221,14 @@ def test_input_that_is_not_there_is_found_before_torch_is_imported(tmp_path, wor
 @pytest.mark.parametrize(
     ("words", "package"),
     [
-        ("tools/preprocess_data.py", "numpy"),
-        ("tools/inspect_data.py corpus", "numpy"),
-        (f"tools/train_tokenizer.py --input {__file__} --output out", "orjson"),
-        ("tools/replay_batch.py --load . --iteration 1", "yaml"),
-        ("tools/check_parity.py", "torch"),
+        ("preprocess", "numpy"),
+        ("inspect data corpus", "numpy"),
+        (f"train-tokenizer --input {__file__} --output out", "orjson"),
+        ("replay --load . --iteration 1", "yaml"),
+        ("check parity", "torch"),
     ],
 )
 def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path, words, package):
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / f"{package}.py").write_text(interrupted)
-    script, *arguments = words.split()
-    assert start(REPOSITORY / script, *arguments, packages=tmp_path) == (130, "interrupted\n")
+    assert start(*words.split(), packages=tmp_path) == (130, "interrupted\n")

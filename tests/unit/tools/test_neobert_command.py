@@ -19,15 +19,11 @@ def type_in(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_module_of_a_command_has_one_name_and_every_file_in_tools_says_it():
+def test_every_module_of_a_command_has_one_name():
     modules = [place.partition(":")[0] for place in neobert.PLACES.values()]
     own = sorted(path.stem for path in (REPOSITORY / "megatron_neobert" / "commands").glob("*.py"))
     expected = [f"megatron_neobert.commands.{name}" for name in own if name not in ("__init__", "environment_probe")]
     assert sorted(name for name in modules if ".commands." in name) == expected
-    for name, place in neobert.PLACES.items():
-        file = REPOSITORY / "tools" / f"{place.rpartition('.')[2]}.py"
-        if file.exists():
-            assert file.read_text(encoding="utf-8").startswith(f'"""`neobert {name}` as a file of the checkout."""')
 
 
 def test_overview_names_every_command_and_imports_no_package():

@@ -9,6 +9,7 @@ import pytest
 from commands import (
     ENVIRONMENT,
     LETTERS,
+    NAMES,
     REPOSITORY,
     arguments_of,
     command_line,
@@ -108,8 +109,8 @@ def test_whole_run_imports_neither_torch_nor_transformers(place, tool):
     unwanted = {"torch", "transformers"} | ({"tokenizers"} if tool == "validate_data" else set())
     script = f"""
 import runpy, sys
-sys.argv[1:] = {[str(word) for word in arguments]}
-try: runpy.run_path({str(REPOSITORY / "tools" / f"{tool}.py")!r}, run_name="__main__")
+sys.argv[1:] = {[*NAMES[tool].split(), *map(str, arguments)]}
+try: runpy.run_module("megatron_neobert", run_name="__main__")
 except SystemExit as end: assert not end.code, end.code
 assert not {unwanted} & set(sys.modules), "imported"
 """
