@@ -55,7 +55,7 @@ EXTRAS = {
     "warc": ["fastwarc>=2", "resiliparse>=2"],
     "s3": ["s3fs>=2023.6"],  # whose release is that of fsspec; brings aiohttp, which http:// needs
     "dali": ["nvidia-dali-cuda130>=2"],
-    "ray": ["ray>=2.40"],
+    "ray": ["ray>=2.59"],
     "wandb": ["wandb>=0.18"],
     "eval": [
         "mteb>=2.26,<3; python_version >= '3.11'",  # which no longer supports 3.10

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 import megatron_neobert
 from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.errors import CommandParser, ConfigError, ConversionError, OutputError, positive, run_command
-from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder, sha256_of
+from megatron_neobert.runtime.atomic_files import build_folder, read_text, refuse_existing, require_folder, sha256_of
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.comparison import Checks
@@ -198,7 +198,7 @@ def _is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> boo
     from megatron_neobert.checkpoint.folder import MANIFEST
 
     try:
-        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        report = json.loads(read_text(folder / REPORT))
         found = (report["source"]["manifest_sha256"], report["format"], report["dtype"], report["options"])
         is_verified = bool(report["verification"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaModel
 
 from checkpoint_conversion.comparison import LogitModel
-from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES, WEIGHTS, check_folder
+from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES
 from checkpoint_conversion.hf_reader import LAYOUTS, read_model_config, read_weights
 from checkpoint_conversion.mapping import TABLES, shape_of, to_internal
 from megatron_neobert.errors import LONGEST_REASON, ConversionError
 from megatron_neobert.huggingface.auto_classes import loading
+from megatron_neobert.huggingface.checks import WEIGHTS, check_folder
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTLMHead
 
 # Of a forward, also where config.json asks for something else.

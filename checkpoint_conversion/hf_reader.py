@@ -21,15 +21,13 @@ from torch import Tensor
 from checkpoint_conversion.hf_folder import (
     DEEPSPEED_WEIGHTS,
     StoredTensor,
-    check_folder,
     list_tensors,
-    quote,
-    quote_names,
 )
 from checkpoint_conversion.mapping import STRIP_PADDING, TABLES, published_shapes, shape_of
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.huggingface.checks import check_folder, quote, quote_names
 
 LAYOUTS = tuple(TABLES)
 

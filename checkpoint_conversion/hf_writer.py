@@ -21,11 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_conversion.comparison import dtype_name
-from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES, MODELING_FILE, WEIGHTS
+from checkpoint_conversion.hf_folder import HEAD_FOLDER, HEAD_NAMES, MODELING_FILE
 from checkpoint_conversion.mapping import TABLES, ModelShape, to_published
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import ConversionError
+from megatron_neobert.huggingface.checks import WEIGHTS
 
 _INIT_RANGE = 0.02  # of the heads that fine-tuning adds; the published model draws these from N(0, 0.02)
 

@@ -43,6 +43,7 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError, MissingInputError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
+from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import Progress
 
 PROVENANCE = "provenance.json"
@@ -207,7 +208,7 @@ def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
     for path in candidates:
         if path.is_file() and path.stat().st_size <= _LARGEST_PROVENANCE_BYTES:
             try:
-                content = json.loads(path.read_text(encoding="utf-8"))
+                content = json.loads(read_text(path))
             except ValueError as error:
                 raise CheckpointError(f"{path}: not JSON ({error}); convert the weights again.") from error
             if isinstance(content, dict):

@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 
-from checkpoint_conversion.hf_folder import MODELING_FILE, read_object
+from checkpoint_conversion.hf_folder import MODELING_FILE
 from checkpoint_conversion.hf_reader import LAYOUTS
 from megatron_neobert.errors import (
     ConfigError,
@@ -29,7 +29,8 @@ from megatron_neobert.errors import (
     OutputError,
     short_reason,
 )
-from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.huggingface.checks import check_folder, read_object
+from megatron_neobert.runtime.atomic_files import read_text, replace_file
 
 CARD = "README.md"
 REPORT = "conversion_report.json"
@@ -120,7 +121,7 @@ def read_declared(folder: Path) -> dict[str, str]:
     card, found = folder / CARD, {}
     if card.is_file() and card.stat().st_size <= _LARGEST_CARD_BYTES:
         try:
-            data = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+            data = ModelCard(read_text(card), ignore_metadata_errors=True).data.to_dict()
             found = {name: data.get(name) for name in ("license", "base_model")}
         except (ValueError, TypeError, yaml.YAMLError):
             pass
@@ -170,7 +171,7 @@ def check_declared(
 
 def _read_facts(folder: Path) -> dict[str, Any]:
     """What the files of a folder hold of its model, by the names that the template has for it."""
-    config = read_object(folder / "config.json")
+    config = check_folder(folder)
     layout = config.get("model_type")
     if layout not in LAYOUTS or (layout == "llama" and config.get("is_causal") is not False):
         raise ConversionError(
@@ -234,7 +235,7 @@ def _read_card(path: Path) -> ModelCard:
     if not path.exists():
         return ModelCard("---\n{}\n---\n")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path)
         card = ModelCard(content) if MARKER in content else None
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())

@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -85,6 +86,12 @@ class MissingInputError(NeoBERTError):
     """An input that does not exist, or a pattern that matches nothing."""
 
     exit_code = 66
+
+
+class WorkerError(NeoBERTError):
+    """A process that this one needs has ended."""
+
+    exit_code = EXIT_UNAVAILABLE
 
 
 class DivergenceError(NeoBERTError):
@@ -204,10 +211,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = error.exit_code
         _print_error(error, code)
     except ModuleNotFoundError as error:
-        if (sentence := _missing_package(error.name or "")) is None:
-            raise
-        code = EXIT_UNAVAILABLE
-        _print_error(sentence, code)
+        sentence = _missing_package(error.name or "")
+        code = EXIT_UNAVAILABLE if sentence else 1
+        _print_error(sentence, code) if sentence else _print_trace()
     except OSError as error:
         poll = select.poll()
         poll.register(1, 0)
@@ -220,6 +226,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         print("interrupted", file=sys.stderr)
+    except Exception:
+        code = 1
+        _print_trace()
     sys.exit(code)
 
 
@@ -249,6 +258,10 @@ def _missing_package(module: str) -> str | None:
     else:
         remedy = f"make an environment that has it with: bash {_REPOSITORY}/tools/prepare_environment.sh"
     return f"{sys.executable} has no module {module}; {remedy}"
+
+
+def _print_trace() -> None:
+    print(visible(traceback.format_exc(), keep=_KEPT), end="", file=sys.stderr)
 
 
 def _print_error(error: Exception | str, code: int) -> None:

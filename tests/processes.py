@@ -58,17 +58,31 @@ def group_of(store: TCPStore, *, world_size: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(world_size), **where}
 
 
-def run_command(module: str, *arguments: Any, environment: dict[str, str] | None = None) -> Ended:
-    """Runs `main` of a command's module as its script would, outside any launcher or Slurm job."""
+def run_command(
+    module: str,
+    *arguments: Any,
+    environment: dict[str, str] | None = None,
+    preload: str = "preloaded",
+    limit_seconds: float | None = None,
+) -> Ended:
+    """Run `main` of a command's module as its script would, outside any launcher or Slurm job.
+
+    Args:
+        preload: Module that the process has imported; each has a server of its own.
+        limit_seconds: Kill the process after this time; its exit code is then -9.
+    """
     clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS and "SLURM" not in name}
     with tempfile.TemporaryFile() as output:
         words = [str(argument) for argument in arguments]
         streams = (output.fileno(), output.fileno())
         call = _Call(_run_main, (module, words), {**clean, **(environment or {})}, streams)
-        use_server()
+        use_server(preload)
         process = get_context("forkserver").Process(target=_run, args=(call,))
         process.start()
-        process.join()
+        process.join(limit_seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
         output.seek(0)
         assert process.exitcode is not None
         return Ended(process.exitcode, output.read().decode())
@@ -122,9 +136,10 @@ def _run(call: _Call) -> None:
 def _run_main(module: str, words: list[str]) -> None:
     from megatron_neobert.errors import run_command as run_main
 
+    module, _, function = module.partition(":")
     sys.argv = [module, *words]
     try:
-        run_main(importlib.import_module(module).main)
+        run_main(getattr(importlib.import_module(module), function or "main"))
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:

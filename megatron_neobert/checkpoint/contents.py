@@ -22,12 +22,14 @@ from torch import Tensor
 
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
+from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import Progress
 
 OPTIMIZER_PREFIX = "optimizer."
 # torch.distributed.checkpoint's names for where the parts begin, torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 TRAIN_STATE = "train_state.json"
+_LARGEST_COUNT = 1 << 62  # of an int64, with room to add to
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -71,7 +73,7 @@ class StoredTensors:
         self.dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[str, list[_Part]] = {}
         self._files: dict[Path, Any] = {}
-        for path in sorted(path for path in folder.glob("*.safetensors") if not path.is_symlink()):
+        for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file() and not path.is_symlink()):
             try:
                 self._list_parts(path)
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -169,7 +171,7 @@ def read_train_state(folder: Path) -> TrainState:
     """
     path = folder / TRAIN_STATE
     try:
-        state = json.loads(path.read_bytes())
+        state = json.loads(read_text(path))
         optimizer, found = state.get("optimizer"), dict(state["progress"])
         found["iteration"]  # which has a default, and is never left out
         found["cursor"] = Cursor(**found["cursor"])
@@ -178,7 +180,7 @@ def read_train_state(folder: Path) -> TrainState:
         special = {"corpus_sha256", "cursor", "recent_updates"}
         counts = {name: count for name, count in vars(progress).items() if name not in special}
         for name, count in (counts | vars(progress.cursor)).items():
-            if type(count) is not int or count < 0:
+            if type(count) is not int or not 0 <= count < _LARGEST_COUNT:
                 raise ValueError(f"{name} is {count!r:.40}, no count")
         if not isinstance(progress.corpus_sha256, str) or not isinstance(optimizer, dict | None):
             raise ValueError(f"corpus_sha256 is {progress.corpus_sha256!r:.80}, optimizer a {type(optimizer).__name__}")

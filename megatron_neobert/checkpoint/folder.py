@@ -27,7 +27,7 @@ from typing import TypedDict
 
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
-from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of, sync_to_disk
 
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
@@ -242,7 +242,7 @@ def verify_files(checkpoint: Path) -> None:
 
 def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
     try:
-        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        listed = json.loads(read_text(manifest))["files"]
         files = {
             name: Fingerprint(bytes=int(file["bytes"]), sha256=str(file["sha256"])) for name, file in listed.items()
         }
@@ -284,7 +284,7 @@ def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointE
 def is_newest(checkpoint: Path) -> bool:
     """Whether the pointer beside it, as far as that is readable, names no later one."""
     try:
-        return int((checkpoint.parent / POINTER).read_text(encoding="utf-8")) <= iteration_of(checkpoint)
+        return int(read_text(checkpoint.parent / POINTER)) <= iteration_of(checkpoint)
     except (OSError, ValueError):
         return True
 

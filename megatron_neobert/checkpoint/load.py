@@ -195,10 +195,12 @@ def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
         # Source: megatron-core 0.19.2 core/optimizer/optimizer.py `param_group_identifier_keys`.
         for part in state.values() if is_chained else [state]:
             for group in part.get("optimizer", part)["param_groups"]:  # the outer level is that of main weights
+                if not isinstance(step := group.get("step", 0), (int, float)):
+                    raise TypeError(f"step is {step!r:.40}, no number")
                 group.update(max_lr=wanted[0]["max_lr"], min_lr=wanted[0]["min_lr"])
         with torch.no_grad():
             run.optimizer.load_state_dict(state)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{folder}: its optimizer state is not that of these parameters ({type(error).__name__}: {error}); use "
             "another checkpoint."

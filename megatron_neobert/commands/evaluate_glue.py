@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_neobert.errors import CommandParser
 from megatron_neobert.evaluation.fine_tuning.settings import add_flags, check_flags, given_fields, given_values
 from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, choose_tasks
+from megatron_neobert.huggingface.offline import go_offline
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.evaluation.glue.run import GlueEvaluation
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # --help answers without importing torch
 def main() -> None:
     """Reads the arguments, runs what has not been run, and prints the table."""
     arguments = _parse()
+    go_offline()
     _check(arguments)
     from megatron_neobert.evaluation.fine_tuning.study import show_progress
     from megatron_neobert.evaluation.glue.predictions import write_submission, zip_submission

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import CommandParser, MissingInputError, positive
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER, MTEB_SUCCESSOR
+from megatron_neobert.huggingface.offline import go_offline
 from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -46,8 +47,7 @@ def main() -> None:
     require_folder("--model", arguments.model, holding="config.json")
     fetch = "on a machine with network: neobert fetch mteb --output DIR"
     require_folder("--data-dir", arguments.data_dir, remedy=fetch)
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when these libraries are imported
-    os.environ["HF_DATASETS_OFFLINE"] = "1"
+    go_offline()
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
     warnings.filterwarnings("ignore", module=r"sklearn\.")  # not converged, ill-defined: mteb's protocol, for each draw

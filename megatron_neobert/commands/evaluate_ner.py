@@ -13,11 +13,13 @@ from dataclasses import replace
 from megatron_neobert.errors import CommandParser, MissingInputError
 from megatron_neobert.evaluation.fine_tuning.settings import GRIDS, add_flags, check_flags, given_fields, given_values
 from megatron_neobert.evaluation.ner.data import find_data_sets
+from megatron_neobert.huggingface.offline import go_offline
 
 
 def main() -> None:
     """Reads the arguments, runs what has not been run, and prints the table."""
     arguments = _parse()
+    go_offline()
     check_flags(arguments, remedy="a folder for each data set in it")
     tasks = arguments.tasks or find_data_sets(arguments.data_dir)
     if not tasks:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, short_reason
+from megatron_neobert.huggingface.checks import check_folder
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -106,7 +107,6 @@ def load_for_task(folder: Path, task: str) -> Any:
     Raises:
         ConversionError: It is no NeoBERT, or lacks the head.
     """
-    from checkpoint_conversion.hf_folder import check_folder
     from checkpoint_conversion.hf_model import load_model
     from checkpoint_conversion.hf_reader import read_model_config
 
@@ -214,7 +214,7 @@ def copy_companions(model: Path, folder: Path) -> None:
     Raises:
         MissingInputError: The model has no tokenizer.json.
     """
-    from checkpoint_conversion.hf_folder import MODELING_FILE, check_folder
+    from checkpoint_conversion.hf_folder import MODELING_FILE
     from checkpoint_conversion.hf_writer import modeling_source
 
     if not (model / "tokenizer.json").is_file():

@@ -16,6 +16,7 @@ from typing import Any
 import megatron_neobert
 from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, short_reason
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER
+from megatron_neobert.huggingface.offline import go_offline
 
 
 def main() -> int:
@@ -24,8 +25,7 @@ def main() -> int:
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
     if arguments.check:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read when these libraries are imported
-        os.environ["HF_DATASETS_OFFLINE"] = "1"
+        go_offline()
         _check(arguments)
         return 0
     if failed := _fetch(arguments):

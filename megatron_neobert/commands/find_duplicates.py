@@ -45,7 +45,7 @@ def _parse() -> Any:
     add("--rows", type=positive, default=8, metavar="R", help="permutations of a band (8)")
     add("--workers", type=positive, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
     add("--executor", choices=("local", "ray"), default="local", help="(local)")
-    add("--ray-address", metavar="ADDRESS", help="auto or host:port of a cluster, local for a new one (RAY_ADDRESS)")
+    add("--ray-address", metavar="ADDRESS", help="host:port of a cluster (RAY_ADDRESS; at first: a new one)")
     add(
         "--bucket-documents",
         type=positive,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError, positive
+from megatron_neobert.huggingface.offline import go_offline
 from megatron_neobert.runtime.atomic_files import require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -31,7 +32,7 @@ def main() -> None:
     require_folder("--model", arguments.model, holding="config.json")
     fetch = "on a machine with network: neobert fetch contrastive --data-dir DIR"
     require_folder("--data-dir", arguments.data_dir, remedy=fetch)
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the libraries are imported
+    go_offline()
     from megatron_neobert.evaluation.contrastive.config import TrainingSettings, build, read_config
 
     config, problems = read_config(arguments.config), list[str]()

@@ -219,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument_group("where it runs").add_argument
     add("--workers", type=int, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
     add("--executor", choices=("local", "ray"), help="(%(default)s)")
-    add("--ray-address", metavar="ADDRESS", help="auto or host:port of a cluster, local for a new one (RAY_ADDRESS)")
+    add("--ray-address", metavar="ADDRESS", help="host:port of a cluster (RAY_ADDRESS; at first: a new one)")
     add("--shard-index", type=int, metavar="I", help="this is task I, from 0, of an array: do its parts only")
     add("--num-shards", type=int, metavar="N", help="number of tasks of the array")
     add("--merge", action="store_true", help="join the parts that the tasks of an array have finished")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_neobert.errors import CommandParser
 from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.text import visible
 
 
 def main() -> None:
@@ -26,5 +27,5 @@ def main() -> None:
     runs = write_report(arguments.results, arguments.output)
     for model, kinds in missing(runs).items():
         if kinds:
-            print(f"{model}: no record of {', '.join(kinds)}")
+            print(f"{visible(model)}: no record of {', '.join(kinds)}")
     print(f"wrote {arguments.output / 'report.html'} and report.md from {len(runs)} records")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.errors import CommandParser, DataError, MissingInputError
-from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.runtime.atomic_files import read_text, require_folder
 
 if TYPE_CHECKING:  # --help answers without importing it
     from huggingface_hub import EvalResult
@@ -59,7 +59,7 @@ def read_evaluations(path: Path) -> "list[EvalResult]":
         DataError: It is not a list of results, or one of them is incomplete, or has another field or no finite value.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError as error:
         raise MissingInputError(f"--evaluations {path}: no such file.") from error
     except (ValueError, RecursionError) as error:

@@ -4,7 +4,6 @@ Folders in NeoBERT's own layout are loaded with this project's class; none of a 
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.huggingface.auto_classes import loading
+from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 _TOKENIZER_FILES = (
@@ -25,8 +25,7 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "vocab.json",
 )
-_ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-_KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_ATTENTION = (*TORCH_ATTENTION, "flash_attention_2", "flash_attention_3", "flex_attention")
 ABSURD_LENGTH = 1 << 30  # the limit of a tokenizer that knows no longest input lies beyond it
 
 
@@ -52,7 +51,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
             a pooler and what a classification adds may be new.
     """
     options = options or LoadOptions()
-    _check(folder)
+    check_folder(folder, attention=_ATTENTION)
     if options.attention is not None:
         changes["attn_implementation"] = options.attention
     with loading(folder, auto_class):
@@ -124,7 +123,7 @@ def load_tokenizer(folder: Path) -> Any:
         MissingInputError: There is no such folder, or no tokenizer in it.
         ConversionError: transformers cannot load it.
     """
-    _check(folder)
+    check_folder(folder, attention=_ATTENTION)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make an empty one
         raise MissingInputError(f"{folder} holds no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); copy it there.")
     with loading(folder, "a tokenizer"):
@@ -132,64 +131,39 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, *, max_length: int) -> Any:
-    """A folder as sentence-transformers sees it; without modules.json, the mean over the tokens is its embedding.
+    """Return the SentenceTransformer of a folder; without modules.json, mean pooling follows the encoder.
+
+    Its modules are built from checked JSON and safetensors (`sentence_modules`), not by the library's own loading.
 
     Args:
         max_length: Tokens of a text, specials included; fewer where the model or the folder allows no more.
 
     Raises:
-        MissingInputError, ConversionError: As `load_model`, or the library cannot load the folder.
+        MissingInputError: There is no such folder, or no tokenizer in it.
+        ConversionError: The folder cannot be loaded as an encoder, or lists modules other than those allowed.
     """
     from sentence_transformers import SentenceTransformer
 
+    from megatron_neobert.evaluation.sentence_modules import build_modules, read_prompts, read_transformer_settings
+
     options = options or LoadOptions()
-    modules = folder / "modules.json"
-    with loading(folder, "a SentenceTransformer"):  # the file may hold anything
-        entries = json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []
-        types = [str(entry["type"]) for entry in entries]
-    for type_ in types:
-        if not type_.startswith("sentence_transformers."):  # the library would import any other
-            raise ConversionError(f"{modules}: {type_!r:.80} is no module of sentence-transformers; remove it.")
-    load_tokenizer(folder)  # refuses a folder without one, of which the library would make an empty one
+    settings = read_transformer_settings(folder)
+    prompts = read_prompts(folder)
+    load_tokenizer(folder)  # refuses a folder without one, for which the library would make an empty one
     backbone = load_model(folder, "AutoModel", options)
-    changes = {"dtype": options.dtype} | ({"attn_implementation": options.attention} if options.attention else {})
     with loading(folder, "a SentenceTransformer"):
-        model = SentenceTransformer(
-            str(folder), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs=changes
-        )
-    model[0].model = backbone  # with our checks and classes, where the library's own loading has none
-    longest = min(max_length, model.max_seq_length or max_length)
+        modules = build_modules(folder, backbone, settings)
+        model = SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
+    longest = min(max_length, settings.max_seq_length or max_length)
     model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=longest)
     return model.to(options.device)
 
 
 def fingerprint(folder: Path) -> str:
     """Twelve digits that change with weights, config or tokenizer: what a cached result belongs to."""
-    _check(folder)
+    check_folder(folder, attention=_ATTENTION)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     texts = [folder / name for name in (*_TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")]
     for path in (*sorted(folder.glob("*.safetensors")), *(text for text in texts if text.is_file())):
         digest.update(f"{path.name} {sha256_of(path)}".encode())
     return digest.hexdigest()[:12]
-
-
-def _check(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        remedy = "name a Hugging Face folder; nothing is downloaded"
-        if any(folder.glob("iter_*")):
-            remedy = f"it holds checkpoints: neobert convert megatron-to-hf --load {folder} --output DIR comes first"
-        raise MissingInputError(f"{folder}: no such folder, or one without config.json; {remedy}.")
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{folder / 'config.json'}: not JSON ({error}); fetch it again.") from error
-    if not isinstance(config, dict):
-        raise ConversionError(f"{folder / 'config.json'}: expected an object; fetch it again.")
-    for key in _ATTENTION_KEYS:
-        if config.get(key) not in (None, *_KNOWN_ATTENTION):
-            raise ConversionError(
-                f"{folder / 'config.json'}: {key} is {config[key]!r:.80}, which transformers may fetch code for; "
-                f"remove the key, or take one of {', '.join(_KNOWN_ATTENTION)}."
-            )
-    if (folder / "adapter_config.json").exists():
-        raise ConversionError(f"{folder} holds an adapter of a model that lies elsewhere; merge it into a whole model.")

@@ -1,6 +1,6 @@
 """Tables as CSV, and pages in two forms: Markdown, and the same as one HTML page that needs nothing beside it.
 
-What comes from records (names of models, commands) is text and never markup.
+What comes from records (names of models, commands) is text and never markup, and cannot control a terminal.
 """
 
 import base64
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
+
+from megatron_neobert.text import visible
 
 MEASURED = "measured"  # in the last column of a page about one run
 REPORTED = "reported"  # in the last column: not measured here, but printed in the paper
@@ -39,10 +41,12 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Markdown that shows the text as it is, on one line."""
+    """Return Markdown that shows the text as it is, on one line, control characters as escapes."""
     # Between letters, an underscore is one; at the beginning, a sign or a number with a point would begin a list.
     return re.sub(
-        r"([\\`*\[\]<>|#$&~]|(?<![^\W_])_|_(?![^\W_])|^[-+=]|(?<=\d)[.)](?= ))", r"\\\1", " ".join(text.split())
+        r"([\\`*\[\]<>|#$&~]|(?<![^\W_])_|_(?![^\W_])|^[-+=]|(?<=\d)[.)](?= ))",
+        r"\\\1",
+        visible(" ".join(text.split())),
     )
 
 
@@ -51,13 +55,21 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def code(text: str) -> str:
-    """Lines to be shown as they are; indented, because a fence could be closed by what stands in them."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    """Return Markdown that shows lines as they are; indented, because a line could close a fence."""
+    return "\n".join(f"    {visible(line)}" for line in text.splitlines())
 
 
-def figure(path: Path, caption: str) -> str:
-    """A PNG that lies beside the page."""
-    return f"![{paragraph(caption)}]({path.name})"
+class Figure(str):
+    """Markdown of a PNG that was just drawn beside the page."""
+
+    path: Path
+
+
+def figure(path: Path, caption: str) -> Figure:
+    """Return the Markdown of a figure that this process has drawn."""
+    block = Figure(f"![{paragraph(caption)}]({path.name})")
+    block.path = path
+    return block
 
 
 def table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], str]]) -> str:
@@ -76,16 +88,17 @@ def run_link(number: int) -> str:
     return rf"[\[{number}\]](#run-{number})"
 
 
-def page_to_html(title: str, markdown: str, folder: Path) -> str:
-    """A page's Markdown as HTML, with the figures that lie in the folder inside."""
+def page_to_html(title: str, blocks: Sequence[str]) -> str:
+    """Return blocks of Markdown as one HTML page that contains its figures; no other image is embedded."""
+    figures = {block.path.name: block.path for block in blocks if isinstance(block, Figure)}
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = parser.parse(markdown)
+    tokens = parser.parse("\n\n".join(blocks))
     for opening, inline in pairwise(tokens):
         if opening.type == "heading_open" and (run := re.fullmatch(r"Run (\d+)", inline.content)):
             opening.attrSet("id", f"run-{run[1]}")
         for child in inline.children or []:
             if child.type == "image":
-                content = (folder / str(child.attrs["src"])).read_bytes()
+                content = figures[str(child.attrs["src"])].read_bytes()
                 child.attrSet("src", f"data:image/png;base64,{base64.b64encode(content).decode()}")
     # Nothing is loaded and nothing runs, for any content of a record.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

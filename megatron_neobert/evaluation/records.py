@@ -20,7 +20,7 @@ import torch
 import megatron_neobert
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.evaluation.encoders import choose_device, fingerprint
-from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file
+from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
 
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "optuna", "seqeval")
 
@@ -128,7 +128,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: 
 
 def read_record(path: Path) -> dict[str, Any]:
     """One record, as written."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(read_text(path))
     return content
 
 

@@ -27,6 +27,7 @@ from megatron_neobert.evaluation.pages import (
 from megatron_neobert.evaluation.plots import plot_perplexities
 from megatron_neobert.evaluation.records import read_record
 from megatron_neobert.evaluation.reported_numbers import MTEB_CATEGORIES, MTEB_PAPER, Reported
+from megatron_neobert.evaluation.throughput.models import FORWARD, TRAINING
 from megatron_neobert.evaluation.throughput.tables import draw, to_cells
 from megatron_neobert.runtime.atomic_files import replace_file
 
@@ -90,7 +91,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
     parts += [block for run in runs for block in _describe(run)]
     page = "\n\n".join(parts) + "\n"
     replace_file(output / "report.md", page)
-    replace_file(output / "report.html", page_to_html(TITLE, page, output))
+    replace_file(output / "report.html", page_to_html(TITLE, parts))
     return runs
 
 
@@ -138,8 +139,10 @@ def missing(runs: Sequence[Measured]) -> dict[str, list[str]]:
 def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
         record = read_record(path)
-    except ValueError as error:  # not UTF-8 or not JSON
-        raise DataError(f"{path}: not JSON ({error}); remove it and measure again with {KINDS[kind][1]}.") from None
+    except (ValueError, RecursionError, OSError) as error:  # not UTF-8, not JSON, nested too deeply, or a pipe
+        raise DataError(
+            f"{path}: not a JSON file ({error}); remove it and measure again with {KINDS[kind][1]}."
+        ) from None
     whole = (
         isinstance(record, dict)
         and record.get("kind") == kind
@@ -198,6 +201,8 @@ def throughput(runs: Sequence[Measured], output: Path) -> list[str]:
     medians = f"medians of {of_first['steps']} steps, lengths {of_first['lengths_distribution']}"
     blocks.append(paragraph(f"Measured on {'; '.join(machines)}{different}; {medians}."))
     for passes in dict.fromkeys(row["passes"] for row in rows):
+        if passes not in (FORWARD, TRAINING):  # the name goes into that of a file
+            raise ValueError(f"passes {passes!r:.80}")
         blocks.append(f"{passes}, tokens/s by length: median (quartiles), batch size, peak memory")
         header, *lines = to_cells([row for row in rows if row["passes"] == passes])
         blocks.append(table(header, [(line, sources[line[0]]) for line in lines]))

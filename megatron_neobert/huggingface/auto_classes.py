@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import huggingface_hub.constants
 import transformers
 from transformers.utils import logging as transformers_logging
 
@@ -27,12 +28,14 @@ def register_neobert() -> None:
 
 @contextmanager
 def loading(folder: Path, what: str) -> Iterator[None]:
-    """Around a from_pretrained: with our class, without progress bars and tables of weights that did not fit.
+    """Load a local folder in this block: with our class, without a network, without progress bars and load reports.
 
     Raises:
         ConversionError: transformers cannot load the folder.
     """
     register_neobert()
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the environment variable was read when the package was imported
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -44,4 +47,5 @@ def loading(folder: Path, what: str) -> Iterator[None]:
             "constraints.txt, or fetch the folder again."
         ) from error
     finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = offline
         transformers_logging.set_verbosity(verbosity)

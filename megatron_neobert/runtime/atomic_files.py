@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,10 +47,30 @@ def name_models(folders: Sequence[Path]) -> dict[str, Path]:
     return models
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading, without waiting for a pipe or a device that somebody put in its place.
+
+    Raises:
+        ValueError: The path names a pipe, a socket, a device or a folder.
+        OSError: The file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path.name} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a regular file as UTF-8 text; see `open_regular`."""
+    with open_regular(path) as stream:
+        return stream.read().decode("utf-8")
+
+
 def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file's content, read in chunks."""
+    """Hexadecimal sha256 of a regular file's content, read in chunks."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -2,9 +2,10 @@
 
 A rank that hangs, or has died without a word, leaves the others in a collective from which they do not return. So a
 thread of each rank writes a heartbeat to the store once a second, and ends the process with 69 when the main thread has
-made no progress for --distributed-timeout-minutes. The oldest heartbeat names the rank. The store is that by which the
+made no progress for --distributed-timeout-minutes, or for some seconds after another rank has written that it ended.
+The oldest heartbeat names the rank. The store is that by which the
 ranks found each other: torchrun and the launcher keep it on node 0, outside of the ranks; where ranks are started
-without either, rank 0 holds it, and it ends with rank 0. Costs a message per rank and second.
+without either, rank 0 holds it, and it ends with rank 0. Costs two messages per rank and second.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ import torch
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.errors import EXIT_UNAVAILABLE
 from megatron_neobert.runtime import signals
+from megatron_neobert.text import visible
 
 _Answer = TypeVar("_Answer")
 
@@ -41,6 +43,7 @@ _LOST_CONNECTION = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
     r"Application timeout caused pair closure|Timed out waiting"
 )
+_ENDED = "ended"  # key of the store: a rank has failed
 _LOST_ANOTHER = "it lost another rank"  # why a rank ended that is not the cause
 _REMEDY = "The last checkpoint is untouched: start again with the same command"
 
@@ -112,9 +115,7 @@ class HangDetector:
             is_gloos = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
             if is_gloos or isinstance(error, torch.distributed.DistError):
                 own, oldest = self._heartbeat(), self._find_oldest()
-                cause = _describe(oldest, own) if oldest else reason
-                sentence = f"error: {own} lost another rank in {own.position}: {cause}. {_REMEDY}."
-                self._end(sentence if self._reports() else "")
+                self._end_without_another(own, oldest, reason)
             self._leave(f"{type(error).__name__}: {reason}")
         self._leaving.set()
 
@@ -135,14 +136,20 @@ class HangDetector:
             looked = time.monotonic()
             if self._progress != seen:
                 seen, waited_seconds = self._progress, 0.0
-            elif waited_seconds >= self._limit_seconds:
+            elif waited_seconds >= (_FAREWELL_SECONDS if self._another_has_ended() else self._limit_seconds):
                 self._end_hung_run(seen)
+
+    def _another_has_ended(self) -> bool:
+        store = self._store  # NCCL, unlike gloo, does not notice it by its connections
+        return store is not None and bool(_within(_ANSWER_SECONDS, lambda: store.check([_ENDED])))
 
     def _end_hung_run(self, seen: int) -> None:
         """Returns only if there was progress at the last moment."""
         own, oldest = self._heartbeat(), self._find_oldest()
         if self._progress != seen or self._leaving.is_set():
             return
+        if any(beat.ended for beat, _ in oldest):
+            self._end_without_another(own, oldest)
         text = ""
         if self._reports():
             others = f"; {_describe(oldest, own)}" if self._store is not None else ""
@@ -178,11 +185,16 @@ class HangDetector:
         oldest, furthest = min(progress, default=0), max(progress, default=0)
         return [(beat, f"is behind in {beat.position}") for beat in after if beat.progress == oldest < furthest]
 
+    def _end_without_another(self, own: Heartbeat, oldest: list[tuple[Heartbeat, str]], reason: str = "") -> NoReturn:
+        cause = _describe(oldest, own) if oldest else reason
+        sentence = f"error: {own} lost another rank in {own.position}: {cause}. {_REMEDY}."
+        self._end(sentence if self._reports() else "")
+
     def _end(self, text: str) -> NoReturn:
         """Without the interpreter's own way, which waits for what will never come."""
         if text:
             # Past sys.stderr and its lock, which the main thread may hold, and not for ever: nobody may read the pipe.
-            content = f"{text.rstrip()}\n".encode()
+            content = visible(f"{text.rstrip()}\n", keep="\n\t").encode()
             _within(_ANSWER_SECONDS, lambda: os.write(2, content))
         received = signals.count_signals()
         self._leave(_LOST_ANOTHER)
@@ -195,8 +207,7 @@ class HangDetector:
     def _leave(self, why: str) -> None:
         self._leaving.set()  # first: the thread's heartbeat must not replace the last one
         if self._store is not None:
-            last = self._heartbeat(ended=why)
-            _within(_ANSWER_SECONDS, lambda: self._write(last))
+            _within(_ANSWER_SECONDS, lambda: self._write(self._heartbeat(ended=why)))
 
     def _heartbeat(self, *, ended: str = "") -> Heartbeat:
         phase, iteration = self._mark
@@ -213,6 +224,8 @@ class HangDetector:
     def _write(self, heartbeat: Heartbeat) -> None:
         assert self._store is not None
         self._store.set(f"rank/{heartbeat.rank}", json.dumps(asdict(heartbeat)))
+        if heartbeat.ended not in ("", _LOST_ANOTHER):
+            self._store.set(_ENDED, str(heartbeat.rank))
 
     def _read(self) -> list[Heartbeat]:
         """The last one of every rank that has written one."""

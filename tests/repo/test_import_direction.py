@@ -26,6 +26,7 @@ PLACES = {
     "megatron_neobert": Place(0, "version"),
     "megatron_neobert.huggingface": Place(0, "huggingface"),  # travels alone with an export
     "megatron_neobert.huggingface.auto_classes": Place(1, "huggingface"),  # which does not
+    "megatron_neobert.huggingface.checks": Place(2, "huggingface"),
     "megatron_neobert.text": Place(0, "errors"),
     "megatron_neobert.errors": Place(0, "errors"),
     "megatron_neobert.config": Place(1, "config"),

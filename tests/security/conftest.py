@@ -5,20 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from good_inputs import TRAINING
 from hostile import Canary, Checkpoint
 from processes import run_command
-
-TINY = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
-    "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr-warmup-iters 1 --lr-decay-iters 2 --eval-iters 0 "
-    "--num-workers 0 --log-interval 1"
-)
 
 
 @pytest.fixture(scope="session")
 def training(tiny_corpus: Any) -> list[str]:
     """The flags of a run of two iterations, without its folders."""
-    return [*TINY.split(), "--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
+    return [*TRAINING.split(), "--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
 
 
 @pytest.fixture(scope="session")

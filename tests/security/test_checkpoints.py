@@ -35,17 +35,6 @@ def test_untouched_checkpoint_is_read(read: Reader):
     assert read().code == 0
 
 
-@pytest.mark.parametrize("name", [TENSORS, "train_state.json", "settings.yaml"])
-def test_pickle_in_place_of_a_file_is_refused(read: Reader, checkpoint: Checkpoint, canary: Canary, name: str):
-    checkpoint.replace(name, pickle.dumps(canary))
-    result = read()
-    assert result.refused(78), result.output
-    assert f"{name}: " in result.output
-    assert not canary.has_run
-    pickle.loads((checkpoint.folder / name).read_bytes())
-    assert canary.has_run
-
-
 def test_format_of_megatron_core_is_refused_unopened(read: Reader, checkpoint: Checkpoint, canary: Canary):
     checkpoint.replace(".metadata", pickle.dumps(canary))
     result = read()

@@ -254,14 +254,6 @@ def test_weights_that_the_config_names_outside_the_folder_are_refused(folder: Pa
     assert_lie_refused(folder, "transformers_weights")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
-def test_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path, name: str):
-    for gone in (name, "model.safetensors"):
-        (folder / gone).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    assert_lie_refused(folder, name, code=66)
-
-
 @pytest.mark.parametrize("key", ["return_dict", "output_hidden_states"])
 def test_wish_for_another_kind_of_output_is_not_obeyed(folder: Path, key: str):
     change_json(folder / "config.json", **{key: False if key == "return_dict" else 0.5})

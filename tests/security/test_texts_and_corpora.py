@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import shutil
 import tarfile
 import zipfile
 from pathlib import Path
@@ -72,17 +71,4 @@ def test_arrow_type_that_is_a_pickle_is_read_as_its_text(tiny_corpus: Any, tmp_p
         *("--tokenizer-model", tiny_corpus.tokenizer),
     )
     assert "Traceback" not in result.output
-    assert not canary.has_run
-
-
-@pytest.mark.parametrize("ending", [".idx", ".bin", ".json"])
-def test_pickle_in_the_place_of_a_corpus_file_is_refused(
-    tiny_corpus: Any, training: list[str], tmp_path: Path, canary: Canary, ending: str
-):
-    for path in Path(tiny_corpus.prefix).parent.glob(f"{Path(tiny_corpus.prefix).name}.*"):
-        shutil.copy(path, tmp_path)
-    prefix = tmp_path / Path(tiny_corpus.prefix).name
-    prefix.with_name(prefix.name + ending).write_bytes(pickle.dumps(canary))
-    result = run_command("megatron_neobert.pretrain", *training, "--data-path", prefix)
-    assert result.refused(65), result.output
     assert not canary.has_run

@@ -46,7 +46,7 @@ def test_without_escaping_a_message_would_reach_the_terminal_as_it_is():
 @pytest.mark.parametrize(
     "bug",
     [
-        "ValueError('a')",
+        "ValueError('a \\x1b[2J')",
         "ModuleNotFoundError('a')",
         "ModuleNotFoundError('a', name='megatron_neobert.x')",
         "ModuleNotFoundError('a', name='json.x')",
@@ -56,6 +56,7 @@ def test_our_own_bugs_keep_their_traceback(bug):
     finished = run_raising(bug, RANK="0")
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
+    assert "\x1b" not in finished.stderr
 
 
 @pytest.mark.parametrize(("module", "extra"), [("nvidia.dali.fn", "dali"), ("sklearn.svm", "eval"), ("ray", "ray")])

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
-from megatron_neobert.errors import ConfigError, NeoBERTError
+from megatron_neobert.errors import ConfigError, NeoBERTError, WorkerError, short_reason
 
 _PREFETCHED_MICRO_BATCHES = 2  # one in training, one being copied
 _TENSORS = tuple(field.name for field in fields(PackedBatch) if field.type is torch.Tensor)
@@ -59,20 +59,32 @@ class _Steps(IterableDataset[StepBatches]):
 
 class _Loader(DataLoader[StepBatches]):
     def __iter__(self) -> Any:
-        return map(_or_raise, super().__iter__())
+        return _checked(super().__iter__())
 
 
-def _or_raise(step: Any) -> StepBatches:
-    if isinstance(step, NeoBERTError):
-        raise step
-    return step
+def _checked(steps: Iterator[Any]) -> Iterator[StepBatches]:
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker (pid" not in str(error):
+                raise
+            raise WorkerError(
+                f"a process that loads data was killed or crashed ({short_reason(error)}). The system kills processes "
+                "when memory runs out: look at dmesg, lower --num-workers, and start again with the same command."
+            ) from error
+        if isinstance(step, NeoBERTError):
+            raise step
+        yield step
 
 
 def build_loader(stream: Stream, *, num_workers: int) -> DataLoader[StepBatches]:
     """The steps of `stream`, pinned for asynchronous copies where CUDA is present.
 
     Without an end: leave the loop after the last step. Each iteration over the result starts at the stream's cursor.
-    An error of a worker is raised here when its step is due.
+    An error of a worker is raised here when its step is due, and WorkerError where a worker was killed.
     """
     return _Loader(
         _Steps(stream),
@@ -92,8 +104,9 @@ def _leave_the_run_alone(worker: int) -> None:
     torchrun and Slurm send their stop signals to every process of a job. The trainer answers by finishing its step and
     saving; a worker that died of the same signal would make DataLoader raise in the middle of that.
     """
+    nothing = os.open(os.devnull, os.O_RDWR)
     for connection in psutil.Process().net_connections("inet"):
-        os.close(connection.fd)
+        os.dup2(nothing, connection.fd)  # not closed: an object of the parent's may close the number later
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.text import percent
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def read_manifest(path: Path) -> Manifest:
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:
         raise DataError(f"{path}: {size:,} bytes are more than a manifest has; {DAMAGED}")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a manifest ({error}); {DAMAGED}") from error
     version = content.get("format_version") if isinstance(content, dict) else None

@@ -194,36 +194,45 @@ def run_on_ray(
         function: As of `Workers`; what it reports is lost.
         tasks: Each needs one CPU of the cluster.
         workers: At most so many at once; None: as many as the cluster has room for.
-        address: "auto" or host:port of a cluster, "local" for a new one on this machine; None: what RAY_ADDRESS names,
-            or the cluster that runs on this machine, or a new one.
+        address: host:port of a cluster, or "local" for a new one on this machine, which ends with the iterator; None:
+            what RAY_ADDRESS names, or a new one. "auto" is refused: Ray would look for a cluster in a file of the
+            shared temporary folder, which any user may have written.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        ConfigError: Ray does not start, or there is no such cluster.
+        ConfigError: Ray does not start, there is no such cluster, or the address is "auto".
         ChildProcessError: A part's worker died again and again.
         NeoBERTError, OSError: As raised by the function.
     """
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "auto":
+        raise ConfigError(
+            "--ray-address auto may find the cluster of another user, who could run code here; name host:port of your "
+            "cluster (ray status shows it), or local for a new one"
+        )
+    if address == "local":
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported: it reads this once
     import ray
 
     environment: dict[str, Any] = {"py_modules": [str(Path(megatron_neobert.__file__).parent)]}
     if " " in sys.executable:  # Ray starts workers by a shell, and without quotes waits for them for ever
         environment["py_executable"] = shlex.quote(sys.executable)
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    address = address or os.environ.get("RAY_ADDRESS")
     try:
         # Where nothing listens at host:port, Ray would try for minutes, and then end the process.
-        host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
+        host, separator, port = address.removeprefix("ray://").rpartition(":")
         if separator:
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises anything, Exception itself where a node does not come up
-        cluster = f"--ray-address {address}: no Ray cluster" if address else "--executor ray: no Ray"
         raise ConfigError(
-            f"{cluster} answers or starts ({short_reason(error)}); see ray status and the logs below RAY_TMPDIR, or "
-            "use --executor local"
+            f"--ray-address {address}: no Ray cluster answers or starts ({short_reason(error)}); see ray status and "
+            "the logs below RAY_TMPDIR, or use --executor local"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place
+    node = ray.get_runtime_context().gcs_address
+    print(f"Ray: {'started a cluster for this command' if address == 'local' else 'joined the cluster'} at {node}")
     remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(_answer)
     waiting = iter(tasks)
     running: dict[Any, Any] = {}

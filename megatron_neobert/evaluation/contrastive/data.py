@@ -18,6 +18,7 @@ import pyarrow.compute
 
 from megatron_neobert.errors import DataError, MissingInputError, NeoBERTError, short_reason
 from megatron_neobert.evaluation.contrastive.config import DatasetSource
+from megatron_neobert.evaluation.local_data import check_data
 
 PLAIN_COLUMNS = {"query", "positive", "negatives"}
 _TEXT = datasets.Value("string")
@@ -59,6 +60,7 @@ def load_pairs(key: str, source: DatasetSource, path: Path, *, limit: int | None
     Raises:
         DataError: A file cannot be read, or lacks the columns.
     """
+    check_data(path)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     # A tuple: of a list, `datasets` would give each call of the generator a part, and call it for every file.
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.evaluation.local_data import reading
 
 PAIR = ("sentence1", "sentence2")
 BINARY = ("0", "1")
@@ -227,21 +228,8 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
         raise MissingInputError(
             f"--data-dir {data_dir} has no folder {task.title} or {task.name}; on a machine with network: {FETCH}"
         )
-    files = sorted(path for path in folder.iterdir() if re.fullmatch(rf"{split}(-\d+-of-\d+)?\.parquet", path.name))
-    place, columns = folder, None
-    if files:
-        import pyarrow.parquet
-
-        columns = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in files]).to_pydict()
-    elif (folder / "dataset_dict.json").is_file():
-        import datasets
-
-        saved = datasets.load_from_disk(str(folder))
-        if split not in saved:
-            raise MissingInputError(f"{folder} has the splits {', '.join(saved)}, but no {split}; {FETCH}")
-        columns = saved[split].to_dict()
-    if columns is None:
-        columns, place = _read_tsv_files(folder, task, split, labelled=labelled)
+    with reading(folder):
+        columns, place = _read_columns(folder, task, split, labelled=labelled)
     if missing := [name for name in task.texts if name not in columns]:
         raise DataError(f"{place} has the columns {', '.join(columns)}, but no {', '.join(missing)}.")
     texts = list(zip(*(columns[name] for name in task.texts), strict=True))
@@ -250,6 +238,23 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
     if "label" not in columns:
         raise DataError(f"{place}: {split} has no column of labels; only test sets may lack it.")
     return GlueSplit(texts, [_to_label(value, task, place) for value in columns["label"]])
+
+
+def _read_columns(folder: Path, task: GlueTask, split: str, *, labelled: bool) -> tuple[Columns, Path]:
+    """Return the columns of a split, and the file or folder that messages name."""
+    files = sorted(path for path in folder.iterdir() if re.fullmatch(rf"{split}(-\d+-of-\d+)?\.parquet", path.name))
+    if files:
+        import pyarrow.parquet
+
+        return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in files]).to_pydict(), folder
+    if (folder / "dataset_dict.json").is_file():
+        import datasets
+
+        saved = datasets.load_from_disk(str(folder))
+        if split not in saved:
+            raise MissingInputError(f"{folder} has the splits {', '.join(saved)}, but no {split}; {FETCH}")
+        return saved[split].to_dict(), folder
+    return _read_tsv_files(folder, task, split, labelled=labelled)
 
 
 def find_task(data_dir: Path, task: GlueTask) -> Path | None:

@@ -20,13 +20,13 @@ import numpy as np
 import yaml
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_sentence_transformer
-from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
 PromptStyle = Literal["prefix", "paper"]
 
@@ -82,9 +82,9 @@ def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instruc
     if not path.is_file():
         raise MissingInputError(f"--instructions {path}: no such file; name a YAML file, or none.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text(path))
         sections = TypeAdapter(dict[Literal["tasks", "types"], dict[str, str]]).validate_python(content, strict=True)
-    except (yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"{path}: expected YAML with the keys tasks and types, a text per name in each ({reason})."

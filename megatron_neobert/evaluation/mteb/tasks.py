@@ -21,6 +21,7 @@ from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.evaluation.local_data import check_data
 from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS
 from megatron_neobert.runtime.atomic_files import sha256_of
 
@@ -108,6 +109,7 @@ def local_task(name: str, data_dir: Path) -> AbsTask:
         MissingInputError: There is no such folder, or no files of a known form in it.
     """
     folder = data_dir / name
+    check_data(folder)
     if not folder.is_dir():
         raise MissingInputError(f"--tasks {PREFIX}{name}: {folder} is no folder; put its files there: {_FILES}.")
     forms: tuple[tuple[Any, Callable[[Path], Any], Any, str, tuple[str, ...]], ...] = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.evaluation.local_data import reading
 
 OUTSIDE = "O"
 # What files of a split are called: by the Hub, by CoNLL's tasks, by WikiANN and others.
@@ -55,10 +56,11 @@ def read_split(data_dir: Path, name: str, split: str) -> list[Sentence]:
             f"{folder} has no {split}: expected {split}.parquet, {split}-00000-of-00001.parquet, {split}.txt or a "
             "saved data set; name another of --tasks, or put it there."
         )
-    if isinstance(found, Path) and not found.is_dir():
-        sentences = list(_read_text(found))
-    else:
-        sentences = list(_read_rows(found, folder, split))
+    with reading(folder):
+        if isinstance(found, Path) and not found.is_dir():
+            sentences = list(_read_text(found))
+        else:
+            sentences = list(_read_rows(found, folder, split))
     if not sentences:
         raise DataError(f"{folder}: {split} has no sentence; fetch it again.")
     return sentences

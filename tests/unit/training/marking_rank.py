@@ -17,17 +17,25 @@ def fail(how: str) -> None:
         time.sleep(300)
     if how == "raise":
         raise ValueError("planted")
+    if how == "raise and stay":
+        raise ValueError("planted\x1b]0;owned\x07")
     if how in ("stop", "kill"):
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
-def main() -> None:
-    place, how, minutes, iterations = sys.argv[1:]
-    # Faster than in a run.
-    hang_detector._TICK_SECONDS, hang_detector._SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
-    torch.distributed.init_process_group("gloo")
-    with HangDetector(ParallelConfig(distributed_timeout_minutes=float(minutes))) as detector:
-        for iteration in range(1, int(iterations) + 1):
+def keep_connections(detector: HangDetector) -> None:
+    """Live on until rank 0 has ended, as a rank that waits for its launcher; NCCL would not notice its end either."""
+    until = time.monotonic() + 60
+    while not any(beat.ended for beat in detector._read() if beat.rank == 0):
+        if time.monotonic() > until:
+            print("rank 0 still waits")
+            return
+        time.sleep(0.1)
+
+
+def run(detector: HangDetector, place: str, how: str, iterations: int) -> None:
+    with detector:
+        for iteration in range(1, iterations + 1):
             fails = os.environ["RANK"] == "1" and iteration == 3
             detector.mark("waiting for data", iteration)
             if how == "slow":
@@ -46,5 +54,19 @@ def main() -> None:
                 fail(how)
             detector.tick()
             torch.distributed.all_reduce(torch.ones(1))
+
+
+def main() -> None:
+    place, how, minutes, iterations = sys.argv[1:]
+    # Faster than in a run.
+    hang_detector._TICK_SECONDS, hang_detector._SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
+    torch.distributed.init_process_group("gloo")
+    detector = HangDetector(ParallelConfig(distributed_timeout_minutes=float(minutes)))
+    try:
+        run(detector, place, how, int(iterations))
+    except ValueError:
+        if how == "raise and stay":
+            keep_connections(detector)
+        raise
     torch.distributed.destroy_process_group()
     print("finished")

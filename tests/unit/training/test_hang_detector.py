@@ -58,6 +58,7 @@ def test_rank_that_hangs_within_a_phase_is_the_one_with_the_oldest_heartbeat(run
     [
         ("kill", -signal.SIGKILL, ") does not answer any more, last heard of in iteration 3 "),
         ("raise", 1, ") has ended: ValueError: planted."),
+        ("raise and stay", 1, ") has ended: ValueError: planted\\x1b]0;owned\\x07."),
     ],
 )
 def test_rank_that_loses_another_ends_with_69_and_one_sentence(run_two, how, code, trouble):
@@ -68,6 +69,7 @@ def test_rank_that_loses_another_ends_with_69_and_one_sentence(run_two, how, cod
     assert " lost another rank in iteration 3 (training): rank 1 (" in sentence
     assert trouble in sentence
     assert more == []
+    assert "still waits" not in second.output, "it ended within seconds, not after --distributed-timeout-minutes"
 
 
 @pytest.mark.slow

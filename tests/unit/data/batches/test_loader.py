@@ -16,7 +16,7 @@ from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, content
 from megatron_neobert.data.batches.loader import DaliLoader, build_loader
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.selection import KeptDocuments
-from megatron_neobert.errors import CheckpointError, ConfigError
+from megatron_neobert.errors import CheckpointError, ConfigError, WorkerError
 
 CPU = torch.device("cpu")
 
@@ -94,6 +94,19 @@ def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(s
     worker.terminate()  # what DataLoader does to a worker that does not answer
     worker.join(timeout=600)
     assert worker.exitcode == 0
+
+
+def test_killed_worker_is_named_with_its_signal_and_a_remedy(load, stream):
+    before = multiprocessing.active_children()
+    steps = iter(load(stream, num_workers=1))
+    next(steps)
+    (worker,) = set(multiprocessing.active_children()) - set(before)
+    worker.kill()
+    with pytest.raises(
+        WorkerError, match=r"was killed or crashed \(RuntimeError: DataLoader worker .*lower --num-workers"
+    ):
+        for _ in steps:
+            pass
 
 
 def test_workers_end_when_their_trainer_is_killed(stream):

@@ -1,9 +1,12 @@
 """Preprocessing on Ray: a real cluster on this machine, whose workers may die."""
 
+import importlib.util
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,7 +20,8 @@ from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import ConfigError
 
-pytest.importorskip("ray", reason="the extra [ray] is not installed")
+if importlib.util.find_spec("ray") is None:  # which must not be imported before a command chooses its settings
+    pytest.skip("the extra [ray] is not installed", allow_module_level=True)
 psutil = pytest.importorskip("psutil")
 
 ON_RAY = {"executor": "ray", "ray_address": "local", "workers": 2}
@@ -74,6 +78,33 @@ def test_ray_worker_that_is_killed_costs_its_part_another_try(place):
         killer.join()
     assert len(killed) == 1
     assert place.contents("ray") == place.contents("local")
+
+
+def test_cluster_that_another_user_has_left_in_the_temporary_folder_is_not_joined(place, monkeypatch, capsys):
+    place.add_texts("a.jsonl", "hello")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("", 0)) as stranger, tempfile.TemporaryDirectory(prefix="r") as temporary:
+        monkeypatch.setenv("RAY_TMPDIR", temporary)  # short: Ray makes sockets below it
+        (Path(temporary) / "ray").mkdir()
+        port = stranger.getsockname()[1]
+        (Path(temporary) / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+        place.run("ray", executor="ray", workers=1)
+        stranger.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+        from ray._private.services import canonicalize_bootstrap_address
+
+        assert str(canonicalize_bootstrap_address("auto")).endswith(f":{port}")  # control: Ray would have gone there
+    assert "Ray: started a cluster for this command at " in capsys.readouterr().out
+    assert len(place.corpus("ray")) == 1
+
+
+@pytest.mark.parametrize("told_by", ["flag", "environment"])
+def test_automatic_search_for_a_cluster_is_refused(place, monkeypatch, told_by):
+    place.add_texts("a.jsonl", "hello")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match=r"--ray-address auto may find the cluster of another user"):
+        place.run("ray", executor="ray", ray_address="auto" if told_by == "flag" else None)
 
 
 @pytest.mark.parametrize("told_by", ["flag", "environment"])

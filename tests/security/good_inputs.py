@@ -1,0 +1,151 @@
+"""Small valid inputs of every kind that a command reads from disk, and the command lines that read them."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from safetensors.numpy import save_file
+from transformers import EuroBertConfig, EuroBertForMaskedLM
+
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+
+WORDS = [
+    "[PAD]",
+    "[CLS]",
+    "[SEP]",
+    "[UNK]",
+    "[MASK]",
+    *(f"{end}{letter}" for letter in "abcdefghijk" for end in ("", "##")),
+]
+_TEXTS = ["a bad cab", "dead beef", "a cage", "bead face", "jade", "a fig", "ace", "bag of k"]
+_POSITIONS = 32
+TRAINING = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
+    "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr-warmup-iters 1 --lr-decay-iters 2 --eval-iters 0 "
+    "--num-workers 0 --log-interval 1"
+)
+
+
+class Inputs(NamedTuple):
+    """Path of each kind of input; a hostile copy takes the place of one of them."""
+
+    model: Path
+    checkpoint: Path  # folder given as --save or --load
+    corpus: Path  # folder with P_content_document.*
+    dataset: Path  # folder with the data of every evaluation
+    records: Path  # folder with results of evaluations
+    texts: Path  # folder with input files of preprocessing
+    tokenizer: Path
+    settings: Path  # folder with YAML files
+
+
+class Reader(NamedTuple):
+    """A command and the kinds of input that it reads."""
+
+    command: str
+    kinds: tuple[str, ...]
+    words: Callable[[Inputs, Path], list[object]]  # given the inputs and a folder for output
+
+
+def write_model(folder: Path) -> Path:
+    """Write an encoder in the eurobert layout, with a tokenizer and the files of sentence-transformers."""
+    torch.manual_seed(0)
+    config = EuroBertConfig(
+        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+        mlp_bias=True, max_position_embeddings=_POSITIONS, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        mask_token_id=4,
+    )  # fmt: skip
+    EuroBertForMaskedLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": _POSITIONS, "do_lower_case": False})
+    write_json(folder / "config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": "cosine"})
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True})
+    return folder
+
+
+def write_modules(folder: Path, types: Mapping[str, str]) -> None:
+    """Write the modules.json of sentence-transformers, given the type of the module in each folder."""
+    named = enumerate(types.items())
+    entries = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{type_}"}
+        for number, (path, type_) in named
+    ]
+    write_json(folder / "modules.json", entries)
+
+
+def add_dense(folder: Path, **changes: object) -> None:
+    """Add a Dense module of sentence-transformers to a model."""
+    write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"})
+    activation = "torch.nn.modules.activation.Tanh"
+    dense = {"in_features": 8, "out_features": 4, "bias": True, "activation_function": activation}
+    write_json(folder / "2_Dense" / "config.json", dense | changes)
+    weights = {"linear.weight": np.eye(4, 8, dtype=np.float32), "linear.bias": np.zeros(4, np.float32)}
+    save_file(weights, folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_tokenizer(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    load_tokenizer(folder / "vocab.txt").save_tokenizer_files(folder, model_max_length=_POSITIONS)
+    return folder
+
+
+def write_dataset(folder: Path) -> Path:
+    """Write one data set for each evaluation: GLUE's RTE, tagged words, a local MTEB task, pairs, and texts."""
+    pairs = {"sentence1": _TEXTS, "sentence2": _TEXTS[::-1], "label": [0, 1] * 4}
+    for split in ("train", "validation", "test"):
+        write_parquet(folder / "rte" / f"{split}.parquet", pairs)
+        tagged = {
+            "tokens": [text.split() for text in _TEXTS],
+            "ner_tags": [["B-X", *["O"] * text.count(" ")] for text in _TEXTS],
+        }
+        write_parquet(folder / "tagged" / f"{split}.parquet", tagged)
+        labelled = "".join(f"{text},{number % 2}\n" for number, text in enumerate(_TEXTS * 4))
+        write_text(folder / "classes" / f"{split}.csv", "text,label\n" + labelled)
+    write_parquet(folder / "PAIRS" / "train.parquet", {"query": _TEXTS * 2, "positive": _TEXTS[::-1] * 2})
+    write_text(folder / "texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS))
+    return folder
+
+
+def write_texts(folder: Path) -> Path:
+    """Write an input file of each form that preprocessing reads in whole files."""
+    write_text(folder / "a.jsonl", "".join(json.dumps({"content": text}) + "\n" for text in _TEXTS))
+    write_parquet(folder / "b.parquet", {"content": _TEXTS})
+    return folder
+
+
+def write_settings(folder: Path) -> Path:
+    sources = {
+        "PAIRS": {"divisor": 1, "instruction": "a", "query": ["query"], "positive": ["positive"], "negatives": []}
+    }
+    training = {"steps": 1, "batch_size": 4, "learning_rate": 1e-3, "max_length": _POSITIONS}
+    write_text(folder / "contrastive.yaml", yaml.safe_dump({"training": training, "datasets": sources}))
+    write_text(folder / "instructions.yaml", "types: {Classification: a}\n")
+    write_text(folder / "train.yaml", "training: {seed: 0}\n")
+    return folder
+
+
+def write_json(path: Path, content: object) -> None:
+    write_text(path, json.dumps(content))
+
+
+def write_text(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+
+
+def write_parquet(path: Path, columns: Mapping[str, list[object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(dict(columns)), path)
+
+
+def prefix_in(folder: Path) -> Path:
+    """Return the prefix of the corpus in a folder, which has one."""
+    return next(path for path in sorted(folder.iterdir()) if path.name.endswith("_document.idx")).with_suffix("")

@@ -1,0 +1,361 @@
+"""Changes that turn a valid input into a hostile one; whatever would run code leaves a mark and does nothing else."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+import good_inputs as good
+from hostile import Canary, Checkpoint
+
+SECRET = "text of another folder"
+ESCAPE = "\x1b]0;owned\x07"
+
+Spoil = Callable[[Path, Canary], object]
+
+
+class Hostile(NamedTuple):
+    """One change of an input of some kind, and what its canary needs to run where the file is trusted."""
+
+    kind: str
+    name: str
+    spoil: Spoil
+
+
+def in_place_of(*names: str, content: Callable[[Canary], bytes]) -> Spoil:
+    """Return a change that overwrites files; a name may be a pattern."""
+
+    def spoil(folder: Path, canary: Canary) -> None:
+        found = [path for name in names for path in sorted(folder.glob(name))]
+        assert found, names
+        for path in found:
+            path.write_bytes(content(canary))
+        seal(folder)
+
+    return spoil
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of a spoilt checkpoint anew, as somebody who forges one would."""
+    for path in folder.glob("iter_*"):
+        if (path / "MANIFEST.json").is_file():
+            Checkpoint(path).seal()
+
+
+def forge_optimizer(**changes: object) -> Spoil:
+    """Return a change of the first group of parameters, or of all of them if `groups` is given."""
+
+    def spoil(folder: Path, canary: Canary) -> None:
+        for path in folder.glob("iter_*/train_state.json"):
+            state = json.loads(path.read_text())
+            inner = state["optimizer"].get("optimizer", state["optimizer"])
+            if "groups" in changes:
+                inner["param_groups"] = changes["groups"]
+            else:
+                inner["param_groups"][0].update(changes)
+            good.write_json(path, state)
+        seal(folder)
+
+    return spoil
+
+
+def forge_progress(**changes: object) -> Spoil:
+    def spoil(folder: Path, canary: Canary) -> None:
+        for path in folder.glob("iter_*/train_state.json"):
+            state = json.loads(path.read_text())
+            state["progress"].update(changes)
+            good.write_json(path, state)
+        seal(folder)
+
+    return spoil
+
+
+def pipe_in_place_of(*names: str) -> Spoil:
+    def spoil(folder: Path, canary: Canary) -> None:
+        for name in names:
+            for path in sorted(folder.glob(name)) or [folder / name]:
+                path.unlink(missing_ok=True)
+                os.mkfifo(path)
+
+    return spoil
+
+
+def change_json(name: str, **changes: object) -> Spoil:
+    def spoil(folder: Path, canary: Canary) -> None:
+        for path in sorted(folder.glob(name)):
+            path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        seal(folder)
+
+    return spoil
+
+
+def pickled(canary: Canary) -> bytes:
+    return pickle.dumps(canary)
+
+
+def nested(_: Canary) -> bytes:
+    return b"[" * 100_000
+
+
+# --- hostile models of sentence-transformers
+
+
+UNSAFE = {"use_safetensors": False, "weights_only": False, "dtype": "auto"}
+
+
+def pickle_the_weights(folder: Path, canary: Canary) -> None:
+    """Put a pickle in the place of the weights, and let the folder's settings ask the libraries to load it."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
+    config = json.loads((folder / "config.json").read_text())
+    good.write_json(folder / "config.json", {key: value for key, value in config.items() if key != "dtype"})
+    good.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 32, "model_args": UNSAFE})
+
+
+def nest_a_model(module: str, place: str, names: tuple[str, ...], config: dict[str, object]) -> Spoil:
+    """Return a change that puts a pickled model below a module whose own configuration names its class.
+
+    Args:
+        place: Folder of the nested model below that of the module.
+        names: Files that the configuration is written to.
+    """
+
+    def spoil(folder: Path, canary: Canary) -> None:
+        outer = folder / "1_Pooling"
+        shutil.rmtree(outer)
+        inner = outer / place
+        shutil.copytree(folder, inner, ignore=shutil.ignore_patterns("1_*", "2_*", "3_*", "modules.json"))
+        pickle_the_weights(inner, canary)
+        entry = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+        good.write_json(inner / "modules.json", [entry])
+        for name in names:
+            good.write_json(outer / name, config)
+        modules = json.loads((folder / "modules.json").read_text())
+        modules[1]["type"] = f"sentence_transformers.models.{module}"
+        good.write_json(folder / "modules.json", modules)
+
+    return spoil
+
+
+NESTED = "sentence_transformers.SentenceTransformer"
+ROUTES = {
+    "types": {"0_Own": NESTED},
+    "structure": {"query": ["0_Own"], "document": ["0_Own"]},
+    "parameters": {"default_route": "query"},
+}
+
+
+def pickle_a_dense_module(folder: Path, canary: Canary) -> None:
+    good.add_dense(folder)
+    (folder / "2_Dense" / "model.safetensors").unlink()
+    (folder / "2_Dense" / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
+
+
+def pipe_for_a_dense_module(folder: Path, canary: Canary) -> None:
+    good.add_dense(folder)
+    pipe_in_place_of("2_Dense/model.safetensors")(folder, canary)
+
+
+def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
+    good.write_json(
+        folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}
+    )
+
+
+def bring_code(folder: Path, canary: Canary) -> None:
+    (folder / "own_code.py").write_text(canary.source + "class Own: pass\n")
+    own = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "AutoTokenizer"), "own_code.Own")
+    change_json("config.json", auto_map=own, trust_remote_code=True)(folder, canary)
+    change_json("tokenizer_config.json", auto_map={"AutoTokenizer": ["own_code.Own", None]})(folder, canary)
+
+
+def be_an_adapter(folder: Path, canary: Canary) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "somebody/model", "task_type": "FEATURE_EXTRACTION"}
+    good.write_json(folder / "adapter_config.json", adapter)
+
+
+def name_an_unknown_module(folder: Path, canary: Canary) -> None:
+    (folder / "own_code.py").write_text(canary.source + "class Own: pass\n")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["type"] = "own_code.Own"
+    good.write_json(folder / "modules.json", modules)
+
+
+def link_a_secret(name: str) -> Spoil:
+    def spoil(folder: Path, canary: Canary) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(write_secret(canary))
+
+    return spoil
+
+
+def write_secret(canary: Canary) -> Path:
+    path = canary.mark.parent / "secret.txt"
+    path.write_text(SECRET)
+    return path
+
+
+# --- hostile data sets
+
+
+def replace_by(path_in: str, write: Callable[[Path, Canary], object]) -> Spoil:
+    """Return a change that empties folders of a data set and fills them again."""
+
+    def spoil(folder: Path, canary: Canary) -> None:
+        for part in ("rte", "tagged", "classes", "PAIRS"):
+            shutil.rmtree(folder / part)
+            (folder / part).mkdir()
+            write(folder / part, canary)
+
+    return spoil
+
+
+def point_elsewhere(folder: Path, canary: Canary) -> None:
+    good.write_json(canary.mark.parent / "outside.jsonl", {"query": SECRET, "positive": SECRET})
+    where = canary.mark.parent / "outside.jsonl"
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {where}\n---\n"
+    )
+
+
+def point_to_a_url(folder: Path, canary: Canary) -> None:
+    url = "https://example.invalid/train.jsonl"
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {url}\n---\n"
+    )
+
+
+def bring_a_script(folder: Path, canary: Canary) -> None:
+    (folder / f"{folder.name}.py").write_text(canary.source)
+
+
+def damage_arrow(folder: Path, canary: Canary) -> None:
+    rows = {
+        "sentence1": ["a"],
+        "sentence2": ["b"],
+        "label": [0],
+        "query": ["a"],
+        "positive": ["b"],
+        "tokens": [["a"]],
+        "ner_tags": [["O"]],
+    }
+    saved = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), datasets.Dataset.from_dict(rows)))
+    saved.save_to_disk(str(folder))
+    for path in folder.rglob("*.arrow"):
+        path.write_bytes(path.read_bytes()[:100] + pickle.dumps(canary))
+
+
+# --- hostile records
+
+
+def embed_files(folder: Path, canary: Canary) -> None:
+    """Put Markdown images of a secret, of a pipe and of a device into every text of a record."""
+    pipe = canary.mark.parent / "pipe"
+    os.mkfifo(pipe)
+    images = " ".join(f"![x]({path})" for path in (write_secret(canary), pipe, "/dev/zero"))
+
+    def spoil(value: object) -> object:
+        match value:
+            case dict():
+                return {key: spoil(one) for key, one in value.items()}
+            case list():
+                return [spoil(one) for one in value]
+            case str():
+                return f"{value} {images} <script>x</script> {ESCAPE}"
+        return value
+
+    for path in folder.rglob("*.json"):
+        record = json.loads(path.read_text())
+        good.write_json(
+            path, {key: value if key in ("kind", "version") else spoil(value) for key, value in record.items()}
+        )
+
+
+def pipe_for_figure(folder: Path, canary: Canary) -> None:
+    for path in [*folder.rglob("*.png"), *folder.rglob("*.jsonl")]:
+        path.unlink()
+        os.mkfifo(path)
+
+
+HOSTILE = (
+    Hostile("model", "router of a nested model", nest_a_model("Router", "0_Own", ("router_config.json",), ROUTES)),
+    Hostile("model", "asym of a nested model", nest_a_model(
+        "Asym", "0_Own", ("router_config.json", "config.json"), ROUTES)),
+    Hostile("model", "word embeddings of a nested model", nest_a_model(
+        "WordEmbeddings", ".", ("wordembedding_config.json",), {"tokenizer_class": NESTED, "max_seq_length": 8})),
+    Hostile("model", "settings that allow pickles", pickle_the_weights),
+    Hostile("model", "index that names a pickle", name_a_pickle_in_the_index),
+    Hostile("model", "own code", bring_code),
+    Hostile("model", "adapter", be_an_adapter),
+    Hostile("model", "module that is imported", name_an_unknown_module),
+    Hostile("model", "attention kernel of the Hub", change_json("config.json", attn_implementation="owner/kernel")),
+    Hostile("model", "attention kernel by settings", change_json(
+        "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"})),
+    Hostile("model", "other weights", change_json("config.json", transformers_weights="../other.bin")),
+    Hostile("model", "pickled Dense", pickle_a_dense_module),
+    Hostile("model", "pipe for a Dense module", pipe_for_a_dense_module),
+    Hostile("model", "Dense with a class as activation", lambda folder, canary: good.add_dense(
+        folder, activation_function="subprocess.Popen")),
+    Hostile("model", "pickles for weights", in_place_of("*.safetensors", content=pickled)),
+    Hostile("model", "pickles for settings", in_place_of("config.json", content=pickled)),
+    Hostile("model", "nested config", in_place_of("config.json", content=nested)),
+    Hostile("model", "nested modules", in_place_of("modules.json", content=nested)),
+    Hostile("model", "chat template", change_json(
+        "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__ }}{% for x in range(10**9) %}{% x")),
+    Hostile("model", "escape sequences", change_json("config.json", model_type=ESCAPE)),
+    *(Hostile("model", f"pipe for {name}", pipe_in_place_of(name)) for name in (
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "modules.json",
+        "sentence_bert_config.json", "1_Pooling/config.json", "README.md", "adapter_config.json")),
+    Hostile("checkpoint", "pickled tensors", in_place_of("iter_*/*.safetensors", content=pickled)),
+    Hostile("checkpoint", "pickled record", in_place_of("iter_*/settings.yaml", content=pickled)),
+    Hostile("checkpoint", "pickled state", in_place_of("iter_*/train_state.json", content=pickled)),
+    Hostile("checkpoint", "nested state", in_place_of("iter_*/train_state.json", content=nested)),
+    Hostile("checkpoint", "nested manifest", lambda folder, canary: [
+        path.write_bytes(nested(canary)) for path in folder.glob("iter_*/MANIFEST.json")]),
+    Hostile("checkpoint", "pickled metrics", in_place_of("metrics.jsonl", content=pickled)),
+    Hostile("checkpoint", "record that calls", in_place_of("iter_*/settings.yaml", content=lambda canary: (
+        f"training:\n  seed: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),
+    Hostile("checkpoint", "huge iteration", forge_progress(iteration=10**400)),
+    Hostile("checkpoint", "groups of the optimizer as text", forge_optimizer(groups="all")),
+    Hostile("checkpoint", "step of a group as text", forge_optimizer(step="2")),
+    Hostile("checkpoint", "step of a group as object", forge_optimizer(step={})),
+    Hostile("checkpoint", "pointer out of the folder", in_place_of(
+        "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc")),
+    *(Hostile("checkpoint", f"pipe for {name}", pipe_in_place_of(name)) for name in (
+        "iter_0000001/MANIFEST.json", "latest_checkpointed_iteration.txt", "metrics.jsonl",
+        "iter_0000001/train_state.json", "iter_0000001/settings.yaml", "iter_0000001/extra.safetensors")),
+    *(Hostile("corpus", f"pickle for {end}", in_place_of(f"*{end}", content=pickled))
+      for end in (".bin", ".idx", ".json")),
+    *(Hostile("corpus", f"pipe for {end}", pipe_in_place_of(f"*{end}")) for end in (".bin", ".idx", ".json")),
+    Hostile("corpus", "nested manifest", in_place_of("*_document.json", content=nested)),
+    Hostile("dataset", "pickles", replace_by("", lambda folder, canary: [
+        (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")])),
+    Hostile("dataset", "damaged Arrow", replace_by("", damage_arrow)),
+    Hostile("dataset", "files elsewhere", replace_by("", point_elsewhere)),
+    Hostile("dataset", "files of a URL", replace_by("", point_to_a_url)),
+    Hostile("dataset", "script", replace_by("", bring_a_script)),
+    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl")),
+    Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested)),
+    Hostile("records", "embedded files", embed_files),
+    Hostile("records", "nested", in_place_of("*/*.json", content=nested)),
+    Hostile("records", "pickles", in_place_of("*/*.json", content=pickled)),
+    Hostile("records", "pipes for figures", pipe_for_figure),
+    Hostile("records", "pipes", pipe_in_place_of("*/*.json")),
+    Hostile("texts", "pickles", in_place_of("*", content=pickled)),
+    Hostile("texts", "pipes", pipe_in_place_of("a.jsonl", "b.parquet")),
+    Hostile("texts", "nested", in_place_of("a.jsonl", content=nested)),
+    Hostile("tokenizer", "pickles", in_place_of("*", content=pickled)),
+    Hostile("tokenizer", "pipes", pipe_in_place_of("tokenizer.json", "vocab.txt")),
+    Hostile("tokenizer", "pipe for its settings", pipe_in_place_of("tokenizer_config.json")),
+    Hostile("tokenizer", "nested", in_place_of("tokenizer.json", content=nested)),
+    Hostile("settings", "YAML that calls", in_place_of("*.yaml", content=lambda canary: (
+        f"training: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),
+    Hostile("settings", "pipes", pipe_in_place_of("*.yaml")),
+    Hostile("settings", "nested", in_place_of("*.yaml", content=nested)),
+)  # fmt: skip

@@ -1,0 +1,18 @@
+"""Import what the commands that read folders import, so that a process of the fork server starts quickly."""
+
+import gc
+
+import datasets  # noqa: F401
+import mteb  # noqa: F401
+import onnxruntime  # noqa: F401
+import onnxscript  # noqa: F401
+import preloaded  # noqa: F401
+import sentence_transformers  # noqa: F401
+import seqeval.metrics  # noqa: F401
+import sklearn.metrics  # noqa: F401
+import torch.onnx  # noqa: F401
+
+import checkpoint_conversion.convert  # noqa: F401
+import megatron_neobert.evaluation.mteb.run  # noqa: F401
+
+gc.freeze()

@@ -1,0 +1,222 @@
+"""Every command that reads files of strangers, given each hostile kind of them.
+
+Nothing in the files runs, nothing is asked of the network, nothing hangs, no control sequence reaches the terminal, and
+no command ends in a traceback. `READERS` has every command that reads such files and `OTHERS` every other; a new
+command must be added to one of the two.
+"""
+
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import good_inputs as good
+import pytest
+from good_inputs import Inputs, Reader
+from hostile import Canary
+from hostile_inputs import HOSTILE, SECRET, Hostile
+from processes import Ended, run_command
+from tests_tiny import TinyCorpus
+
+from megatron_neobert.__main__ import PLACES
+
+PRELOADED = "reading_preloaded"
+LIMIT_SECONDS = 120  # a command that is not done by then waits for a pipe; the slowest took 15 s
+REFUSALS = (0, 2, 65, 66, 78)  # 0: the command did not read the hostile file, or had no need to trust it
+
+_TINY_FINE_TUNING = (
+    "--epochs 1 --batch-size 8 --learning-rate 1e-3 --weight-decay 0 --seeds 0 --device cpu --max-length 16"
+)
+READERS = (
+    Reader("preprocess", ("texts", "tokenizer"), lambda the, out: [
+        "--input", the.texts, "--output-prefix", out / "P", "--tokenizer-model", the.tokenizer]),
+    Reader("train-tokenizer", ("texts",), lambda the, out: [
+        "--input", the.texts, "--output", out, "--vocab-size", 120]),
+    Reader("validate", ("corpus",), lambda the, out: [good.prefix_in(the.corpus), "--full"]),
+    Reader("inspect data", ("corpus", "tokenizer"), lambda the, out: [
+        good.prefix_in(the.corpus), "--document", 0, "--tokenizer-model", the.tokenizer]),
+    Reader("find-duplicates", ("corpus",), lambda the, out: [good.prefix_in(the.corpus), "--output", out / "list"]),
+    Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"), lambda the, out: [
+        *good.TRAINING.split(), "--data-path", good.prefix_in(the.corpus), "--tokenizer-model", the.tokenizer,
+        "--config", the.settings / "train.yaml", "--load", the.checkpoint, "--save", out]),
+    Reader("plot", ("checkpoint",), lambda the, out: [the.checkpoint, "--output", out]),
+    Reader("inspect batch", ("checkpoint", "corpus", "settings"), lambda the, out: [
+        "--load", the.checkpoint, "--iteration", 2, "--data-path", good.prefix_in(the.corpus),
+        "--config", the.settings / "train.yaml", *good.TRAINING.split(), "--tokenizer-model", the.tokenizer]),
+    Reader("replay", ("checkpoint",), lambda the, out: ["--load", the.checkpoint, "--iteration", 2]),
+    Reader("average", ("checkpoint",), lambda the, out: [
+        "--load", the.checkpoint, "--last", 1, "--output", out / "mean"]),
+    Reader("convert", ("checkpoint",), lambda the, out: [
+        "megatron-to-hf", "--load", the.checkpoint, "--output", out / "hf", "--no-verification"]),
+    Reader("convert", ("model",), lambda the, out: ["hf-to-megatron", "--load", the.model, "--output", out / "save"]),
+    Reader("verify", ("checkpoint",), lambda the, out: [the.checkpoint, the.checkpoint]),
+    Reader("verify", ("model",), lambda the, out: [the.model, the.model]),
+    Reader("model-card", ("model",), lambda the, out: ["--model", the.model]),
+    Reader("export-onnx", ("model",), lambda the, out: ["--model", the.model, "--output", out / "onnx"]),
+    Reader("evaluate glue", ("model", "dataset"), lambda the, out: [
+        "--model", the.model, "--data-dir", the.dataset, "--output", out, "--tasks", "rte", "--no-transfer",
+        *_TINY_FINE_TUNING.split()]),
+    Reader("evaluate ner", ("model", "dataset"), lambda the, out: [
+        "--model", the.model, "--data-dir", the.dataset, "--output", out, "--tasks", "tagged",
+        *_TINY_FINE_TUNING.split()]),
+    Reader("evaluate mteb", ("model", "dataset", "settings"), lambda the, out: [
+        "--model", the.model, "--data-dir", the.dataset, "--output", out, "--tasks", "local:classes", "--device", "cpu",
+        "--instructions", the.settings / "instructions.yaml"]),
+    Reader("evaluate ppl", ("model", "dataset"), lambda the, out: [
+        "--model", the.model, "--data", the.dataset / "texts.jsonl", "--text-key", "text", "--output", out,
+        "--batch-tokens", 64, "--min-length", 2]),
+    Reader("evaluate throughput", ("model",), lambda the, out: [
+        "--model", the.model, "--output", out, "--lengths", 16, "--batch-sizes", 1, "--steps", 1, "--warmup", 1]),
+    Reader("finetune", ("model", "dataset", "settings"), lambda the, out: [
+        "--model", the.model, "--config", the.settings / "contrastive.yaml", "--data-dir", the.dataset,
+        "--output", out, "--device", "cpu"]),
+    Reader("report", ("records",), lambda the, out: ["--results", the.records, "--output", out]),
+)  # fmt: skip
+OTHERS = {
+    "sample-corpus": "reads the installed packages",
+    "adopt": "writes a manifest beside the user's own files; the files of a corpus are tested with the other commands",
+    "fetch glue": "reads the Hub", "fetch mteb": "reads the Hub", "fetch contrastive": "reads the Hub",
+    "check environment": "reads this machine", "check parity": "draws its own weights",
+}  # fmt: skip
+IN_PROCESS = {"train": "megatron_neobert.pretrain"}  # the launcher would start torchrun
+
+CASES = [
+    pytest.param(reader, hostile, id=f"{reader.command}, {hostile.kind}: {hostile.name}")
+    for reader in READERS
+    for hostile in HOSTILE
+    if hostile.kind in reader.kinds
+]
+
+
+class Network:
+    """A proxy on the loopback interface that counts connections and answers none."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._count, daemon=True).start()
+
+    def _count(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:  # closed
+                return
+            self.connections += 1
+            connection.close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        names = ("http_proxy", "https_proxy", "all_proxy")
+        proxies = {spelling: address for name in names for spelling in (name, name.upper())}
+        return {**proxies, "no_proxy": "", "NO_PROXY": "", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_secret"}
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    network = Network()
+    yield network
+    network.listener.close()
+
+
+@pytest.fixture(scope="session")
+def inputs(tiny_corpus: TinyCorpus, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """Valid inputs of every kind."""
+    place = tmp_path_factory.mktemp("inputs")
+    texts = good.write_texts(place / "texts")
+    corpus = place / "corpus"
+    corpus.mkdir()
+    prefix = Path(tiny_corpus.prefix)
+    for path in prefix.parent.glob(f"{prefix.name}.*"):
+        shutil.copy(path, corpus)
+    inputs = Inputs(
+        model=good.write_model(place / "model"),
+        checkpoint=trained,
+        corpus=corpus,
+        dataset=good.write_dataset(place / "dataset"),
+        records=place / "records",
+        texts=texts,
+        tokenizer=Path(tiny_corpus.tokenizer),
+        settings=good.write_settings(place / "settings"),
+    )
+    for reader in READERS:
+        if reader.command in ("evaluate ppl", "evaluate throughput"):
+            result = run_command(PLACES[reader.command], *reader.words(inputs, inputs.records), preload=PRELOADED)
+            assert result.code == 0, result.output
+    return inputs
+
+
+@pytest.fixture
+def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., Ended]:
+    """Run a reader on the valid inputs but for those that are given."""
+
+    def run(reader: Reader, **changed: Path) -> Ended:
+        module = IN_PROCESS.get(reader.command, PLACES[reader.command])
+        environment = {
+            **network.environment,
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_DATASETS_CACHE": str(tmp_path / "hf"),
+        }
+        words = reader.words(inputs._replace(**changed), tmp_path / "output")
+        return run_command(module, *words, environment=environment, preload=PRELOADED, limit_seconds=LIMIT_SECONDS)
+
+    return run
+
+
+def test_every_command_is_tested_or_reads_nothing_of_strangers():
+    assert {reader.command for reader in READERS} | set(OTHERS) == set(PLACES)
+    assert {hostile.kind for hostile in HOSTILE} == {kind for reader in READERS for kind in reader.kinds}
+    assert {kind for reader in READERS for kind in reader.kinds} == set(Inputs._fields)
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.command)
+def test_command_reads_valid_inputs(reader: Reader, start: Callable[..., Ended], network: Network):
+    before = network.connections
+    result = start(reader)
+    assert result.code == 0, result.output
+    assert network.connections == before
+
+
+DANGEROUS = [hostile for hostile in HOSTILE if "nested model" in hostile.name or "allow pickles" in hostile.name]
+
+
+@pytest.mark.parametrize("hostile", DANGEROUS, ids=lambda hostile: hostile.name)
+def test_control_sentence_transformers_itself_runs_the_canary(
+    hostile: Hostile, inputs: Inputs, canary: Canary, tmp_path: Path
+):
+    from sentence_transformers import SentenceTransformer
+
+    shutil.copytree(inputs.model, tmp_path / "model")
+    hostile.spoil(tmp_path / "model", canary)
+    with pytest.raises(RuntimeError, match="Invalid magic number"):  # after the canary has run
+        SentenceTransformer(str(tmp_path / "model"), device="cpu", local_files_only=True, trust_remote_code=False)
+    assert canary.has_run
+
+
+@pytest.mark.parametrize(("reader", "hostile"), CASES)
+def test_hostile_input_runs_nothing_asks_nobody_and_is_refused_in_a_sentence(
+    reader: Reader,
+    hostile: Hostile,
+    inputs: Inputs,
+    start: Callable[..., Ended],
+    network: Network,
+    canary: Canary,
+    tmp_path: Path,
+):
+    original = getattr(inputs, hostile.kind)
+    copy = tmp_path / "strangers" / original.name
+    shutil.copytree(original, copy)
+    hostile.spoil(copy, canary)
+    before = network.connections
+    result = start(reader, **{hostile.kind: copy})
+    assert not canary.has_run
+    assert network.connections == before
+    assert result.code in REFUSALS, result.output
+    assert "Traceback" not in result.output
+    assert "\x1b" not in result.output
+    if result.code:
+        assert result.errors, result.output
+    written = [path for path in (tmp_path / "output").rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in path.read_bytes() for path in written)
