@@ -90,9 +90,8 @@ class Saver:
             except OSError as error:
                 problem = _describe(error)
         self._raise_alike(problem)
-        if run.progress.iteration == 0:
-            for optimizer in run.optimizer.chained_optimizers:  # which have no state before their first step
-                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for optimizer in run.optimizer.chained_optimizers:  # which have no state before the first update
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         sharded, plain = save_preprocess(sharded_state(run, loading=False))  # collective: all ranks compare their parts
         own = [tensor for tensor in nested_values(sharded) if is_main_replica(tensor.replica_id)]
         assert all(isinstance(tensor, ShardedTensor) for tensor in own), {type(tensor) for tensor in own}

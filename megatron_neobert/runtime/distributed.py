@@ -4,6 +4,7 @@ gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; witho
 """
 
 import datetime
+import ipaddress
 import os
 import socket
 
@@ -14,6 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches
 
+_NODE_0 = "address of node 0"  # key of the store
 _MARGIN_SECONDS = 30  # by which NCCL and gloo wait longer than the hang detector
 
 
@@ -34,11 +36,11 @@ def initialize(settings: Settings) -> torch.device:
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=_MARGIN_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        _listen_on_one_interface()
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
         # torchrun keeps its store when it starts the ranks again; they would read their predecessors' addresses there.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+        _listen_on_one_interface(store)
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     else:
         store = torch.distributed.HashStore()
@@ -57,22 +59,33 @@ def initialize(settings: Settings) -> torch.device:
     return device
 
 
-def _listen_on_one_interface() -> None:
-    """Keeps the sockets between ranks off the other networks: on one node loopback, else the way to MASTER_ADDR.
+def _listen_on_one_interface(store: torch.distributed.Store) -> None:
+    """Keep gloo's sockets off the other networks: on one node loopback, else the way to MASTER_ADDR.
 
-    gloo would listen on the address of the host's name, NCCL on the first interface that is up.
+    gloo would listen on the address of the host's name, which is 127.0.1.1 on a Debian machine. There the way to
+    MASTER_ADDR, if that is the host's name, is loopback as well, so node 0 asks the other nodes where they see it.
+    NCCL knows the networks of several nodes better; on one node it would listen on the first interface.
+
+    Collective: all nodes.
     """
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+    variables = ["GLOO_SOCKET_IFNAME"]
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if ranks_here == os.environ["WORLD_SIZE"]:
         address = "127.0.0.1"
+        variables.append("NCCL_SOCKET_IFNAME")
     else:
         family, *_, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing
             way.connect(master)
             address = way.getsockname()[0]
+        if int(os.environ["RANK"]) >= int(ranks_here):
+            store.set(_NODE_0, str(master[0]))
+        elif ipaddress.ip_address(address).is_loopback:
+            address = store.get(_NODE_0).decode()
     for interface, own in psutil.net_if_addrs().items():
         if any(one.address == address for one in own):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            for name in variables:
+                os.environ.setdefault(name, interface)
 
 
 def shut_down() -> None:

@@ -95,10 +95,10 @@ def state_of(run) -> dict[str, torch.Tensor]:
             model.start_param_sync(force_sync=True)  # the newest weights of the other ranks
     tensors = {f"{i}.{name}": value for i, m in enumerate(run.models) for name, value in m.named_parameters()}
     tensors |= {f"main {i}": value for i, value in enumerate(run.optimizer.get_parameters())}
-    for number, (_, state) in enumerate(run.optimizer.state.items()):
+    for number, state in enumerate(state for one in run.optimizer.chained_optimizers for state in one.state.values()):
         tensors |= {f"{name} {number}": value for name, value in state.items()}
     for number, group in enumerate(run.optimizer.param_groups):
-        tensors[f"step {number}"] = torch.tensor(group["step"])
+        tensors[f"step {number}"] = torch.tensor(group.get("step", 0))
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -229,21 +229,37 @@ def test_without_the_option_a_spike_is_trained_on(settings, tmp_path):
     assert read_metrics(run.checkpoint.save)[6] > 100
 
 
-def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(settings, tmp_path):
-    poison = Poison(tmp_path / "notes", iterations=(2, 4, 5, 6), rank=1)
+@pytest.mark.parametrize(
+    ("iterations", "optimizer", "is_distributed"),
+    [
+        ((2, 4, 5, 6), "adamw", True),
+        ((1, 2, 3), "adamw", True),  # the optimizer has no state yet when it is saved
+        ((1, 2, 3), "adamw", False),
+        ((1, 2, 3), "muon", False),
+    ],
+)
+def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(
+    settings, tmp_path, iterations, optimizer, is_distributed
+):
+    poison = Poison(tmp_path / "notes", iterations=iterations, rank=1)
+    *_, first, last, _ = iterations
 
     def prepare() -> None:
         poison()
         ranks.run_training = functools.partial(note_divergence, ranks.run_training, tmp_path)
 
-    run = settings(training={"max_skipped_iters": 2, "train_iters": 9})
+    run = settings(
+        training={"max_skipped_iters": 2, "train_iters": 9},
+        optimizer={"optimizer": optimizer},
+        parallel={"use_distributed_optimizer": is_distributed},
+    )
     run = run.with_section("checkpoint", load=run.checkpoint.save)
     train_on_ranks(run, world_size=2, prepare=prepare)
     errors = [(tmp_path / f"error.{rank}").read_text() for rank in (0, 1)]
     assert errors[0] == errors[1]
-    assert errors[0].startswith("70: the updates of the last 2 iterations, 4 to 5, were skipped")
-    assert (Path(run.checkpoint.save) / "iter_0000005" / "MANIFEST.json").is_file()
-    train_on_ranks(run, world_size=2, prepare=poison)  # the start after that may skip iteration 6
+    assert errors[0].startswith(f"70: the updates of the last 2 iterations, {first} to {last}, were skipped")
+    assert (Path(run.checkpoint.save) / f"iter_{last:07}" / "MANIFEST.json").is_file()
+    train_on_ranks(run, world_size=2, prepare=poison)  # the start after that may skip another one
     assert max(read_metrics(run.checkpoint.save)) == 9
 
 
