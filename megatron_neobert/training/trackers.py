@@ -16,7 +16,8 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Trackers:
 
     def __init__(self, settings: Settings, *, iteration: int, log: Callable[[str], None]) -> None:
         self.save = None if settings.checkpoint.save is None else Path(settings.checkpoint.save)
+        self.log = log
+        self.failed: set[str] = set()  # what values could not be written to; training is worth more than a log of it
         self.tensorboard = _open_tensorboard(settings, iteration)
         self.wandb = None if settings.logging.wandb_project is None else WandbRun(settings, log=log)
         has_record = self.save is not None and (self.save / _RECORD).exists()
@@ -63,15 +66,28 @@ class Trackers:
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
             refuse_lost_claim(self.save)
-            if self.resumes_from is not None:
-                self._append({"iteration": self.resumes_from, "restarted": 1})  # what neobert plot marks
-                self.resumes_from = None
-            self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
+            with self._logging_failures(str(self.save / _RECORD)):
+                if self.resumes_from is not None:
+                    self._append({"iteration": self.resumes_from, "restarted": 1})  # what neobert plot marks
+                    self.resumes_from = None
+                self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
         if self.tensorboard is not None:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(_tag(name), value, iteration)
+            with self._logging_failures(self.tensorboard.log_dir):
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(_tag(name), value, iteration)
         if self.wandb is not None:
             self.wandb.record(iteration, values)
+
+    @contextmanager
+    def _logging_failures(self, place: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if place not in self.failed:
+                self.log(
+                    f"warning: {place} takes no values ({error.strerror or error}); the run continues without them"
+                )
+            self.failed.add(place)
 
     def _append(self, values: dict[str, Any]) -> None:
         assert self.save is not None
@@ -81,7 +97,8 @@ class Trackers:
 
     def close(self, *, failed: bool) -> None:
         if self.tensorboard is not None:
-            self.tensorboard.close()
+            with self._logging_failures(self.tensorboard.log_dir):
+                self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.close(failed=failed)
 

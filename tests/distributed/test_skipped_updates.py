@@ -94,8 +94,10 @@ def state_of(run) -> dict[str, torch.Tensor]:
         for model in run.models:
             model.start_param_sync(force_sync=True)  # the newest weights of the other ranks
     tensors = {f"{i}.{name}": value for i, m in enumerate(run.models) for name, value in m.named_parameters()}
-    tensors |= {f"main {i}": value for i, value in enumerate(run.optimizer.get_parameters())}
-    for number, state in enumerate(state for one in run.optimizer.chained_optimizers for state in one.state.values()):
+    chained = run.optimizer.chained_optimizers
+    main = (value for one in chained for value in one.get_parameters())
+    tensors |= {f"main {i}": value for i, value in enumerate(main)}
+    for number, state in enumerate(state for one in chained for state in one.state.values()):
         tensors |= {f"{name} {number}": value for name, value in state.items()}
     for number, group in enumerate(run.optimizer.param_groups):
         tensors[f"step {number}"] = torch.tensor(group.get("step", 0))

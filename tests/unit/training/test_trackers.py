@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import resource
+import time
 
 import pytest
 
@@ -38,6 +40,29 @@ def test_tensorboard_has_the_values_of_the_record_in_groups(tmp_path):
     }
     assert found == {tag: [(7, value)] for tag, value in tags.items()}
     assert json.loads((tmp_path / "metrics.jsonl").read_text()).items() >= {"loss": 2.5, "iteration": 7}.items()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_disk_that_takes_no_more_is_named_once_and_training_goes_on(tmp_path):
+    said: list[str] = []
+    settings = Settings(checkpoint=CheckpointConfig(save=str(tmp_path)))
+    trackers = Trackers(settings, iteration=0, log=said.append)
+    trackers.tensorboard._get_file_writer().event_writer._async_writer._worker._flush_secs = 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # a file cannot grow further: EFBIG
+    try:
+        for iteration in range(1, 60):
+            trackers.record(iteration, {"loss": 1.0, "lr": 2.0}, cursor=Cursor())
+            time.sleep(0.01)
+        trackers.close(failed=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    record, tensorboard = sorted(said)
+    assert (
+        record == f"warning: {tmp_path}/metrics.jsonl takes no values (File too large); the run continues without them"
+    )
+    assert tensorboard.startswith(f"warning: {tmp_path}/tensorboard takes no values (File too large)")
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 2000
 
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
