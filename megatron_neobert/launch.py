@@ -79,7 +79,7 @@ def main() -> int:
             if verdict is not own:
                 print(f"error: node {verdict.rank} ({verdict.host}): {verdict.problem}", file=sys.stderr)
             return verdict.exit_code
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     options = [f"--nproc-per-node={nproc}", f"--rdzv-conf=timeout={timeout_seconds}"]
     for restart in range(1, max_restarts + 1):
         code = run_ranks(node, [*options, script, *arguments])

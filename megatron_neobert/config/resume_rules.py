@@ -84,15 +84,17 @@ def refuse_other_run(
     """
     allowed = now.checkpoint.changes_allowed
     without = {"parallel", "data", "optimizer", "training"} if weights_only else set()
-    without |= {"data", "training"} if has_new_data else set()
     must_be_allowed = _MUST_BE_ALLOWED
     if now.training.loss_normalization == "micro_batch":  # a batch is then cut into means, not only into shares
         training = (*must_be_allowed["training"], "micro_batch_size")
         must_be_allowed = {**must_be_allowed, "training": training}
     must_fit = _MUST_FIT
+    if not now.parallel.use_distributed_optimizer:  # the whole one keeps main weights in bfloat16 runs only
+        must_fit = {**must_fit, "training": ("bf16",)}
     if "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):  # its state holds no second moments
-        must_fit = {**_MUST_FIT, "optimizer": (*_MUST_FIT["optimizer"], "optimizer")}
+        must_fit = {**must_fit, "optimizer": (*_MUST_FIT["optimizer"], "optimizer")}
     fixed = dict(_differences(saved, now, {name: names for name, names in must_fit.items() if name not in without}))
+    without |= {"data", "training"} if has_new_data else set()
     guarded = {
         name: text
         for section, names in must_be_allowed.items()

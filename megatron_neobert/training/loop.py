@@ -96,6 +96,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     saver = Saver(run, log=monitor.log)
     following = _before_the_first_iteration(run, monitor, saver, detector)
     if following.ends:
+        saver.finish()
         return _exit_code(run, monitor, following)
     detector.mark("waiting for data", run.progress.iteration + 1)
     attention: str | None = None
@@ -140,7 +141,6 @@ def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detect
 
     run.own_status = functools.partial(own_status, has_trained=False)
     status = share_status(run)  # collective: all ranks
-    run.own_status = own_status
     training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.progress.iteration
     if checkpoint.save_initial and iteration == 0 and not list_checkpoints(Path(checkpoint.save or "")):
         saver.save()
@@ -150,6 +150,7 @@ def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detect
     )
     if following.stop is None and _validation_is_due(run):
         following = _validate(run, monitor, saver, detector, following)
+    run.own_status = own_status
     if following.is_last and following.stop is None:
         monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is saved already")
     return following

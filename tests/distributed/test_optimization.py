@@ -118,8 +118,10 @@ def test_the_split_into_micro_batches_does_not_change_the_loss_curve(settings):
     assert largest_relative_gap(curves[0], curves[2]) <= LAYOUT_LOSS.gate
 
 
-def test_the_time_limit_stops_and_saves(settings):
-    run = settings(training={"exit_duration_in_mins": 0.0})
-    train_on_ranks(run)
-    assert list(read_metrics(run.checkpoint.save)) == [1]
-    assert [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))] == ["iter_0000001"]
+def test_time_limit_stops_and_saves_and_every_start_gets_further_although_a_validation_is_due(settings):
+    run = settings(training={"exit_duration_in_mins": 0.0, "train_iters": 3, "eval_interval": 1})
+    run = run.with_section("checkpoint", load=run.checkpoint.save)
+    for iteration in (1, 2, 3):
+        train_on_ranks(run)
+        assert list_checkpoints(Path(run.checkpoint.save))[0].name == f"iter_{iteration:07}"
+    assert list(read_metrics(run.checkpoint.save, "validation_loss")) == [1, 2, 3]

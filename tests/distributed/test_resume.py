@@ -1,6 +1,7 @@
 """A run that stops and goes on is the run that never stopped."""
 
 import contextlib
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_pr
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import MissingInputError, OutputError
 from megatron_neobert.runtime import megatron_patches
+from megatron_neobert.training import loop
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}  # an interleaved pipeline of two ranks needs that many
@@ -75,6 +77,13 @@ def test_the_initial_weights_are_a_checkpoint_from_which_the_same_run_begins(set
     shutil.copytree(initial, Path(again.checkpoint.save) / initial.name)
     train_on_ranks(again, world_size=2)
     assert read_metrics(again.checkpoint.save) == read_metrics(run.checkpoint.save)
+
+
+def test_initial_weights_are_published_though_the_run_is_stopped_while_they_are_written(settings):
+    run = settings("run").with_section("checkpoint", save_initial=True, async_save=True)
+    stop = functools.partial(setattr, loop, "reason_to_stop", lambda *args, **kwargs: "somebody asked for it")
+    train_on_ranks(run, prepare=stop)
+    assert [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))] == ["iter_0000000"]
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ class Phase:
             vocabulary = ("--output", tokenizer, "--vocab-size", self.sizes.vocab_size)
             self.run("tokenizer", "-m", "megatron_neobert", "train-tokenizer", *documents, *vocabulary)
             target = ("--output-prefix", folder / "sample", "--tokenizer-model", tokenizer)
-            workers = ("--workers", min(8, os.cpu_count() or 1))
+            workers = ("--workers", min(8, len(os.sched_getaffinity(0))))
             self.run("documents", "-m", "megatron_neobert", "preprocess", *documents, *target, *workers)
         return corpus, tokenizer
 

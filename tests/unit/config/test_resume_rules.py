@@ -44,6 +44,14 @@ def test_weights_or_state_that_do_not_fit_are_refused_and_cannot_be_allowed(sect
     assert "--allow-changed" not in str(caught.value)
 
 
+@pytest.mark.parametrize("has_new_data", [False, True])
+def test_precision_of_the_whole_optimizer_is_that_of_its_state(has_new_data):
+    """The distributed optimizer keeps main weights in float32 whatever the precision, and may change."""
+    whole = Settings().with_section("parallel", use_distributed_optimizer=False)
+    with pytest.raises(CheckpointError, match=r"--bf16 was False and is now True.* Start with the values"):
+        refuse_other_run(whole, whole.with_section("training", bf16=True), FOLDER, has_new_data=has_new_data)
+
+
 def test_another_run_is_refused_with_every_difference_and_accepted_when_all_of_them_are_allowed():
     now = Settings().with_section("data", mask_prob=0.3).with_section("training", seed=1)
     with pytest.raises(
