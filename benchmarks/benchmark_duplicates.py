@@ -101,7 +101,7 @@ def plant(shards: Sequence[Path], text_key: str, folder: Path) -> dict[str, Any]
 def measure(tool: str, arguments: argparse.Namespace, folder: Path, planted: dict[str, Any]) -> dict[str, Any]:
     """Seconds and memory of one run of a tool, and what it has found."""
     prefix, output = folder / "corpus", folder / "drop"
-    find = [sys.executable, str(REPOSITORY / "tools" / "find_duplicates.py"), f"{prefix}_text_document"]
+    find = [sys.executable, "-m", "megatron_neobert", "find-duplicates", f"{prefix}_text_document"]
     find += ["--output", str(output), "--overwrite"]
     commands = {
         PREPROCESSING: [

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 
-from megatron_neobert.errors import OutputError, short_reason
+from checkpoint_conversion.model_card import REPORT
+from megatron_neobert.errors import ConfigError, OutputError, short_reason
+from megatron_neobert.text import listed
 
 
 class HubModel:
@@ -20,20 +22,37 @@ class HubModel:
         name: OWNER/NAME.
 
     Raises:
+        ConfigError: HF_HUB_OFFLINE is set.
         OutputError: The Hub cannot be reached, or does not accept name or token; so from `push`.
     """
 
     def __init__(self, name: str) -> None:
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError(
+                f"--push-to-hub {name} needs the network, and HF_HUB_OFFLINE is set. Unset it for this command."
+            )
         self.name, self._api = name, HfApi()
         with self._sentences():
             if not self._api.repo_exists(name):
                 self._api.create_repo(name, private=True)
 
     def push(self, folder: Path, revision: str | None) -> None:
-        """Makes the branch, or main, hold the files of the folder and no others; prints the commit's address."""
+        """Make the branch, or main, hold the files of the folder and no others; print the commit's address.
+
+        Raises:
+            OutputError: As the class; or the branch holds files that are not an earlier export's, and would be deleted.
+        """
         with self._sentences():
             if revision is not None:
                 self._api.create_branch(self.name, branch=revision, exist_ok=True)
+            found = self._api.list_repo_files(self.name, revision=revision)
+        foreign = [path for path in found if path not in (".gitattributes", "README.md")]
+        if foreign and REPORT not in found:
+            raise OutputError(
+                f"--push-to-hub {self.name}: branch {revision or 'main'} holds {listed(foreign)}, and no {REPORT} of an "
+                "earlier export; an upload would delete the files. Name another model, or a new branch with --revision."
+            )
+        with self._sentences():
             commit = self._api.upload_folder(
                 repo_id=self.name,
                 folder_path=folder,

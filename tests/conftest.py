@@ -12,6 +12,7 @@ from tests_tiny import TinyCorpus, build_corpus
 
 # A job that a shell starts in the background ignores Ctrl-C, and so would every process that these tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.pop("HF_HUB_OFFLINE", None)  # exported on many clusters; tests that need it set it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
 
 REPOSITORY = Path(__file__).resolve().parents[1]

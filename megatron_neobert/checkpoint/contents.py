@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_neobert.checkpoint.folder import TRAIN_STATE
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
@@ -28,7 +29,6 @@ from megatron_neobert.state import Progress
 OPTIMIZER_PREFIX = "optimizer."
 # torch.distributed.checkpoint's names for where the parts begin, torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-TRAIN_STATE = "train_state.json"
 _LARGEST_COUNT = 1 << 62  # of an int64, with room to add to
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 

@@ -31,6 +31,7 @@ from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, r
 
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
+TRAIN_STATE = "train_state.json"
 _LOCK = "lock"
 _LEAVE_SECONDS = 10  # a run that was killed may have children that hold its lock a little longer
 # Without these there is nothing to load.
@@ -54,7 +55,7 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 
 def list_checkpoints(save: Path) -> list[Path]:
-    """Folders of the checkpoints that count, newest first; nothing else is looked at."""
+    """Folders of the checkpoints that count, newest first: those in a folder, or one that is named itself."""
     return [folder for folder in _list_folders(save) if (folder / MANIFEST).exists()]
 
 
@@ -65,7 +66,7 @@ def _sealed_folders(save: Path) -> list[Path]:
 
 
 def _list_folders(save: Path) -> list[Path]:
-    folders = [path for path in save.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name)]
+    folders = [path for path in (save.absolute(), *save.glob("iter_*")) if re.fullmatch(r"iter_\d{7,}", path.name)]
     return sorted(folders, key=iteration_of, reverse=True)
 
 
@@ -81,10 +82,6 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
         MissingInputError: There is none.
     """
     candidates = list_checkpoints(save)
-    if not candidates and (save / MANIFEST).is_file():
-        raise MissingInputError(
-            f"{save} is a checkpoint itself; name the folder that holds it, {save.parent}, and its iteration."
-        )
     if not candidates:
         raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
     if iteration is None:

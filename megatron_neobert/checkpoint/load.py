@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
 from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
+from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
-from megatron_neobert.config.resume_rules import changes, refuse_other_run
+from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.rows import Cursor
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.errors import CheckpointError, ConfigError
+from megatron_neobert.errors import CheckpointError
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 
@@ -73,36 +73,25 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
     Collective: all ranks.
     """
-    saved = read_record(folder / "settings.yaml")
+    record = read_record(folder / "settings.yaml")
     progress, optimizer = read_train_state(folder)
     weights_only = optimizer is None
     leg = run.training_stream.leg_of(progress.iteration)
-    then, now = settings_at(saved, progress.iteration), leg.stretch.settings
-    refuse_other_run(then, now, folder, has_new_data=has_new_data, weights_only=weights_only)
-    _refuse_other_tokenizer(run, folder)
-    if weights_only and not has_new_data:
-        raise CheckpointError(
-            f"{folder} holds weights but no optimizer state and no place in any data, as a conversion writes it; give "
-            "it as --continue-from and other folders as --save and --load."
-        )
+    saved = SavedRun(
+        folder=folder,
+        settings=record,
+        iteration=progress.iteration,
+        data_identity=progress.corpus_sha256,
+        weights_only=weights_only,
+    )
+    refuse_unfit_checkpoint(saved, run.settings, leg.identities, has_new_data=has_new_data)
+    refuse_other_tokenizer(folder, run.tokenizer)
     wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
     state = _read(wanted, folder, optimizer)  # collective: all ranks
     if has_new_data:
-        config, train_iters = run.settings.checkpoint, run.settings.training.train_iters
-        if progress.iteration >= train_iters:
-            raise ConfigError(
-                f"--train-iters {train_iters} is not above {progress.iteration}, the iteration of --continue-from "
-                f"{config.continue_from}, from which this run counts on; add the iterations that it shall train."
-            )
+        then = settings_at(record, progress.iteration)
         cursor = leg.continue_at(progress.cursor, then, identity=progress.corpus_sha256)
-        progress = replace(progress, corpus_sha256=leg.identity, cursor=cursor)
-    elif progress.corpus_sha256 != leg.identity:
-        raise CheckpointError(
-            f"{folder} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path "
-            f"{' '.join(now.data.data_path)} has {leg.identity[:12]}; its place in the data "
-            "means nothing there. Name the corpus it was trained on; or, to continue with new data, give this folder "
-            "as --continue-from and others as --save and --load."
-        )
+        progress = replace(progress, cursor=cursor)
     for name, model in _named_models(run).items():
         missing, unexpected = model.load_state_dict(state[name], strict=False)
         missing = [name for name in missing if not name.endswith("_extra_state")]
@@ -111,14 +100,16 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         _load_main_weights(run, state)
     else:
         _load_optimizer(run, state["optimizer"], folder)
-    run.progress = progress
+    run.progress = replace(progress, corpus_sha256=leg.identities[0])
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     if is_rank_zero():
         if has_new_data:
             begins = "begin anew" if progress.cursor == Cursor() else f"continue at {progress.cursor}"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {begins}", flush=True)
-        for change in changes(saved, run.settings, weights_only=weights_only):
+        if not has_new_data and progress.corpus_sha256 != leg.identities[0]:
+            print(f"{folder} does not say where its documents begin, and is taken to be of this corpus", flush=True)
+        for change in changes(record, run.settings, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)
 
 
@@ -257,14 +248,3 @@ def _choose(settings: Settings, load: str) -> Path | None:
     if isinstance(choice[0], Exception):
         raise choice[0]
     return choice[0]
-
-
-def _refuse_other_tokenizer(run: Run, folder: Path) -> None:
-    """Equal sizes do not show it: the same ids would mean other words."""
-    saved, now = load_tokenizer(folder / "tokenizer"), run.tokenizer
-    if saved.fingerprint != now.fingerprint:
-        raise CheckpointError(
-            f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "
-            f"--tokenizer-model is {now.fingerprint[:12]} ({now.vocab_size:,} ids); its embeddings mean nothing there. "
-            f"Use {folder / 'tokenizer'} and a corpus written with it."
-        )

@@ -15,4 +15,4 @@ def recipes() -> list[str]:
 def find_config(text: str) -> Path:
     """The file that a user names; or where there is none, the recipe of this name."""
     own = _FOLDER / f"{text}.yaml"
-    return own if own.is_file() and not Path(text).exists() else Path(text)
+    return own if own.is_file() and not Path(text).is_file() else Path(text)

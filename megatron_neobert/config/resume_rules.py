@@ -5,11 +5,15 @@ values of the second they fit, but the run silently becomes another one, so it t
 length, precision, layout of the ranks, kernels) may change, and what has changed is logged.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.schema import Settings, flag_of
-from megatron_neobert.errors import CheckpointError
+from megatron_neobert.config.stretches import settings_at
+from megatron_neobert.errors import CheckpointError, ConfigError
 
 _MUST_FIT = {
     "model": (
@@ -66,8 +70,86 @@ _NOT_LOGGED = {
 
 # What --allow-changed can name.
 ALLOWABLE = sorted(
-    ["micro_batch_size", *(_SET_BY.get(name, name) for names in _MUST_BE_ALLOWED.values() for name in names)]
+    ["micro_batch_size", "phases", *(_SET_BY.get(name, name) for names in _MUST_BE_ALLOWED.values() for name in names)]
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What a checkpoint says of the run that wrote it."""
+
+    folder: Path
+    settings: Settings
+    iteration: int
+    data_identity: str  # of the documents that its place in the data points into
+    weights_only: bool  # without optimizer state, as a conversion writes it
+
+
+def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence[str], *, has_new_data: bool) -> None:
+    """Compare a checkpoint with the settings and data of a start.
+
+    Args:
+        identities: What the data of this iteration may be called: now, and by earlier versions.
+        has_new_data: Whether the checkpoint is that of --continue-from, and the data may begin anew.
+
+    Raises:
+        CheckpointError: It is of another model, another data order, another corpus, or holds weights alone.
+        ConfigError: With --continue-from, nothing is left to train, or batches would come again.
+    """
+    folder, iteration = saved.folder, saved.iteration
+    then, own = settings_at(saved.settings, iteration), settings_at(now, iteration)
+    refuse_other_run(then, own, folder, has_new_data=has_new_data, weights_only=saved.weights_only)
+    if saved.weights_only and not has_new_data:
+        raise CheckpointError(
+            f"{folder} holds weights but no optimizer state and no place in any data, as a conversion writes it; give "
+            "it as --continue-from and other folders as --save and --load."
+        )
+    continued = f"--continue-from {now.checkpoint.continue_from}"
+    if has_new_data and iteration >= now.training.train_iters:
+        raise ConfigError(
+            f"--train-iters {now.training.train_iters} is not above {iteration}, the iteration of {continued}, from "
+            "which this run counts on; add the iterations that it shall train."
+        )
+    begins_anew = saved.data_identity not in identities
+    if begins_anew and not has_new_data:
+        raise CheckpointError(
+            f"{folder} was trained on the corpus with sha256 {saved.data_identity[:12]}, --data-path "
+            f"{' '.join(own.data.data_path)} has {identities[0][:12]}; its place in the data means nothing there. Name "
+            "the corpus it was trained on; or, to continue with new data, give this folder as --continue-from and "
+            "others as --save and --load."
+        )
+    if not has_new_data:
+        _refuse_changed_past(saved, now)
+    elif iteration and then.training.seed == own.training.seed:
+        begins_anew = begins_anew or any(
+            getattr(then.data, name) != getattr(own.data, name)
+            for name in ("share_of_data_path", "document_block_size")
+        )
+        common = _corpora(then) & _corpora(own)
+        if begins_anew and common:
+            raise ConfigError(
+                f"{continued}: the data begin anew, and with its --seed {own.training.seed} the batches of "
+                f"{min(common)} would come again; add --seed {own.training.seed + 1}."
+            )
+
+
+def _corpora(settings: Settings) -> set[str]:
+    return {component.prefix for component in parse_data_path(settings.data.data_path)}
+
+
+def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
+    """Refuse phases that are over and are not what they were; their corpora may have moved."""
+
+    def past(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
+        begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]
+        return [(phase.after_iters, {**phase.changes, "data_path": phase.data_path is not None}) for phase in begun]
+
+    if past(saved.settings) != past(now) and "phases" not in now.checkpoint.changes_allowed:
+        raise CheckpointError(
+            f"{saved.folder} belongs to another run: a phase that began before iteration {saved.iteration} is not what "
+            f"it was. Start with the phases in {saved.folder / 'settings.yaml'}, or, to continue as another run, add "
+            "--allow-changed phases."
+        )
 
 
 def refuse_other_run(

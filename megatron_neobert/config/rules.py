@@ -69,6 +69,7 @@ NEEDS = (
     Need("lr_wsd_decay_style", "lr_decay_style", wanted="WSD"),
     Need("loss_spike_window", "loss_spike_sigma"),
     Need("save_initial", "save"),
+    Need("async_save", "save"),
     Need("profile", "save", "the trace goes there"),
     Need("profile_step_start", "profile"),
     Need("profile_step_end", "profile"),
@@ -128,6 +129,11 @@ def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
         yield (
             f"--phases begin after {', '.join(map(str, counts))} iterations; each must begin after more than the one "
             "before, the first after 1 at least. Sort them, and merge those of one iteration."
+        )
+    if (last := max(counts)) >= settings.training.train_iters:
+        yield (
+            f"--phases: the one after {last} iterations would begin behind --train-iters "
+            f"{settings.training.train_iters}; leave it out, or train longer."
         )
     known: list[str] = []
     for number, stretch in enumerate(stretches(settings)):
@@ -338,11 +344,11 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
         beta = getattr(optimizer, name)
         if not beta < 1.0:
             yield (f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
-    if settings.data.probe_data_path and not training.eval_iters:
-        yield (
-            f"--probe-data-path {settings.data.probe_data_path} is measured at validations, of which --eval-iters 0 "
-            "makes none; leave one of the two out."
-        )
+    valid, probe = " ".join(settings.data.valid_data_path or ()), settings.data.probe_data_path
+    if not training.eval_iters and (
+        given := f"--valid-data-path {valid}" if valid else probe and f"--probe-data-path {probe}"
+    ):
+        yield f"{given} is measured at validations, of which --eval-iters 0 makes none; leave one of the two out."
     if training.seed >= 2**63:
         yield (f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
 

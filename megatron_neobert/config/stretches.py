@@ -3,6 +3,7 @@
 A run without phases has one stretch of iterations, and nothing here changes its settings.
 """
 
+import functools
 from typing import NamedTuple
 
 from megatron_neobert.config.schema import Settings
@@ -32,6 +33,7 @@ def stretch_of(settings: Settings, iteration: int) -> Stretch:
     return [one for one in stretches(settings) if one.first <= max(iteration, 1)][-1]
 
 
+@functools.lru_cache(maxsize=8)  # asked for in every iteration
 def stretches(settings: Settings) -> tuple[Stretch, ...]:
     """All of them, in their order.
 

@@ -97,10 +97,10 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     if place is not None:
         progress = read_train_state(place).progress
         leg = batches.leg_of(progress.iteration)
-        if progress.corpus_sha256 != leg.identity:
+        if progress.corpus_sha256 not in leg.identities:
             raise CheckpointError(
                 f"{place} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path names one "
-                f"with {leg.identity[:12]}; its place in the data means nothing there. Name the corpus it was "
+                f"with {leg.identities[0][:12]}; its place in the data means nothing there. Name the corpus it was "
                 "trained on."
             )
         batches = replace(batches, iteration=progress.iteration, cursor=progress.cursor)

@@ -19,6 +19,7 @@ from megatron_neobert.model.attention import pack_row, positions_in_documents
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.transformer_config import layer_spec, to_transformer_config
+from megatron_neobert.runtime.environment import is_rank_zero
 
 
 class NeoBERTModel(GPTModel):
@@ -125,7 +126,11 @@ class NeoBERTModel(GPTModel):
             self.config.attention_backend.name
         ]
         for kernel in ("FLASH", "FUSED", "UNFUSED"):
-            os.environ[f"NVTE_{kernel}_ATTN"] = str(int(kernel in allowed))
+            name, value = f"NVTE_{kernel}_ATTN", str(int(kernel in allowed))
+            if os.environ.get(name, value) != value and is_rank_zero():
+                given, flag = os.environ[name], f"--attention-backend {self.config.attention_backend.name}"
+                print(f"warning: {name}={given} of the environment is now {value}, as {flag} asks for", flush=True)
+            os.environ[name] = value
 
     def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
         logits_m1v, bias_v = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))

@@ -279,7 +279,7 @@ def _advance(run: Run, batches: StepBatches, report: StepReport) -> Progress:
     progress = replace(
         run.progress,
         iteration=iteration,
-        corpus_sha256=leg.identity,
+        corpus_sha256=leg.identities[0],
         cursor=batches.cursor_after,
         consumed_samples=run.progress.consumed_samples + leg.stretch.settings.training.global_batch_size,
     )

@@ -57,7 +57,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_streams=validation_streams,
-        progress=Progress(corpus_sha256=inputs[0].identity),
+        progress=Progress(corpus_sha256=inputs[0].identities[0]),
         probe_stream=build_probe_stream(training_stream.legs[0].stream, probe, stages=stages) if probe else None,
     )
 

@@ -13,6 +13,7 @@ from megatron_neobert.data.batches.labelled import LabelledTexts, read_labelled_
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source
+from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.selection import KeptDocuments
@@ -32,7 +33,9 @@ class Inputs:
     # By the name of the curve. Empty: --split has one share, or the second is 0.
     validation: dict[str, tuple[Source, ...]]
     probe: LabelledTexts | None
-    identity: str  # equal for the same documents in the same proportions, under any paths; of --data-path as a whole
+    # Equal for the same documents in the same proportions, under any paths; of --data-path as a whole. Then as earlier
+    # versions knew it, who did not look where documents begin.
+    identities: tuple[str, str]
     description: list[str]  # a line for each component of --data-path
 
 
@@ -75,7 +78,10 @@ def open_inputs(data: DataConfig) -> Inputs:
         training=training,
         validation=validation,
         probe=read_labelled_texts(data.probe_data_path, tokenizer) if data.probe_data_path else None,
-        identity=_identity(components, corpora, training),
+        identities=(
+            _identity(components, corpora, training, lambda manifest: manifest.documents_sha256),
+            _identity(components, corpora, training, lambda manifest: manifest.sha256),
+        ),
         description=[
             f"{component}: {len(source.documents):,} of {corpus.manifest.documents:,} documents "
             f"({corpus.manifest.tokens:,} tokens)"
@@ -173,12 +179,17 @@ def _choose(component: Component, corpus: Corpus, documents: range, purpose: str
     return kept
 
 
-def _identity(components: Sequence[Component], corpora: Sequence[Corpus], sources: Sequence[Source]) -> str:
+def _identity(
+    components: Sequence[Component],
+    corpora: Sequence[Corpus],
+    sources: Sequence[Source],
+    hash_of: Callable[[Manifest], str],
+) -> str:
     if len(components) == 1 and not components[0].is_filtered:
-        return corpora[0].manifest.sha256
+        return hash_of(corpora[0].manifest)
     lines = []
     for weight, component, corpus, source in zip(whole_weights(components), components, corpora, sources, strict=True):
-        line = f"{weight} {corpus.manifest.sha256} {component.minimum} {component.maximum}"
+        line = f"{weight} {hash_of(corpus.manifest)} {component.minimum} {component.maximum}"
         if isinstance(source.documents, KeptDocuments) and source.documents.drop_list:
             line += f" {source.documents.drop_list.of.mask_sha256}"
         if isinstance(source.documents, KeptDocuments) and component.inputs:

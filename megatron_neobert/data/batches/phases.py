@@ -25,7 +25,7 @@ class Leg:
     """The batches of a stretch of iterations, from the beginning of their data."""
 
     stretch: Stretch
-    identity: str  # of --data-path, as Inputs has it
+    identities: tuple[str, str]  # of --data-path, as Inputs has them
     stream: BatchStream
 
     def continue_at(self, cursor: Cursor, before: Settings, *, identity: str) -> Cursor:
@@ -36,7 +36,7 @@ class Leg:
             before: Their settings, of one stretch.
             identity: Of what they read.
         """
-        if identity != self.identity or _differ(before, self.stretch.settings, _ORDER):
+        if identity not in self.identities or _differ(before, self.stretch.settings, _ORDER):
             return Cursor()
         if _differ(before, self.stretch.settings, _ROWS):
             return next_window(self.stream.sources, self.stream.settings, cursor)
@@ -63,7 +63,7 @@ class TrainingStream:
         done, cursor, before = self.iteration, self.cursor, self.leg_of(self.iteration)
         for leg in self.legs[self.legs.index(before) :]:
             if leg is not before:
-                cursor = leg.continue_at(cursor, before.stretch.settings, identity=before.identity)
+                cursor = leg.continue_at(cursor, before.stretch.settings, identity=before.identities[0])
             stream, last = replace(leg.stream, cursor=cursor), leg.stretch.last
             for rows, cursor in islice(stream.global_batches(), None if last is None else last - done):
                 yield stream, rows, cursor
@@ -96,7 +96,7 @@ def build_training_stream(settings: Settings, inputs: list[Inputs], *, fixed_sha
         tuple(
             Leg(
                 stretch,
-                own.identity,
+                own.identities,
                 BatchStream(own.training, batch_settings(stretch.settings, own.tokenizer, fixed_shapes=fixed_shapes)),
             )
             for stretch, own in zip(stretches(settings), inputs, strict=True)

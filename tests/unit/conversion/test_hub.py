@@ -44,7 +44,7 @@ def test_folder_becomes_a_private_model_whose_card_names_it_and_its_data(saved, 
 
 def test_every_checkpoint_becomes_a_revision_and_the_newest_main(saved, tmp_path, hub):
     shutil.copytree(saved.iteration_folder, saved.save / "iter_0000040")
-    hub.models[NAME] = {"main": {".gitattributes": b"", "old.safetensors": b"left by an earlier upload"}}
+    hub.models[NAME] = {"main": {".gitattributes": b"", "old.safetensors": b"", "conversion_report.json": b"an earlier one"}}
     assert push(saved, tmp_path / "models", "--all-iterations")[0] == 0
     assert set(hub.models[NAME]) == {"main", "iteration-30", "iteration-40"}
     for branch, folder in (("main", "40"), ("iteration-40", "40"), ("iteration-30", "30")):
@@ -82,3 +82,18 @@ def test_wrong_name_token_or_flags_are_refused_before_anything_is_converted(
     ended, shown, complaint = call("convert", *place, *flags)
     assert ended == code and sentence in complaint and "converting" not in shown
     assert not (tmp_path / "model").exists() and not hub.models
+
+
+def test_files_that_no_export_has_written_are_not_deleted(saved, tmp_path, hub):
+    theirs = {".gitattributes": b"", "pytorch_model.bin": b"weights of somebody's work"}
+    hub.models[NAME] = {"main": dict(theirs)}
+    code, _, complaint = push(saved, tmp_path / "model")
+    assert code == 73 and "branch main holds pytorch_model.bin, and no conversion_report.json" in complaint
+    assert hub.models[NAME] == {"main": theirs}
+
+
+def test_upload_without_a_network_is_refused_before_anything_is_converted(saved, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, complaint = push(saved, tmp_path / "model")
+    assert code == 2 and "HF_HUB_OFFLINE is set. Unset it for this command." in complaint
+    assert not (tmp_path / "model").exists()

@@ -47,7 +47,7 @@ def write_checkpoint(save: Path, settings: Settings, *, iteration: int, cursor: 
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     write_record(settings, folder / "settings.yaml")
-    progress = {"corpus_sha256": open_inputs(settings.data).identity, "iteration": iteration, "cursor": cursor}
+    progress = {"corpus_sha256": open_inputs(settings.data).identities[0], "iteration": iteration, "cursor": cursor}
     (folder / "train_state.json").write_text(json.dumps({"progress": progress, "optimizer": {}}))
     (folder / "MANIFEST.json").touch()
     return folder

@@ -5,8 +5,8 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +59,7 @@ def call(tool: str, *arguments: object) -> tuple[int, str, str]:
     with (
         pytest.MonkeyPatch.context() as patch,
         mock.patch.dict(os.environ),  # what a command sets there is taken back
+        _hub_as_before(),
         redirect_stdout(output),
         redirect_stderr(errors),
     ):
@@ -66,6 +67,15 @@ def call(tool: str, *arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
             run_main(importlib.import_module(module_of(tool)).main)
     return int(ended.value.code or 0), output.getvalue(), errors.getvalue()
+
+
+@contextmanager
+def _hub_as_before() -> Iterator[None]:
+    """Undo `go_offline` in libraries that this process has imported, or later tests could not reach a loopback hub."""
+    yield
+    for name in ("huggingface_hub.constants", "datasets.config"):
+        if name in sys.modules:
+            sys.modules[name].HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
 
 
 def make_place(folder: Path, pieces: Sequence[str]) -> Path:

@@ -132,7 +132,7 @@ def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_fr
     place.run("copy", split_validation=0.2)
 
     def identity(*data_path):
-        return open_inputs(settings(place, *data_path, split="1")).identity
+        return open_inputs(settings(place, *data_path, split="1")).identities
 
     blend = identity("0.2", path, "0.8", f"{path}:min=50")
     assert blend == identity("1", copy, "4", f"{path}:min=50")
@@ -238,7 +238,7 @@ def test_inputs_that_are_not_there_or_were_not_counted_are_refused(three_inputs)
 def test_inputs_and_sources_are_part_of_the_identity_by_the_documents_that_they_are(three_inputs, ends):
     place, _ = three_inputs
     whole, some, also_some, others = (
-        open_inputs(settings(place, prefix(place) + end, split="1")).identity for end in ends
+        open_inputs(settings(place, prefix(place) + end, split="1")).identities for end in ends
     )
     assert some == also_some and len({whole, some, others}) == 3
 
@@ -272,7 +272,7 @@ def test_batches_with_a_drop_list_are_those_of_a_corpus_without_its_documents(pl
 def test_a_changed_drop_list_is_changed_data_and_a_moved_one_is_not(place):
     lists = {"none": (), "some": (1, 2), "others": (1, 3), "moved": (1, 2)}
     paths = {"whole": prefix(place), **{name: drop(place, *numbers, name=name) for name, numbers in lists.items()}}
-    found = {name: open_inputs(settings(place, path, split="1")).identity for name, path in paths.items()}
+    found = {name: open_inputs(settings(place, path, split="1")).identities for name, path in paths.items()}
     assert found.pop("moved") == found["some"]
     assert len(set(found.values())) == 4
 

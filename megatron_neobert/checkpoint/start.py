@@ -1,0 +1,62 @@
+"""Whether the checkpoint that a start would continue belongs to it, judged before any rank exists. Needs no torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_neobert.checkpoint.folder import TRAIN_STATE, list_checkpoints
+from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.stretches import stretch_of, stretches
+from megatron_neobert.data.batches.inputs import Inputs
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import CheckpointError, NeoBERTError
+from megatron_neobert.runtime.atomic_files import read_text
+
+
+def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
+    """Judge by the newest checkpoint; one that cannot be read is left to loading, which may find an older one.
+
+    Args:
+        inputs: As `open_phases` gives them.
+
+    Raises:
+        CheckpointError, ConfigError: As `refuse_unfit_checkpoint`, or the tokenizer is another one.
+    """
+    config = settings.checkpoint
+    places = (None if config.resume == "never" else config.load, config.continue_from)
+    found = [list_checkpoints(Path(place)) if place is not None else [] for place in places]
+    folder = next((folders[0] for folders in found if folders), None)
+    if folder is None:
+        return
+    try:
+        state = json.loads(read_text(folder / TRAIN_STATE))
+        progress = state["progress"]
+        saved = SavedRun(
+            folder=folder,
+            settings=read_record(folder / "settings.yaml"),
+            iteration=int(progress["iteration"]),
+            data_identity=str(progress["corpus_sha256"]),
+            weights_only=state.get("optimizer") is None,
+        )
+    except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return
+    own = inputs[stretches(settings).index(stretch_of(settings, saved.iteration))]
+    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=not found[0])
+    refuse_other_tokenizer(folder, own.tokenizer)
+
+
+def refuse_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Compare the tokenizer of a checkpoint with that of a start; equal sizes do not show that ids mean other words.
+
+    Raises:
+        CheckpointError: It is another one.
+    """
+    saved = load_tokenizer(folder / "tokenizer")
+    if saved.fingerprint != tokenizer.fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "
+            f"--tokenizer-model is {tokenizer.fingerprint[:12]} ({tokenizer.vocab_size:,} ids); its embeddings mean "
+            f"nothing there. Use {folder / 'tokenizer'} and a corpus written with it."
+        )
