@@ -44,7 +44,8 @@ def test_folder_becomes_a_private_model_whose_card_names_it_and_its_data(saved, 
 
 def test_every_checkpoint_becomes_a_revision_and_the_newest_main(saved, tmp_path, hub):
     shutil.copytree(saved.iteration_folder, saved.save / "iter_0000040")
-    hub.models[NAME] = {"main": {".gitattributes": b"", "old.safetensors": b"", "conversion_report.json": b"an earlier one"}}
+    earlier = {".gitattributes": b"", "old.safetensors": b"", "conversion_report.json": b""}
+    hub.models[NAME] = {"main": earlier}
     assert push(saved, tmp_path / "models", "--all-iterations")[0] == 0
     assert set(hub.models[NAME]) == {"main", "iteration-30", "iteration-40"}
     for branch, folder in (("main", "40"), ("iteration-40", "40"), ("iteration-30", "30")):
