@@ -50,7 +50,7 @@ class HubModel:
         if foreign and REPORT not in found:
             raise OutputError(
                 f"--push-to-hub {self.name}: branch {revision or 'main'} holds {listed(foreign)}, and no {REPORT} of "
-                "an earlier export; an upload would delete the files. Name another model, or a new branch with --revision."
+                "an earlier export; an upload would delete them. Name another model, or a new branch with --revision."
             )
         with self._sentences():
             commit = self._api.upload_folder(
