@@ -121,7 +121,6 @@ def test_every_checkpoint_of_a_run_is_converted_once(saved, tmp_path):
     ("flags", "lost", "code", "sentence"),
     [
         (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
-        (["--load", "checkpoints/iter_0000030"], None, 66, "iter_0000030 is a checkpoint itself; name the folder"),
         (["--load", "loop"], None, 66, "loop holds no checkpoint"),
         (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
         ([], "MANIFEST.json", 66, "checkpoints holds no checkpoint"),
