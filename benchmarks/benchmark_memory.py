@@ -48,7 +48,7 @@ class Case:
 
 
 BF16 = {"bf16": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL = {"recompute_granularity": "full"}
 CPU_CASES = {
     "narrow": Case(4, 256, 2, 1024),
     "fp32": Case(6, 384, 2, 1024),

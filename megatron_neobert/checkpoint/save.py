@@ -97,8 +97,7 @@ class Saver:
         assert all(isinstance(tensor, ShardedTensor) for tensor in own), {type(tensor) for tensor in own}
         parts = {tensor.key: tensor.data for tensor in own}
         assert len(parts) == len(own), "two parts of one tensor on one rank cannot lie in one file"
-        if config.check_for_nan:
-            self._refuse_values_not_finite(parts)
+        self._refuse_values_not_finite(parts)
         file = None
         if parts:
             copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in parts.items()}
@@ -165,8 +164,7 @@ class Saver:
         if found is not None:
             self._remove_temporary()
             raise DivergenceError(
-                f"iteration {self._iteration} is not saved: {found} hold values that are not finite. {self._remaining} "
-                "--no-check-for-nan saves such weights as well."
+                f"iteration {self._iteration} is not saved: {found} hold values that are not finite. {self._remaining}"
             )
 
     def _complete(self, pending: _Pending, parts: list[tuple[dict[str, Fingerprint], str | None]]) -> str | None:

@@ -34,7 +34,6 @@ STEPS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "local layers, float32": (LOCAL, False, "float32"),
     "local layers, bfloat16": (LOCAL, True, "bfloat16"),
     "Transformer Engine, bfloat16": (ENGINE, True, "bfloat16"),
-    "Transformer Engine and its loss, bfloat16": ({**ENGINE, "cross_entropy_fusion_impl": "te"}, True, "bfloat16"),
     **{f"FP8 {name}": (compute, True, "FP8") for name, compute in FP8.items()},
 }
 

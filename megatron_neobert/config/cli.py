@@ -25,6 +25,26 @@ _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in 
 _LARGEST_FILE_BYTES = 1 << 18
 _MOST_PHASES = 100  # each is checked and planned as a run of its own
 _LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
+# Settings of earlier versions that the record of a run may still hold. Some changed what a run computes; their value is
+# fixed now. The others may be different when a run resumes, so their value does not matter.
+_NOW_FIXED = {"muon_momentum": 0.95, "loss_spike_window": 128}
+_NOW_IGNORED = {
+    "attention_bounds",
+    "check_for_nan",
+    "cross_entropy_fusion_impl",
+    "cross_entropy_loss_fusion",
+    "fp8_amax_compute_algo",
+    "fp8_amax_history_len",
+    "fp8_margin",
+    "gradient_accumulation_fusion",
+    "max_skipped_iters",
+    "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16",
+    "recompute_method",
+    "recompute_num_layers",
+    "tensorboard_dir",
+    "wandb_exp_name",
+}
 
 
 class _Excerpt(reprlib.Repr):
@@ -105,15 +125,18 @@ def _missing_inputs(settings: Settings) -> list[str]:
     return problems
 
 
-def read_settings(path: Path) -> Settings:
-    """Settings out of a YAML file, each value checked for its type.
+def read_settings(path: Path, *, is_record: bool = False) -> Settings:
+    """Return the settings of a YAML file, each value checked for its type.
+
+    Args:
+        is_record: The file was written by a run, perhaps of a version with more settings.
 
     Raises:
         ConfigError: With every unknown key and every value of the wrong type.
         MissingInputError: No such file.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    if problems := _merge_file(path, values):
+    if problems := _merge_file(path, values, is_record=is_record):
         raise ConfigError(problems)
     return _build(values)
 
@@ -139,7 +162,7 @@ def read_record(path: Path) -> Settings:
         CheckpointError: The record is missing, unreadable, or of another version of this project.
     """
     try:
-        settings = read_settings(path)
+        settings = read_settings(path, is_record=True)
         if problems := find_record_problems(settings):
             raise ConfigError(problems)
         return settings
@@ -171,8 +194,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
-    """Adds the content of a YAML file to `values`; returns its problems, each with the file's name in front."""
+def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
+    """Add the content of a YAML file to `values`; return its problems, each with the file's name in front."""
     if not path.is_file():
         if path.is_dir():
             raise MissingInputError(f"--config {path}: is a folder, not a file.")
@@ -199,7 +222,11 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
         else:
             for key, value in (entries or {}).items():
                 name = _name_of(key)
-                problems += _assign(values, section, name, value, source=f"{path}: {section}.{name}")
+                source = f"{path}: {section}.{name}"
+                if is_record and name in _NOW_FIXED and value != _NOW_FIXED[name]:
+                    problems.append(f"{source} was {_shown.repr(value)}, and is always {_NOW_FIXED[name]} now.")
+                elif not is_record or name not in (*_NOW_FIXED, *_NOW_IGNORED):
+                    problems += _assign(values, section, name, value, source=source)
     return problems
 
 

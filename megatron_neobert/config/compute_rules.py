@@ -6,7 +6,7 @@ the rule and the remedy.
 
 from collections.abc import Iterator
 
-from megatron_neobert.config.schema import Settings, flag_of
+from megatron_neobert.config.schema import Settings
 
 # Tokens of a rank and both sides of every matrix must be multiples of this, so that no FP8 kernel gets a part of its
 # block. Source: TransformerEngine 2.11 pytorch/utils.py assert_dim_for_fp8_exec, and the block lengths in
@@ -15,7 +15,6 @@ FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
 # The tokens that are exchanged in FP8 between sequence-parallel ranks; 128 also suits the block-scaled recipes' scales.
 FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
 HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
-_BF16_LAYER_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def compute_problems(settings: Settings) -> Iterator[str]:
@@ -23,18 +22,11 @@ def compute_problems(settings: Settings) -> Iterator[str]:
     yield from kernel_problems(settings)
     if settings.compute.fp8_format is not None:
         yield from fp8_problems(settings)
-    yield from recompute_problems(settings)
 
 
 def kernel_problems(settings: Settings) -> Iterator[str]:
-    compute = settings.compute
-    if compute.attention_backend == "fused":
+    if settings.compute.attention_backend == "fused":
         yield from cudnn_problems(settings)
-    if compute.cross_entropy_fusion_impl != "native" and compute.cross_entropy_loss_fusion is False:
-        yield (
-            f"--cross-entropy-fusion-impl {compute.cross_entropy_fusion_impl} does nothing with "
-            "--no-cross-entropy-loss-fusion; leave one of them out."
-        )
 
 
 def cudnn_problems(settings: Settings) -> Iterator[str]:
@@ -79,24 +71,15 @@ def fp8_problems(settings: Settings) -> Iterator[str]:
 
 
 def bf16_layer_problems(settings: Settings) -> Iterator[str]:
-    compute, layers = settings.compute, settings.model.num_layers
-    start, end = compute.num_layers_at_start_in_bf16, compute.num_layers_at_end_in_bf16
-    if compute.fp8_recipe == "delayed":
+    if settings.compute.fp8_recipe == "delayed":
         yield (
             "--first-last-layers-bf16 does not go with --fp8-recipe delayed, whose scales are updated once for all "
             "layers; use --fp8-recipe tensorwise."
         )
-    of_stage = layers // settings.parallel.pipeline_model_parallel_size  # Megatron's rule; model chunks do not count
-    for name, count in zip(_BF16_LAYER_COUNTS, (start, end), strict=True):
-        if count > of_stage:
-            yield (
-                f"{flag_of(name)} {count} exceeds the {of_stage} layers of a pipeline stage, the first and last of "
-                f"which can stay in bfloat16; use at most {of_stage}."
-            )
-    if start + end >= layers:
+    if settings.model.num_layers < 3:
         yield (
-            f"--num-layers-at-start-in-bf16 {start} and --num-layers-at-end-in-bf16 {end} leave none of "
-            f"--num-layers {layers} in FP8; lower them, or leave out --fp8-format."
+            f"--first-last-layers-bf16 leaves none of --num-layers {settings.model.num_layers} in FP8; use at least 3 "
+            "layers, or leave out --fp8-format."
         )
 
 
@@ -119,18 +102,3 @@ def alignment_problems(settings: Settings) -> Iterator[str]:
                 f"--fp8-recipe {recipe} needs matrices whose sides are multiples of {block}: {what} {size}{per_rank} "
                 f"is not. Use {flag} {-(-size // (block * tp)) * block * tp}{fewer}{coarser}."
             )
-
-
-def recompute_problems(settings: Settings) -> Iterator[str]:
-    compute, layers = settings.compute, settings.layers_per_stage
-    method, number = compute.recompute_method, compute.recompute_num_layers
-    if number is None:  # or without a method: reported with the other needs of one setting for another
-        return
-    if method == "uniform" and layers % number:
-        fitting = [group for group in range(1, layers + 1) if layers % group == 0]
-        yield (
-            f"--recompute-num-layers {number} does not divide the {layers} layers of a pipeline stage into equal "
-            f"groups (--recompute-method uniform); use one of {', '.join(map(str, fitting))}."
-        )
-    elif method == "block" and number > layers:
-        yield f"--recompute-num-layers {number} exceeds the {layers} layers of a pipeline stage; use at most {layers}."

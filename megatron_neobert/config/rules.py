@@ -37,7 +37,6 @@ class Need(NamedTuple):
 
 _RESUMABLE = "a run that stops early must be able to resume"
 _WHOLE_MATRICES = "it orthogonalizes whole matrices"
-_SAVES_MOST = "uniform with --recompute-num-layers 1 saves the most memory"
 NEEDS = (
     Need("rotary_base", "position_embedding_type", wanted="rope"),
     Need("sequence_parallel", "tensor_model_parallel_size"),
@@ -47,27 +46,16 @@ NEEDS = (
     Need("overlap_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
     Need("transformer_impl", "bf16", "its packed attention kernels know no float32", value="transformer_engine"),
     Need("attention_backend", "bf16", "the kernel knows no float32"),
-    Need("recompute_method", "recompute_granularity", wanted="full"),
-    Need("recompute_num_layers", "recompute_granularity", wanted="full"),
-    Need("recompute_granularity", "recompute_method", _SAVES_MOST, value="full"),
-    Need("recompute_granularity", "recompute_num_layers", _SAVES_MOST, value="full"),
     Need("fp8_format", "bf16", "what is not a matrix product is computed in bfloat16"),
     Need("fp8_recipe", "fp8_format"),
-    *(Need(f"fp8_{name}", "fp8_format") for name in ("margin", "amax_history_len", "amax_compute_algo")),
-    *(Need(f"fp8_{name}", "fp8_recipe", wanted="delayed") for name in ("margin", "amax_history_len")),
-    Need("fp8_amax_compute_algo", "fp8_recipe", wanted="delayed"),
     Need("fp8_param_gather", "fp8_format"),
     Need("fp8_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
     Need("first_last_layers_bf16", "fp8_format"),
     Need("optimizer", "use_distributed_optimizer", _WHOLE_MATRICES, value="muon", wanted=False),
     Need("optimizer", "tensor_model_parallel_size", _WHOLE_MATRICES, value="muon", wanted=1),
-    Need("muon_momentum", "optimizer", wanted="muon"),
-    Need("num_layers_at_start_in_bf16", "first_last_layers_bf16"),
-    Need("num_layers_at_end_in_bf16", "first_last_layers_bf16"),
     Need("lr_decay_style", "lr_wsd_decay_iters", "how many of the last iterations decay", value="WSD"),
     Need("lr_wsd_decay_iters", "lr_decay_style", wanted="WSD"),
     Need("lr_wsd_decay_style", "lr_decay_style", wanted="WSD"),
-    Need("loss_spike_window", "loss_spike_sigma"),
     Need("save_initial", "save"),
     Need("async_save", "save"),
     Need("profile", "save", "the trace goes there"),
@@ -77,7 +65,6 @@ NEEDS = (
     Need("exit_duration_in_mins", "save", _RESUMABLE),
     Need("keep_every", "keep_last", "alone it does nothing, because all checkpoints are kept"),
     Need("resume", "load", "the folder of the run to continue", value="must"),
-    Need("wandb_exp_name", "wandb_project"),
 )
 
 

@@ -120,39 +120,15 @@ class ComputeConfig:
         "attention kernel on CUDA: Transformer Engine's choice or torch's (auto), flash-attn, or cuDNN (fused)",
         choices=("auto", "flash", "fused"),
     )
-    attention_bounds: str = setting(
-        "fixed",
-        "document bounds for attention kernels on CUDA: number and longest the same in every micro-batch (fixed), or "
-        "those that it has, the longest rounded up to 128 tokens (exact)",
-        choices=("fixed", "exact"),
-    )
-    gradient_accumulation_fusion: bool | None = setting(
-        None, "fused gradient accumulation in the matrix product; default: with Transformer Engine or NVIDIA Apex"
-    )
-    cross_entropy_loss_fusion: bool | None = setting(None, "fused cross-entropy kernel; default: on CUDA")
-    cross_entropy_fusion_impl: str = setting(
-        "native", "fused cross-entropy: compiled (native), or Transformer Engine's", choices=("native", "te")
-    )
     recompute_granularity: str | None = setting(
         None, "activation recomputation: whole layers or attention only", choices=("full", "selective")
     )
-    recompute_method: str | None = setting(
-        None, "recomputed layers: all in groups, or the first of each stage", choices=("uniform", "block")
-    )
-    recompute_num_layers: int | None = setting(None, "recomputed layers per group or stage", minimum=1)
     fp8_format: str | None = setting(
         None, "FP8 matrix products: E4M3 forward and E5M2 backward (hybrid), or E4M3 both", choices=("hybrid", "e4m3")
     )
     fp8_recipe: str = setting("tensorwise", "FP8 scaling", choices=("tensorwise", "delayed", "blockwise", "mxfp8"))
-    fp8_margin: int = setting(0, "FP8 margin: powers of two kept free (delayed)", minimum=0)
-    fp8_amax_history_len: int = setting(1024, "FP8 amax history in iterations (delayed)", minimum=1)
-    fp8_amax_compute_algo: str = setting(
-        "max", "FP8 amax of the history: largest or last (delayed)", choices=("max", "most_recent")
-    )
     fp8_param_gather: bool = setting(False, "FP8 weights: kept and gathered in FP8")
-    first_last_layers_bf16: bool = setting(False, "bfloat16 for the first and last layers (not delayed)")
-    num_layers_at_start_in_bf16: int = setting(1, "layers in bfloat16 at the start", minimum=0)
-    num_layers_at_end_in_bf16: int = setting(1, "layers in bfloat16 at the end", minimum=0)
+    first_last_layers_bf16: bool = setting(False, "bfloat16 for the first and the last layer (not delayed)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +216,6 @@ class OptimizerConfig:
     adam_beta1: float = setting(0.9, "Adam beta1, decay of the first moment", minimum=0.0)
     adam_beta2: float = setting(0.95, "Adam beta2, decay of the second moment", minimum=0.0)
     adam_eps: float = setting(1e-8, "Adam epsilon, added to the root of the second moment", minimum=0.0)
-    muon_momentum: float = setting(0.95, "Muon's momentum", minimum=0.0)
     clip_grad: float = setting(1.0, "gradient clipping: largest norm; 0 does not clip", minimum=0.0)
 
 
@@ -274,12 +249,6 @@ class TrainingConfig:
         "skip an update whose loss or gradient norm is so many standard deviations above the last ones; 6 is usual",
         minimum=1.0,
     )
-    loss_spike_window: int = setting(128, "updates whose mean and deviation are compared with", minimum=8)
-    max_skipped_iters: int = setting(
-        10,
-        "a run ends when so many updates in a row were skipped, for a spike or a value that is not finite",
-        minimum=1,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +281,6 @@ class CheckpointConfig:
     keep_every: int | None = setting(
         None, "with --keep-last: keep those of iterations that are a multiple of this as well", minimum=1
     )
-    check_for_nan: bool = setting(True, "refuse to save weights that are not finite")
 
     @property
     def loads_save(self) -> bool:
@@ -336,9 +304,7 @@ class LoggingConfig:
     profile: bool = setting(False, "profile of some iterations of rank 0: a trace in SAVE/profile, NVTX ranges on GPUs")
     profile_step_start: int = setting(10, "first iteration of the profile", minimum=1)
     profile_step_end: int = setting(12, "last iteration of the profile", minimum=1)
-    tensorboard_dir: str | None = setting(None, "TensorBoard folder; default SAVE/tensorboard")
     wandb_project: str | None = setting(None, "Weights & Biases project to log to as well; WANDB_MODE etc. hold")
-    wandb_exp_name: str | None = setting(None, "Weights & Biases run name; default: that of the --save folder")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,6 @@ class Kernels:
     attention: str  # "transformer_engine", "torch" or "flash_attn"
     attention_backend: str  # the name in Megatron's AttnBackend, with which it steers Transformer Engine
     gradient_accumulation_fusion: bool  # by Apex, in all of Megatron's own linear layers
-    engine_accumulates: bool  # Transformer Engine adds weight gradients up in fp32, in its own linear layers alone
     optimizer: str
     summary: str  # a line for the start of a run, and a second one if there is a warning
 
@@ -133,12 +132,11 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
-    wants_fusion = compute.gradient_accumulation_fusion is not False
-    fusion = wants_fusion and hardware.apex_weight_gradients.version is not None
+    fusion = hardware.apex_weight_gradients.version is not None
     accumulated = "after the product"
     if fusion:
         accumulated = "in the product (Apex)"
-    elif engine and wants_fusion:
+    elif engine:
         accumulated = "in the product (Transformer Engine; the decoder's after it)"
     # In the order in which Megatron takes them; torch's through FusedAdam of megatron_patches.py.
     optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
@@ -160,7 +158,6 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
         gradient_accumulation_fusion=fusion,
-        engine_accumulates=engine and wants_fusion,
         optimizer=optimizer,
         summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}{warning if is_slow else ''}",
     )
@@ -193,7 +190,7 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
     """
     hardware = detect_hardware() if hardware is None else hardware
     problems = [
-        *apex_problems(settings, hardware),
+        *apex_problems(hardware),
         *engine_problems(settings, hardware),
         *attention_problems(settings, hardware),
         *precision_problems(settings, hardware),
@@ -202,19 +199,12 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
         raise ConfigError(problems)
 
 
-def apex_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
-    fuses = settings.compute.gradient_accumulation_fusion and not uses_engine(settings, hardware)
+def apex_problems(hardware: Hardware) -> Iterator[str]:
     if hardware.foreign_apex is not None:
         yield (
             f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
             "nor amp_C. The registry's package of that name is another project, and Megatron would import it. "
             "Run `pip uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
-        )
-    elif fuses and hardware.apex_weight_gradients.version is None:
-        yield (
-            "--gradient-accumulation-fusion needs Transformer Engine's layers, or fused_weight_gradient_mlp_cuda of "
-            f"NVIDIA Apex ({hardware.apex_weight_gradients.why_not}). Leave the flag out, or build Apex from "
-            "github.com/NVIDIA/apex; the registry's package apex is another project."
         )
 
 
@@ -232,11 +222,6 @@ def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
         yield f"{what} needs Transformer Engine: {missing}; use --transformer-impl local."
     if compute.attention_backend == "fused":
         yield f"--attention-backend fused needs Transformer Engine: {missing}; use --attention-backend auto."
-    if compute.cross_entropy_fusion_impl == "te":
-        yield (
-            f"--cross-entropy-fusion-impl te needs Transformer Engine: {missing}; use --cross-entropy-fusion-impl "
-            "native."
-        )
     if compute.fp8_format is not None:
         yield f"--fp8-format {compute.fp8_format} needs Transformer Engine: {missing}; leave it out."
 
@@ -290,12 +275,10 @@ def fp8_arguments(compute: ComputeConfig) -> dict[str, Any]:
         "fp8": compute.fp8_format,
         "fp8_recipe": compute.fp8_recipe,
         "fp8_param": compute.fp8_param_gather,
-        "fp8_margin": compute.fp8_margin,
-        "fp8_amax_history_len": compute.fp8_amax_history_len,
-        "fp8_amax_compute_algo": compute.fp8_amax_compute_algo,
+        # Of the recipe "delayed". Megatron's default is the amax of the last iteration alone.
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
         "first_last_layers_bf16": compute.first_last_layers_bf16,
-        "num_layers_at_start_in_bf16": compute.num_layers_at_start_in_bf16,
-        "num_layers_at_end_in_bf16": compute.num_layers_at_end_in_bf16,
     }
 
 

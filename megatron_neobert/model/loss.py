@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -31,22 +30,13 @@ def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: Transformer
     columns = logits_mv.size(1)
     local_m = labels_m - parallel_state.get_tensor_model_parallel_rank() * columns
     here_m = (local_m >= 0) & (local_m < columns)
-    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "native":
+    if config.cross_entropy_loss_fusion:
         losses_m, correct_m = FusedCrossEntropy.apply(logits_mv, local_m.clamp(0, columns - 1), here_m)
         is_filler_m = labels_m < 0
         return losses_m.masked_fill(is_filler_m, 0.0), correct_m.masked_fill(is_filler_m, 0.0)
     correct_m = _is_likeliest(logits_mv, local_m.clamp(0, columns - 1), here_m)  # first: the loss works in place
-    losses_1m = _cross_entropy(logits_mv.unsqueeze(0), labels_m.unsqueeze(0), config)
+    losses_1m = vocab_parallel_cross_entropy(logits_mv.unsqueeze(0), labels_m.unsqueeze(0))  # of a filler: finite
     return losses_1m.squeeze(0).masked_fill(labels_m < 0, 0.0), correct_m
-
-
-def _cross_entropy(logits_1mv: Tensor, labels_1m: Tensor, config: TransformerConfig) -> Tensor:
-    """Of a filler something finite, without an error."""
-    if not config.cross_entropy_loss_fusion:
-        return vocab_parallel_cross_entropy(logits_1mv, labels_1m)
-    group = parallel_state.get_tensor_model_parallel_group()
-    # Without is_cg_capturable the backward pass asks the device whether the incoming gradient is one.
-    return te_parallel_cross_entropy(logits_1mv, labels_1m, group, is_cg_capturable=True)
 
 
 @torch.no_grad()

@@ -55,8 +55,7 @@ class MicroBatch:
 
     @property
     def fuses_loss(self) -> bool:
-        asked = self.settings.compute.cross_entropy_loss_fusion
-        return self.kernels != "cpu" if asked is None else asked
+        return self.kernels != "cpu"
 
     def share(self, size: int) -> int:
         """Of something that tensor parallelism divides: heads x head width, feed-forward, vocabulary."""
@@ -174,8 +173,6 @@ class MicroBatch:
         """In the head's backward pass: either a copy of the logits' gradient, or the gradient of its weights."""
         model = self.settings.model
         weights = self.element * self.logits // max(1, self.masked_tokens) * model.hidden_size
-        if self.kernels == "gpu" and self.settings.compute.gradient_accumulation_fusion:
-            weights = 0
         # By then; in float32 the copy takes the room, and fused there is nothing to free.
         freed = 0 if self.fuses_loss else (STATISTIC - self.element) * self.logits
         return max(self.element * self.logits, weights - freed)
@@ -267,11 +264,7 @@ def _layers_of_pass(batch: MicroBatch) -> tuple[int, int]:
     if compute.recompute_granularity == "selective":
         without = batch.layer_bytes - batch.attention_bytes + batch.attention_input_bytes
         return batch.attention_bytes, layers * without
-    number = min(compute.recompute_num_layers or 1, layers)
-    if compute.recompute_method == "uniform":
-        return number * batch.layer_bytes, -(-layers // number) * batch.hidden_bytes
-    kept = (layers - number) * batch.layer_bytes + (batch.rotation_bytes if layers > number else 0)
-    return batch.layer_bytes, number * batch.hidden_bytes + kept
+    return batch.layer_bytes, layers * batch.hidden_bytes
 
 
 def _state_bytes(batch: MicroBatch, *, stage: int, world_size: int) -> tuple[int, int, int]:

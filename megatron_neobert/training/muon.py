@@ -4,7 +4,7 @@ Megatron's own way to Muon needs a package that no index has for all supported P
 for the two parts of the model, and the first one's inner optimizer is replaced: main weights, gradients, schedule and
 checkpoints stay Megatron's. A matrix is orthogonalized as it is stored, so queries, keys and values together, and
 SwiGLU's two halves together; that is why tensor parallelism and the distributed optimizer, which cut matrices, are
-refused. Every replica computes all updates.
+refused. The momentum is torch's 0.95, with Nesterov's step. Every replica computes all updates.
 
 Source: arXiv 2502.16982 (update scaled to the root mean square of AdamW's, so that its rate and weight decay fit);
 megatron-core 0.16.1 core/optimizer/muon.py for which parameters are whose.
@@ -21,12 +21,11 @@ from torch.nn import Parameter
 _ADAM_ALONE = ("betas", "eps", "bias_correction", "step")
 
 
-def build_with_muon(build: Callable[[], ChainedOptimizer], models: Iterable[Any], *, momentum: float) -> Any:
+def build_with_muon(build: Callable[[], ChainedOptimizer], models: Iterable[Any]) -> Any:
     """Megatron's optimizers, one after the other: Muon over the matrices of the layers, then AdamW.
 
     Args:
         build: Builds Megatron's AdamW over the parameters that require gradients.
-        momentum: Of Muon, with Nesterov's step.
 
     Collective: all ranks.
     """
@@ -40,7 +39,7 @@ def build_with_muon(build: Callable[[], ChainedOptimizer], models: Iterable[Any]
             {key: value for key, value in group.items() if key not in _ADAM_ALONE}
             for group in optimizer.optimizer.param_groups
         ]
-        optimizer.optimizer = torch.optim.Muon(groups, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        optimizer.optimizer = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
         optimizer.init_state_fn = _start_momentum
     return ChainedOptimizer([*with_muon.chained_optimizers, *with_adamw.chained_optimizers])
 

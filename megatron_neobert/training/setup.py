@@ -104,7 +104,7 @@ def wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> Distr
     parallel, config = settings.parallel, model.config
     if settings.training.bf16:
         model = Float16Module(config, model)
-    if choose_kernels(settings).engine_accumulates:
+    if choose_kernels(settings).transformer_impl == "transformer_engine":
         # Not by Megatron's option of that name: the decoder, a layer of Megatron's, would want Apex. And not before the
         # model has the gradients' memory, into which these layers add: what never trains has none.
         for module in model.modules():
@@ -149,7 +149,7 @@ def build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -
         vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
         overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
     build = partial(get_megatron_optimizer, config, models, config_overrides=overrides, use_gloo_process_groups=True)
-    return build_with_muon(build, models, momentum=cfg.muon_momentum) if cfg.optimizer == "muon" else build()
+    return build_with_muon(build, models) if cfg.optimizer == "muon" else build()
 
 
 def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:

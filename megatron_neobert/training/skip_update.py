@@ -12,16 +12,19 @@ from dataclasses import replace
 from megatron_neobert.config.schema import TrainingConfig
 from megatron_neobert.state import Progress, StepReport
 
+SPIKE_WINDOW = 128  # updates whose mean and deviation a new one is compared with
+MOST_SKIPPED = 10  # updates in a row, before a run ends as diverged
+
 
 def skip_reason(progress: Progress, *, loss: float, grad_norm: float, training: TrainingConfig) -> str | None:
     """Why an update with this loss (nats per masked token) and gradient norm must not be made; None if it may.
 
-    With --loss-spike-sigma, both are compared with the last good updates, once half of --loss-spike-window is there.
+    With --loss-spike-sigma, both are compared with the last good updates, once there are half of SPIKE_WINDOW.
     """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return f"loss {loss:.4f}, gradient norm {grad_norm:.3f}"
     recent = progress.recent_updates
-    if training.loss_spike_sigma is None or 2 * len(recent) < training.loss_spike_window:
+    if training.loss_spike_sigma is None or 2 * len(recent) < SPIKE_WINDOW:
         return None
     for name, value, column in (("loss", loss, 0), ("gradient norm", grad_norm, 1)):
         values = [update[column] for update in recent]
@@ -47,7 +50,7 @@ def count_update(progress: Progress, report: StepReport, training: TrainingConfi
     if training.loss_spike_sigma is None:
         recent = ()
     elif report.loss > 0:  # without a masked token there is no loss, and nothing to compare others with
-        recent = (*recent, (report.loss, report.grad_norm))[-training.loss_spike_window :]
+        recent = (*recent, (report.loss, report.grad_norm))[-SPIKE_WINDOW:]
     return replace(progress, skipped_in_a_row=0, recent_updates=recent)
 
 
@@ -56,14 +59,14 @@ def too_many_skips(progress: Progress, training: TrainingConfig, *, save: str | 
 
     A run that is started again may skip as many once more: somebody has looked at it.
     """
-    skipped, allowed = progress.skipped_in_a_row, training.max_skipped_iters
-    if skipped == 0 or skipped % allowed:
+    skipped = progress.skipped_in_a_row
+    if skipped == 0 or skipped % MOST_SKIPPED:
         return None
     spike = "" if training.loss_spike_sigma is None else f" or above --loss-spike-sigma {training.loss_spike_sigma:g}"
     last = progress.iteration
     return (
         f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
-        f"gradient norm was not finite{spike}; --max-skipped-iters allows {allowed} in a row. Look at the batch with "
+        f"gradient norm was not finite{spike}; at most {MOST_SKIPPED} in a row are skipped. Look at the batch with "
         f"neobert replay --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then "
         "continue from an earlier checkpoint, with a lower --lr or other data."
     )

@@ -111,13 +111,11 @@ def _tag(name: str) -> str:
 
 
 def _open_tensorboard(settings: Settings, iteration: int) -> Any:
-    folder = settings.logging.tensorboard_dir
-    if folder is None and settings.checkpoint.save is not None:
-        folder = str(Path(settings.checkpoint.save) / "tensorboard")
-    if folder is None:
+    if settings.checkpoint.save is None:
         return None
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
+    folder = str(Path(settings.checkpoint.save) / "tensorboard")
     return SummaryWriter(folder, purge_step=iteration + 1)  # hides what a killed run wrote beyond its checkpoint
 
 
@@ -174,7 +172,7 @@ def _start(settings: Settings) -> Any:
     try:
         run = wandb.init(
             project=project,
-            name=settings.logging.wandb_exp_name or (save and Path(save).resolve().name),
+            name=save and Path(save).resolve().name,
             id=save and _id_of(Path(save)),
             resume="allow",
             dir=save,

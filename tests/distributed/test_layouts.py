@@ -37,14 +37,13 @@ TP2_SP = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP2_INTERLEAVED = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
 CP2 = {"context_parallel_size": 2}
-RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE_ALL = {"recompute_granularity": "full"}
 LAYOUTS = {
     "data 2": Layout(2),
     "data 2, overlapped": Layout(2, DP2_OVERLAP),
     "data 2, whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
     "tensor 2": Layout(2, TP2),
     "tensor 2, sequence parallel": Layout(2, TP2_SP),
-    "tensor 2, sequence parallel, fused loss": Layout(2, TP2_SP, {"cross_entropy_loss_fusion": True}),
     "pipeline 2": Layout(2, PP2),
     "pipeline 2, interleaved": Layout(2, PP2_INTERLEAVED),
     "context 2": Layout(2, CP2),
@@ -55,15 +54,13 @@ LAYOUTS = {
     "interleaved pipeline 2 x data 2, overlapped": Layout(4, {**PP2_INTERLEAVED, **DP2_OVERLAP}),
     "tensor 2, sequence parallel x pipeline 2 x data 2": Layout(8, {**TP2_SP, **PP2}),
     "recomputed layers": Layout(1, compute=RECOMPUTE_ALL),
-    "recomputed first layer of each stage, pipeline 2": Layout(
-        2, PP2, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    ),
+    "recomputed layers, pipeline 2": Layout(2, PP2, RECOMPUTE_ALL),
     "recomputed attention, tensor 2": Layout(2, TP2_SP, {"recompute_granularity": "selective"}),
 }
 # One of each kind of parallelism; two kinds at a time take four ranks, which take turns on two cores.
 QUICK = (
     "data 2, overlapped",
-    "tensor 2, sequence parallel, fused loss",
+    "tensor 2, sequence parallel",
     "pipeline 2, interleaved",
     "context 2",
     "recomputed layers",

@@ -34,7 +34,7 @@ def compare_each_update_with_torch() -> None:
             optimizers.append(
                 torch.optim.Muon(
                     [twins[name] for name in matrices],
-                    momentum=cfg.muon_momentum,
+                    momentum=0.95,
                     weight_decay=cfg.weight_decay,
                     adjust_lr_fn="match_rms_adamw",
                 )

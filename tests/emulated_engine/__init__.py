@@ -33,11 +33,6 @@ needs_sources = pytest.mark.skipif(
     not SOURCES.is_dir(), reason=f"no sources of Transformer Engine in {SOURCES}; see tools/prepare_environment.sh"
 )
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="needs triton, which torch's builds for CUDA bring and those for CPUs do not",
-)
-
 # Enums whose values count; of the others only the names do.
 _VALUES = {
     "DType": {

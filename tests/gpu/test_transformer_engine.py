@@ -127,14 +127,9 @@ def test_documents_without_a_token_change_nothing(implementation):
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    "cross_entropy",
-    [{"cross_entropy_loss_fusion": False}, {}, {"cross_entropy_fusion_impl": "te"}],
-    ids=["plain", "native", "te"],
-)
-def test_a_step_never_waits_for_the_device(implementation, cross_entropy):
+def test_a_step_never_waits_for_the_device(implementation):
     """Forward and backward, with the arguments already on the GPU; the first step compiles and may wait."""
-    model = build({**implementation, **cross_entropy})
+    model = build(implementation)
     tokens_t, cu_seqlens_n = make_row(lengths=(*LENGTHS, 0, 0))
     positions_m = torch.arange(TOKENS, device=DEVICE)[MASKED]
     labels_m = tokens_t[positions_m]
@@ -205,10 +200,10 @@ def test_a_packed_kernel_gives_what_one_call_per_document_gives(kernel, width):
         assert torch.cosine_similarity(layer.grad.flatten().float(), other.grad.flatten().float(), dim=0) > 0.999
 
 
-@pytest.mark.parametrize("implementation", ["native", pytest.param("te", marks=emulated_engine.needs_triton)])
-def test_the_vocabulary_s_padding_stays_out_of_the_fused_loss(implementation):
-    bf16 = HAS_GPU  # which not every version's kernels take in Triton's interpreter
-    fused = {**LOCAL, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": implementation}
-    losses_m = losses_of(build(fused, bf16=bf16))
-    plain = {**LOCAL, "cross_entropy_loss_fusion": False}
-    torch.testing.assert_close(losses_m, losses_of(build(plain, bf16=bf16)), rtol=1e-2, atol=1e-2)
+def test_the_vocabulary_s_padding_stays_out_of_the_fused_loss():
+    losses = {}
+    for fused in (True, False):
+        model = build(LOCAL, bf16=HAS_GPU)
+        model.config.cross_entropy_loss_fusion = fused
+        losses[fused] = losses_of(model)
+    torch.testing.assert_close(losses[True], losses[False], rtol=1e-2, atol=1e-2)

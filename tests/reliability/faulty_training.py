@@ -12,7 +12,7 @@ from megatron_neobert import pretrain
 from megatron_neobert.errors import run_command
 from megatron_neobert.runtime import signals
 from megatron_neobert.state import Run
-from megatron_neobert.training import loop
+from megatron_neobert.training import loop, skip_update
 
 RANK = os.environ.get("RANK", "0")
 LARGEST_FILE_BYTES = 1 << 16
@@ -42,6 +42,11 @@ def nan_loss(run: Run) -> None:
         return losses * float("nan"), correct
 
     hook = run.unwrapped_models[0].register_forward_hook(spoil)
+
+
+def one_skip(run: Run) -> None:
+    """From now on a single skipped update ends the run."""
+    skip_update.MOST_SKIPPED = 1
 
 
 def file_size_limit(run: Run) -> None:

@@ -40,8 +40,7 @@ def test_torchrun_starts_a_crashed_run_again_and_it_ends_exactly_as_without_the_
 def test_too_many_losses_that_are_not_finite_end_the_command_with_70_and_one_sentence_and_what_is_saved_is_finite(
     start, tmp_path
 ):
-    options = ("--max-skipped-iters", 1)
-    with start(tmp_path, *options, command=LAUNCH_FAULTY, FAULTS="nan_loss:1:4") as training:
+    with start(tmp_path, command=LAUNCH_FAULTY, FAULTS="one_skip:0:1 one_skip:1:1 nan_loss:1:4") as training:
         assert training.finish() == 70, training.output
     assert sorted(line for line in training.lines if "ends with" in line) == [
         f"rank {i} ends with 70\n" for i in (0, 1)

@@ -13,7 +13,6 @@ from megatron_neobert.config.schema import flag_of
 # Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
 MEGATRON_NAMES = dict.fromkeys(
     [
-        "attention_bounds",
         "probe_data_path",
         "long_documents",
         "batch_layout",
@@ -23,19 +22,15 @@ MEGATRON_NAMES = dict.fromkeys(
         "weight_decay_scope",
         "phases",
         "loss_spike_sigma",
-        "loss_spike_window",
-        "max_skipped_iters",
         "continue_from",
         "resume",
         "allow_changed",
         "save_initial",
         "keep_last",
-        "check_for_nan",
     ],
     "",
 ) | {
     "init_method_range": "--init-method-std",
-    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "loss_normalization": "--calculate-per-token-loss",
     "keep_every": "--save-retain-interval",
 }

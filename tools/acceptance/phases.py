@@ -29,12 +29,9 @@ LOCAL = ("--transformer-impl", "local")
 ENGINE = ("--transformer-impl", "transformer_engine")
 KERNELS = {
     "local layers": LOCAL,
-    "local layers, plain loss": (*LOCAL, "--no-cross-entropy-loss-fusion"),
     "local layers, flash-attn": (*LOCAL, "--attention-backend", "flash"),
     "Transformer Engine": ENGINE,
     "Transformer Engine, cuDNN": (*ENGINE, "--attention-backend", "fused"),
-    "Transformer Engine, plain loss": (*ENGINE, "--no-cross-entropy-loss-fusion"),
-    "Transformer Engine, its loss": (*ENGINE, "--cross-entropy-fusion-impl", "te"),
 }
 FP8 = (*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe")
 RUNS = {"bf16": ENGINE, "bf16 again": ENGINE, **{name: (*FP8, name) for name in ("tensorwise", "delayed", "blockwise")}}

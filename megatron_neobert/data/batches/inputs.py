@@ -130,7 +130,6 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
         batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
         document_block_size=settings.data.document_block_size,
         fixed_shapes=fixed_shapes,
-        exact_bounds=settings.compute.attention_bounds == "exact",
     )
 
 

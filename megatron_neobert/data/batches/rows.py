@@ -79,7 +79,6 @@ class BatchSettings:
     batch_layout: BatchLayout = "packed"
     document_block_size: int = 1  # neighbouring documents that are shuffled as one; above 1 they are read ahead
     fixed_shapes: bool = False  # fill up what varies in length, so that every micro-batch has the same shapes
-    exact_bounds: bool = False  # but for the bounds of documents and the longest of them
 
 
 @dataclass(frozen=True)

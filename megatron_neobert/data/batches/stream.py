@@ -35,7 +35,6 @@ from megatron_neobert.data.batches.rows import (
 from megatron_neobert.errors import ConfigError
 
 _REMOTE_STEPS_AHEAD = 4  # whose blocks are being fetched while a step is trained
-_LONGEST_MULTIPLE = 128  # tokens: eight lengths at most in rows of 1,024, for each of which a kernel may be built anew
 
 
 @dataclass(frozen=True)
@@ -185,18 +184,13 @@ class BatchStream:
         if not settings.fixed_shapes:
             return batch
         masked = usual_masked(self._slots // ranks, probability=settings.masking.probability)
-        bounds, longest = batch.cu_seqlens_n.numpy(), batch.max_seqlen
-        if settings.exact_bounds:
-            # A kernel may size its grid and its memory by both: which way is faster is for a GPU to say.
-            longest = -(-int(np.diff(bounds).max()) // _LONGEST_MULTIPLE) * _LONGEST_MULTIPLE
-        else:
-            bounds = np.concatenate([bounds[:1], fill_up(bounds[1:], self._usual_documents, self._slots)])
+        bounds = batch.cu_seqlens_n.numpy()
+        bounds = np.concatenate([bounds[:1], fill_up(bounds[1:], self._usual_documents, self._slots)])
         return replace(
             batch,
             labels_m=torch.from_numpy(fill_up(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
             masked_positions_m=torch.from_numpy(fill_up(batch.masked_positions_m.numpy(), masked, 0)),
             cu_seqlens_n=torch.from_numpy(bounds),
-            max_seqlen=longest,
         )
 
 

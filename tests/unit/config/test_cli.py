@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config.cli import model_flags, parse_command_line, read_record, read_settings, write_record
+from megatron_neobert.config.cli import model_flags, parse_command_line, read_record, write_record
 from megatron_neobert.config.flags import _OF_TRANSFORMERS, FIRST, run_flags
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
@@ -54,16 +54,6 @@ def test_booleans_have_both_directions_on_the_command_line(tmp_path):
     settings = parse("--config", config, "--no-bf16", "--no-use-distributed-optimizer")
     assert (settings.training.bf16, settings.parallel.use_distributed_optimizer) == (False, False)
     assert parse("--bf16").training.bf16 is True
-
-
-def test_a_boolean_whose_default_is_left_to_the_program_has_both_directions_too(tmp_path):
-    assert parse().compute.gradient_accumulation_fusion is None
-    assert parse("--gradient-accumulation-fusion").compute.gradient_accumulation_fusion is True
-    config = write(tmp_path, "compute:\n  gradient_accumulation_fusion: true\n")
-    assert parse("--config", config).compute.gradient_accumulation_fusion is True
-    assert parse("--config", config, "--no-gradient-accumulation-fusion").compute.gradient_accumulation_fusion is False
-    config = write(tmp_path, "compute:\n  gradient_accumulation_fusion: null\n")
-    assert parse("--config", config).compute.gradient_accumulation_fusion is None
 
 
 def test_an_optional_number_can_be_taken_back(tmp_path):
@@ -143,7 +133,28 @@ def test_data_path_on_the_command_line_replaces_the_whole_list_of_the_file(tmp_p
 @pytest.mark.parametrize("text", ["true", "[true]", "null", "[null]", "[[a]]", "{a: 1}", "[{a: 1}]"])
 def test_data_path_that_is_no_text_and_no_list_of_texts_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"data\.data_path .* is not a text or a list of texts"):
-        read_settings(Path(write(tmp_path, f"data:\n  data_path: {text}\n")))
+        parse("--config", write(tmp_path, f"data:\n  data_path: {text}\n"))
+
+
+@pytest.mark.parametrize(
+    ("removed", "problem"),
+    [
+        ("logging:\n  tensorboard_dir: /elsewhere\n", None),
+        ("training:\n  loss_spike_window: 128\n", None),
+        ("training:\n  loss_spike_window: 64\n", r"training\.loss_spike_window was 64, and is always 128 now"),
+    ],
+)
+def test_record_with_a_setting_of_an_earlier_version_is_read_unless_the_run_would_become_another(
+    tmp_path, removed, problem
+):
+    path = Path(write(tmp_path, removed))
+    if problem is None:
+        assert read_record(path) == Settings()
+    else:
+        with pytest.raises(CheckpointError, match=problem):
+            read_record(path)
+    with pytest.raises(ConfigError, match="unknown setting"):
+        parse("--config", str(path))
 
 
 def test_a_damaged_record_is_a_checkpoint_error(tmp_path):

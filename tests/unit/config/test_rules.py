@@ -36,11 +36,6 @@ REFUSED = [
         "--bf16 --attention-backend fused --hidden-size 1056",
     ),
     (
-        "--cross-entropy-fusion-impl te --no-cross-entropy-loss-fusion",
-        "--cross-entropy-fusion-impl te does nothing with --no-cross-entropy-loss-fusion",
-        "--cross-entropy-fusion-impl te",
-    ),
-    (
         "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
         "--fp8-param-gather does not go with --fp8-recipe delayed",
         "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
@@ -61,16 +56,9 @@ REFUSED = [
         "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
     ),
     (
-        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 8 "
-        "--pipeline-model-parallel-size 4",
-        "--num-layers-at-start-in-bf16 8 exceeds the 7 layers of a pipeline stage",
-        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 7 "
-        "--pipeline-model-parallel-size 4",
-    ),
-    (
-        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 27",
-        "27 and --num-layers-at-end-in-bf16 1 leave none of --num-layers 28 in FP8",
-        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 26",
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers 2",
+        "--first-last-layers-bf16 leaves none of --num-layers 2 in FP8",
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers 3",
     ),
     (
         "--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 1000",
@@ -108,20 +96,6 @@ REFUSED = [
         "--bf16 --fp8-format hybrid --ffn-hidden-size 2056",
         "the feed-forward width (--ffn-hidden-size) 2056 is not. Use --ffn-hidden-size 2064.",
         "--bf16 --fp8-format hybrid --ffn-hidden-size 2064",
-    ),
-    (
-        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 4 "
-        "--pipeline-model-parallel-size 2",
-        "--recompute-num-layers 4 does not divide the 14 layers of a pipeline stage into equal groups "
-        "(--recompute-method uniform); use one of 1, 2, 7, 14.",
-        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
-    ),
-    (
-        "--bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 8 "
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 7",
-        "--recompute-num-layers 8 exceeds the 7 layers of a pipeline stage",
-        "--bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 8 "
-        "--pipeline-model-parallel-size 2",
     ),
 ]
 
@@ -175,7 +149,7 @@ IMPOSSIBLE = [
     (
         2,
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 8 "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity full",
         ["--num-layers 4", "stage 8 = 16"],
     ),
     (1, "--lr inf", ["--lr inf", "finite"]),

@@ -62,17 +62,10 @@ def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, i
     assert (kernels.transformer_impl, kernels.attention) == (implementation, attention)
 
 
-def test_weight_gradients_are_fused_where_apex_offers_it_unless_told_not_to():
+def test_weight_gradients_are_fused_where_apex_offers_it():
     with_apex = replace(H100, apex_weight_gradients=Library(version="0.1"))
     assert not choose_kernels(settings(), H100).gradient_accumulation_fusion
-    assert choose_kernels(settings(), H100).engine_accumulates
-    assert not choose_kernels(settings(gradient_accumulation_fusion=False), H100).engine_accumulates
-    assert not choose_kernels(settings(), BARE_H100).engine_accumulates
     assert choose_kernels(settings(), with_apex).gradient_accumulation_fusion
-    assert not choose_kernels(settings(gradient_accumulation_fusion=False), with_apex).gradient_accumulation_fusion
-    local = settings(gradient_accumulation_fusion=True, transformer_impl="local")
-    assert "or fused_weight_gradient_mlp_cuda of NVIDIA Apex" in refusal(local, H100)
-    check_hardware(settings(gradient_accumulation_fusion=True), with_apex)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +120,6 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_in_one_line(
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
         ({"attention_backend": "fused"}, "--attention-backend fused"),
-        ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
         ({"fp8_format": "e4m3"}, "--fp8-format e4m3"),
     ],
 )
@@ -184,10 +176,10 @@ def test_bfloat16_is_refused_on_gpus_whose_attention_kernels_lack_it():
 
 
 def test_all_reasons_are_given_at_once():
-    asked = settings(fp8_format="hybrid", attention_backend="flash", gradient_accumulation_fusion=True)
+    asked = settings(fp8_format="hybrid", attention_backend="flash")
     with pytest.raises(ConfigError) as caught:
         check_hardware(asked, CPU)
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 2
 
 
 def install_apex(folder: Path, *, version: str, parts: tuple[str, ...]) -> None:
@@ -229,12 +221,10 @@ def test_this_machine_is_described_as_torch_sees_it():
 
 
 def test_fp8_reaches_megatron_s_configuration_and_nothing_of_it_without_a_format():
-    compute = ComputeConfig(
-        fp8_format="hybrid", fp8_recipe="delayed", fp8_margin=2, fp8_amax_history_len=16, fp8_amax_compute_algo="max"
-    )
+    compute = ComputeConfig(fp8_format="hybrid", fp8_recipe="delayed")
     config = to_transformer_config(Settings(compute=compute).with_section("training", bf16=True))
-    assert (config.fp8, config.fp8_recipe, config.fp8_margin) == ("hybrid", "delayed", 2)
-    assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_param) == (16, "max", False)
+    assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "delayed", False)
+    assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (1024, "max")
     assert not (config.fp8_dot_product_attention or config.fp8_multi_head_attention)  # attention stays in bf16
     assert fp8_arguments(ComputeConfig()) == {}
 

@@ -18,8 +18,7 @@ from megatron_neobert.planning.memory import MicroBatch, micro_batches_in_flight
 from megatron_neobert.training.setup import build_run, join
 
 VOCAB = 30_522  # google-bert/bert-base-uncased
-CHUNKS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-FIRST = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+FULL = {"recompute_granularity": "full"}
 
 
 def planned(settings: Settings, batch: Any, *, vocab_size: int) -> int:
@@ -34,11 +33,10 @@ def planned(settings: Settings, batch: Any, *, vocab_size: int) -> int:
         {"training": {"bf16": True}},
         {"model": {"normalization": "LayerNorm", "swiglu": False, "position_embedding_type": "learned_absolute"}},
         {"model": {"normalization": "LayerNorm"}, "training": {"bf16": True}},
-        {"compute": CHUNKS},
-        {"compute": FIRST},
+        {"compute": FULL},
         {"compute": {"recompute_granularity": "selective"}},
     ],
-    ids=["fp32", "bf16", "bert", "layernorm-bf16", "recompute", "recompute-first", "recompute-attention"],
+    ids=["fp32", "bf16", "bert", "layernorm-bf16", "recompute", "recompute-attention"],
 )
 def test_planned_activations_are_what_autograd_keeps(changes, tiny_corpus, no_process_group_left):
     settings = tiny_settings(tiny_corpus, **changes)
@@ -178,8 +176,7 @@ ROWS_OF_PAGE = {
     "`--micro-batch-size 8`": {"training": {"micro_batch_size": 8}},
     "`--bf16` instead of float32": {"training": {"bf16": False}},
     "`--use-distributed-optimizer` (default)": {"parallel": {"use_distributed_optimizer": False}},
-    "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`": {"compute": CHUNKS},
-    "`--recompute-method block --recompute-num-layers 14`": {"compute": {**FIRST, "recompute_num_layers": 14}},
+    "`--recompute-granularity full`": {"compute": FULL},
     "`--tensor-model-parallel-size 2 --sequence-parallel`": {
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     },

@@ -250,14 +250,14 @@ def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled
     file = tmp_path / "figures.json"
     model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
-    flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--output", file, "--cross-entropy-loss-fusion")
+    flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--output", file, "--recompute-granularity", "full")
     ended = run_forked("benchmark_step", *model, *batches, *flags)
     assert ended.code == 0, ended.output
     figures = json.loads(file.read_text())
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [(64, "packed")]
     assert figures["machine"]["kernels"].startswith("kernels on CPU: local layers")
     assert figures["waits"] is None and figures["profile"][0]["ms"] >= figures["profile"][1]["ms"] > 0
-    assert "--cross-entropy-loss-fusion" in figures["arguments"]["flags of a run"]
+    assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,19 @@ import pytest
 
 from megatron_neobert.config.schema import TrainingConfig
 from megatron_neobert.state import Progress, StepReport
+from megatron_neobert.training import skip_update
 from megatron_neobert.training.skip_update import count_update, skip_reason, too_many_skips
 
 WINDOW = 8
-PLAIN = TrainingConfig(max_skipped_iters=3)
-SPIKES = TrainingConfig(loss_spike_sigma=4.0, loss_spike_window=WINDOW)
+PLAIN = TrainingConfig()
+SPIKES = TrainingConfig(loss_spike_sigma=4.0)
 START = Progress(corpus_sha256="")
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch):
+    monkeypatch.setattr(skip_update, "SPIKE_WINDOW", WINDOW)
+    monkeypatch.setattr(skip_update, "MOST_SKIPPED", 3)
 
 
 def report_of(loss: float, grad_norm: float, skip_reason: str | None = None) -> StepReport:
@@ -89,7 +96,7 @@ def test_a_run_ends_at_each_multiple_of_so_many_skips_in_a_row():
 def test_the_sentence_of_the_end_names_iterations_setting_and_command():
     said = too_many_skips(after(GOOD + [BAD] * 3, PLAIN), PLAIN, save="runs/first")
     assert "last 3 iterations, 9 to 11," in said
-    assert "--max-skipped-iters allows 3 in a row" in said
+    assert "at most 3 in a row are skipped" in said
     assert "neobert replay --load runs/first --iteration 11 --checkpoint-iteration 11" in said
     assert "sigma" not in said
-    assert "above --loss-spike-sigma 4" in too_many_skips(after([BAD] * 10, SPIKES), SPIKES, save=None)
+    assert "above --loss-spike-sigma 4" in too_many_skips(after([BAD] * 9, SPIKES), SPIKES, save=None)

@@ -1,6 +1,5 @@
 """What a rank holds of a micro-batch: its share under context parallelism, and lengths that do not change."""
 
-import math
 from dataclasses import replace
 from itertools import islice
 
@@ -53,18 +52,6 @@ def test_shapes_are_the_same_in_every_batch_and_what_fills_up_says_so(corpus, la
         assert filled.cu_seqlens_n[:documents].equal(batch.cu_seqlens_n)
         assert (filled.cu_seqlens_n[documents:] == 4 * 64).all()
         assert filled.cu_seqlens_n.dtype == torch.int32
-
-
-def test_exact_bounds_are_those_of_the_documents_and_their_longest_rounded_up():
-    corpus = MemoryCorpus([60, 300, 20, 150])
-    settings = {"seq_length": 512, "micro_batch_size": 1, "global_batch_size": 2}
-    varying = micro_batches(stream_of(corpus, **settings), 20)
-    exact = list(micro_batches(stream_of(corpus, fixed_shapes=True, exact_bounds=True, **settings), 20))
-    for batch, one in zip(varying, exact, strict=True):
-        assert one.cu_seqlens_n.equal(batch.cu_seqlens_n)
-        longest = int(batch.cu_seqlens_n.diff().max())
-        assert one.max_seqlen == math.ceil(longest / 128) * 128
-    assert len({one.max_seqlen for one in exact}) > 1 and len({len(one.labels_m) for one in exact}) == 1
 
 
 def test_more_documents_or_masks_than_usual_step_up_by_a_whole_multiple():
