@@ -68,7 +68,6 @@ class Run:
     training_stream: TrainingStream  # from the start of the corpus; the loop moves it to `progress`
     validation_streams: dict[str, BatchStream]  # by the name of the curve
     progress: Progress
-    probe_stream: BatchStream | None = None  # labelled texts, for the probe of validations
     # Called before each micro-batch: how the hang detector sees that the run makes progress.
     tick: Callable[[], None] = lambda: None
     own_status: Callable[[], RankStatus] = RankStatus  # asked once per step

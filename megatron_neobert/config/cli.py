@@ -40,6 +40,7 @@ _NOW_IGNORED = {
     "max_skipped_iters",
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
+    "probe_data_path",
     "recompute_method",
     "recompute_num_layers",
     "tensorboard_dir",
@@ -119,9 +120,8 @@ def _missing_inputs(settings: Settings) -> list[str]:
         problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
         lists = dict.fromkeys(component.drop for component in components if component.drop)
         problems += [f"{flag} :drop={file}: no such file; check the path." for file in lists if not Path(file).exists()]
-    for flag, path in (("--tokenizer-model", data.tokenizer_model), ("--probe-data-path", data.probe_data_path)):
-        if path and not Path(path).exists():
-            problems.append(f"{flag} {path}: no such file or folder; check the path.")
+    if (path := data.tokenizer_model) and not Path(path).exists():
+        problems.append(f"--tokenizer-model {path}: no such file or folder; check the path.")
     return problems
 
 

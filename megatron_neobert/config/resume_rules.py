@@ -62,7 +62,6 @@ _NOT_LOGGED = {
     "check_weight_hash_across_dp_replicas_interval",
     "distributed_timeout_minutes",
     "num_workers",
-    "probe_data_path",
     "object_storage_cache_path",
     "object_storage_cache_gb",
     "dataloader_type",

@@ -331,11 +331,11 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
         beta = getattr(optimizer, name)
         if not beta < 1.0:
             yield (f"{flag_of(name)} {beta} is not below 1; a running mean needs a decay.")
-    valid, probe = " ".join(settings.data.valid_data_path or ()), settings.data.probe_data_path
-    if not training.eval_iters and (
-        given := f"--valid-data-path {valid}" if valid else probe and f"--probe-data-path {probe}"
-    ):
-        yield f"{given} is measured at validations, of which --eval-iters 0 makes none; leave one of the two out."
+    if settings.data.valid_data_path and not training.eval_iters:
+        yield (
+            f"--valid-data-path {' '.join(settings.data.valid_data_path)} is measured at validations, of which "
+            "--eval-iters 0 makes none; leave one of the two out."
+        )
     if training.seed >= 2**63:
         yield (f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
 

@@ -143,9 +143,6 @@ class DataConfig:
     valid_data_path: tuple[str, ...] | None = setting(
         None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"
     )
-    probe_data_path: str | None = setting(
-        None, "labelled texts (text, label), as a file or folder; each validation logs their nearest-neighbour accuracy"
-    )
     tokenizer_model: str | None = setting(
         None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
     )

@@ -49,7 +49,6 @@ LOOKS = {
     "tokens_per_second": Look("tokens/s", is_counted=True),
     "validation_loss": Look("validation loss (nats per masked token)"),
     "validation_accuracy": Look("validation accuracy (%)", factor=100),
-    "probe_accuracy": Look("probe accuracy (%)", factor=100),
     "tokens_per_second_per_rank": Look("tokens/s of a rank", is_counted=True),
     "tflops_per_rank": Look("TFLOP/s of a rank"),
     "mfu": Look("MFU (%)", factor=100),

@@ -59,7 +59,7 @@ class RunLog:
         pairs = [
             (iteration, values.get(metric, math.nan))
             for iteration, values in self.values.items()
-            if metric in values or (not metric.startswith(("validation", "probe")) and "consumed_tokens" in values)
+            if metric in values or (not metric.startswith("validation") and "consumed_tokens" in values)
         ]
         return [iteration for iteration, _ in pairs], [value for _, value in pairs]
 

@@ -26,7 +26,6 @@ from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_ra
 from megatron_neobert.state import Progress, RankStatus, Run, StepReport
 from megatron_neobert.training.hang_detector import HangDetector
 from megatron_neobert.training.metrics import Monitor, add_sums
-from megatron_neobert.training.probe import probe_accuracy
 from megatron_neobert.training.profile import profiled
 from megatron_neobert.training.setup import build_run, join
 from megatron_neobert.training.skip_update import count_update, too_many_skips
@@ -57,8 +56,6 @@ def run_training(settings: Settings) -> int:
             monitor.log(_opening_line(run, loaded))
             for line in choose_kernels(settings).summary.splitlines():
                 monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
-            if inputs[0].probe is not None:
-                monitor.log(inputs[0].probe.description)
             with monitor.running():
                 code = train(run, monitor, detector)
         distributed.shut_down()
@@ -185,8 +182,6 @@ def _finish_save(saver: Saver, report: StepReport) -> None:
 def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, following: Next) -> Next:
     """Logs the loss over the first `eval_iters` batches of each held-out corpus, the same ones at every call.
 
-    And the probe, if there is one.
-
     Returns:
         What follows: that the run stops, if somebody asks for that meanwhile. Nothing is logged then; the validation is
         due again when the run resumes.
@@ -206,16 +201,12 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
         stop = reason_to_stop(training, iteration=iteration, agreed_code=report.status.stop_code)
         if stop is not None:
             break
-    accuracy = None
-    if stop is None and run.probe_stream is not None:
-        detector.mark("probing", iteration)
-        accuracy = probe_accuracy(run)
     for model in run.models:
         model.train()
     if stop is not None:
         return replace(following, stop=stop, saves=run.settings.checkpoint.save is not None)
     run.progress = replace(run.progress, validated_iteration=iteration)
-    monitor.report_validation(run.progress, sums, probe_accuracy=accuracy)
+    monitor.report_validation(run.progress, sums)
     return following
 
 

@@ -219,10 +219,8 @@ class Monitor:
         self.restart_clock()
         return progress
 
-    def report_validation(
-        self, progress: Progress, sums: Mapping[str, Sequence[float]], *, probe_accuracy: float | None = None
-    ) -> None:
-        """Logs a validation: over all corpora, and over each where there are several; and its probe, if there is one.
+    def report_validation(self, progress: Progress, sums: Mapping[str, Sequence[float]]) -> None:
+        """Log a validation: over all corpora, and over each of them if there are several.
 
         Args:
             sums: Those of the steps' reports, by the name of the curve.
@@ -238,9 +236,6 @@ class Monitor:
             )
             suffix = f"_{name}" if name else ""
             values |= {f"validation_loss{suffix}": averages.loss, f"validation_accuracy{suffix}": averages.accuracy}
-        if probe_accuracy is not None:
-            self.log(f"{self._place(progress)} | probe accuracy {percent(probe_accuracy, digits=2)}")
-            values["probe_accuracy"] = probe_accuracy
         self._record(progress, values)
 
     def restart_clock(self) -> None:

@@ -24,7 +24,6 @@ from megatron_neobert.runtime.megatron_patches import scale_by_tokens
 from megatron_neobert.runtime.signals import remember_signals
 from megatron_neobert.state import Progress, Run
 from megatron_neobert.training.muon import build_with_muon
-from megatron_neobert.training.probe import build_probe_stream
 
 
 def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
@@ -44,8 +43,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
 def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
     """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
     training_stream, validation_streams = build_streams(settings, inputs)
-    tokenizer, probe = inputs[0].tokenizer, inputs[0].probe
-    stages = settings.parallel.pipeline_model_parallel_size
+    tokenizer = inputs[0].tokenizer
     models = build_models(settings, device, vocab_size=tokenizer.vocab_size)
     optimizer = build_optimizer(settings, models)
     return Run(
@@ -58,7 +56,6 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
         training_stream=training_stream,
         validation_streams=validation_streams,
         progress=Progress(corpus_sha256=inputs[0].identities[0]),
-        probe_stream=build_probe_stream(training_stream.legs[0].stream, probe, stages=stages) if probe else None,
     )
 
 

@@ -110,13 +110,11 @@ def run_schedule(
     forward_step: Callable[[Run, Iterator[PackedBatch], torch.nn.Module], tuple],
     *,
     forward_only: bool = False,
-    collect_non_loss_data: bool = False,
 ) -> list[Tensor]:
     """What is reported of this rank's micro-batches, and unless it is forward only the gradients.
 
     Args:
         forward_step: Megatron's, with the run in front.
-        collect_non_loss_data: What it reports is not a loss; the same of Megatron's schedules.
 
     Collective: all ranks.
     """
@@ -131,7 +129,6 @@ def run_schedule(
         seq_length=len(batches.micro_batches[0].tokens_t) * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
     )
 
 

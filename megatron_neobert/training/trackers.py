@@ -38,7 +38,7 @@ _SPEED = [
     "eta_seconds",
 ]
 # Of TensorBoard's tags; all others are train/.
-_GROUPS = {"memory_gib": "memory", "probe_accuracy": "validation", **dict.fromkeys(_SPEED, "speed")}
+_GROUPS = {"memory_gib": "memory", **dict.fromkeys(_SPEED, "speed")}
 _ID_FILE = "wandb_id.txt"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REASON_LINES = 3  # of an error of W&B: a heading, the setting, what is wrong with it

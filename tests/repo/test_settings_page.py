@@ -13,7 +13,6 @@ from megatron_neobert.config.schema import flag_of
 # Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
 MEGATRON_NAMES = dict.fromkeys(
     [
-        "probe_data_path",
         "long_documents",
         "batch_layout",
         "document_block_size",

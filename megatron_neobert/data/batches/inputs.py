@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron_neobert.config.data_path import Component, curve_names, parse_data_path, whole_weights
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.config.stretches import stretches
-from megatron_neobert.data.batches.labelled import LabelledTexts, read_labelled_texts
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source
@@ -19,7 +18,7 @@ from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.data.shards.reading import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import DataError
 
 _MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
 
@@ -32,7 +31,6 @@ class Inputs:
     training: tuple[Source, ...]
     # By the name of the curve. Empty: --split has one share, or the second is 0.
     validation: dict[str, tuple[Source, ...]]
-    probe: LabelledTexts | None
     # Equal for the same documents in the same proportions, under any paths; of --data-path as a whole. Then as earlier
     # versions knew it, who did not look where documents begin.
     identities: tuple[str, str]
@@ -48,8 +46,7 @@ def open_inputs(data: DataConfig) -> Inputs:
     Raises:
         ConfigError: --data-path or --split is malformed.
         MissingInputError: A path does not exist.
-        DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left; or the
-            probe's texts are without labels.
+        DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left.
     """
     components = parse_data_path(data.data_path)
     folder, limit_bytes = Path(data.object_storage_cache_path or ""), data.object_storage_cache_gb * 10**9
@@ -67,17 +64,11 @@ def open_inputs(data: DataConfig) -> Inputs:
     entries = data.valid_data_path or ()
     for name, entry in zip(curve_names(entries), entries, strict=True):
         validation[name], _ = _split_sources(parse_data_path([entry], flag="--valid-data-path"), "100", open_corpus)
-    if data.probe_data_path and not validation:
-        raise ConfigError(
-            f"--probe-data-path {data.probe_data_path} is measured at validations, for which --split {data.split} "
-            "leaves no document; give it a second share, or corpora by --valid-data-path."
-        )
     corpora = [open_corpus(component.prefix) for component in components]
     return Inputs(
         tokenizer=tokenizer,
         training=training,
         validation=validation,
-        probe=read_labelled_texts(data.probe_data_path, tokenizer) if data.probe_data_path else None,
         identities=(
             _identity(components, corpora, training, lambda manifest: manifest.documents_sha256),
             _identity(components, corpora, training, lambda manifest: manifest.sha256),

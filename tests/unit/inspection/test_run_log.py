@@ -37,11 +37,6 @@ def test_lines_of_one_iteration_are_one_point(tmp_path):
     assert run.series("validation_loss") == ([20], [3.0])
 
 
-def test_a_probe_has_values_at_validations_alone(tmp_path):
-    probed = json.dumps({"iteration": 20, "validation_loss": 3.0, "probe_accuracy": 0.5}) + "\n"
-    assert read(tmp_path, interval(10), interval(20), probed).series("probe_accuracy") == ([20], [0.5])
-
-
 def test_what_a_killed_run_repeats_replaces_what_it_said_before(tmp_path):
     before = [interval(10, 5.0), interval(20, 4.0), validation(20), interval(30, 3.0), validation(30, 9.0)]
     run = read(tmp_path, *before, interval(20, 4.5), interval(30, 3.5))

@@ -115,17 +115,6 @@ def test_every_line_of_the_record_is_json_that_other_readers_accept(tmp_path):
     assert "NaN" not in (Path(monitor.settings.checkpoint.save) / "metrics.jsonl").read_text()
 
 
-def test_a_probe_is_logged_and_recorded_with_its_validation(tmp_path, capsys):
-    monitor = start(tmp_path)
-    monitor.report_validation(progress_of(2), {"split": (20.0, 10.0, 5.0, 50.0, 100.0)}, probe_accuracy=0.625)
-    assert capsys.readouterr().out.splitlines() == [
-        "iteration 2/10 | validation loss 2.0000 | accuracy 50.00 % | 50 tokens",
-        "iteration 2/10 | probe accuracy 62.50 %",
-    ]
-    (line,) = recorded(monitor)
-    assert (line["validation_loss"], line["probe_accuracy"]) == (2.0, 0.625)
-
-
 @pytest.mark.parametrize(("variables", "shown"), [({}, True), ({"TERM": "dumb"}, False)])
 def test_bar_is_drawn_on_a_terminal_that_can_draw(tmp_path, monkeypatch, variables, shown):
     monkeypatch.setenv("TERM", "xterm")

@@ -23,7 +23,6 @@ def test_tensorboard_has_the_values_of_the_record_in_groups(tmp_path):
         "mfu": 0.5,
         "memory_gib": 3.0,
         "validation_loss_web": 4.0,
-        "probe_accuracy": 0.25,
         "grad_norm": math.inf,
     }
     trackers.record(7, values, cursor=Cursor())
@@ -36,7 +35,6 @@ def test_tensorboard_has_the_values_of_the_record_in_groups(tmp_path):
         "speed/mfu": 0.5,
         "memory/memory_gib": 3.0,
         "validation/loss_web": 4.0,
-        "validation/probe_accuracy": 0.25,
     }
     assert found == {tag: [(7, value)] for tag, value in tags.items()}
     assert json.loads((tmp_path / "metrics.jsonl").read_text()).items() >= {"loss": 2.5, "iteration": 7}.items()

@@ -17,7 +17,7 @@ from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.corpus.drop_list import write_drop_list
 from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError
 
 
 @pytest.fixture
@@ -88,11 +88,6 @@ def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
         open_inputs(settings(place, valid_data_path=(str(other.corpus().prefix),)))
     with pytest.raises(DataError, match="was written with tokenizer"):
         open_inputs(settings(place, "1", prefix(place), "1", str(other.corpus().prefix)))
-
-
-def test_a_probe_is_refused_where_no_document_is_left_for_validation(place):
-    with pytest.raises(ConfigError, match="--probe-data-path p is measured at validations, for which --split 1 leaves"):
-        open_inputs(settings(place, split="1", probe_data_path="p"))
 
 
 def test_type_of_the_tokenizer_decides_as_in_preprocessing(place):
