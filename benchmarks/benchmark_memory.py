@@ -232,7 +232,7 @@ def count_saved_bytes(run: Any, batch: Any) -> int:
     """What autograd keeps of one micro-batch: every storage once, weights not counted. Collective: all ranks."""
     import torch
 
-    weights = {weight.untyped_storage().data_ptr() for model in run.models for weight in model.parameters()}
+    weights = {weight.untyped_storage().data_ptr() for weight in run.model.parameters()}
     kept: dict[int, Any] = {}  # the tensors as well: a freed one's place would be taken by another
 
     def keep(tensor: Any) -> Any:
@@ -244,7 +244,7 @@ def count_saved_bytes(run: Any, batch: Any) -> int:
 
     batch = batch.to(run.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        (model,) = run.models
+        model = run.model
         model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

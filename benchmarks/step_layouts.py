@@ -50,7 +50,7 @@ class Reference:
     def give_weights(self, run: Run) -> None:
         """Gives this project's model the same weights."""
         shape = model_shape(self.settings, vocab_size=self.vocab_size)
-        (model,) = run.unwrapped_models
+        model = run.unwrapped_model
         load_into_megatron(model, to_internal(self.model.state_dict(), shape, NEOBERT))
         run.optimizer.reload_model_params()
 

@@ -61,8 +61,7 @@ class Run:
     settings: Settings
     device: torch.device
     tokenizer: Tokenizer
-    # This rank's model chunks, usually one, each in megatron.core's DistributedDataParallel.
-    models: list[Any]
+    model: Any  # this rank's pipeline stage, in megatron.core's DistributedDataParallel
     optimizer: Any  # megatron.core's MegatronOptimizer
     scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
     training_stream: TrainingStream  # from the start of the corpus; the loop moves it to `progress`
@@ -73,7 +72,7 @@ class Run:
     own_status: Callable[[], RankStatus] = RankStatus  # asked once per step
 
     @property
-    def unwrapped_models(self) -> "list[NeoBERTModel]":
-        """The models below the wrappers for data parallelism and bfloat16."""
-        modules = [model.module for model in self.models]
-        return [module.module for module in modules] if self.settings.training.bf16 else modules
+    def unwrapped_model(self) -> "NeoBERTModel":
+        """The model inside the wrappers for data parallelism and bfloat16."""
+        module = self.model.module
+        return module.module if self.settings.training.bf16 else module

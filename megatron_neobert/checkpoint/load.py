@@ -29,6 +29,7 @@ from megatron_neobert.state import Run
 
 # One name for each part that a rank holds (the two halves of SwiGLU's first matrix have one each), and the optimizer's
 # state cut like the weights for any number of replicas.
+_MODEL = "model0"  # Megatron's optimizers look the model up by this name
 _STATE_FORMAT = {
     "singleton_local_shards": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -92,10 +93,9 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         then = settings_at(record, progress.iteration)
         cursor = leg.continue_at(progress.cursor, then, identity=progress.corpus_sha256)
         progress = replace(progress, cursor=cursor)
-    for name, model in _named_models(run).items():
-        missing, unexpected = model.load_state_dict(state[name], strict=False)
-        missing = [name for name in missing if not name.endswith("_extra_state")]
-        assert not missing and not unexpected, f"{missing=} {unexpected=}"
+    missing, unexpected = run.unwrapped_model.load_state_dict(state[_MODEL], strict=False)
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    assert not missing and not unexpected, f"{missing=} {unexpected=}"
     if weights_only:
         _load_main_weights(run, state)
     else:
@@ -115,13 +115,12 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
     """What is written or read. Tensors are known by their names in the whole model, in any layout; FP8 is bfloat16."""
-    models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
-    optimizer = run.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_STATE_FORMAT)
+    model = _sharded_model(run.unwrapped_model)
+    optimizer = run.optimizer.sharded_state_dict({_MODEL: model}, is_loading=loading, metadata=_STATE_FORMAT)
     if len(run.optimizer.chained_optimizers) > 1:
         optimizer = {str(number): state for number, state in optimizer.items()}  # as JSON has them
-    for model in models.values():
-        force_all_tensors_to_non_fp8(model)  # now: the optimizer has found its parameters by what they are
-    return {**models, "optimizer": optimizer}
+    force_all_tensors_to_non_fp8(model)  # now: the optimizer has found its parameters by what they are
+    return {_MODEL: model, "optimizer": optimizer}
 
 
 def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None) -> dict[str, Any]:
@@ -156,10 +155,6 @@ def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None
     if optimizer is not None:
         merge(state, {"optimizer": optimizer})
     return apply_factory_merges(state, factories)
-
-
-def _named_models(run: Run) -> dict[str, Any]:
-    return {f"model{number}": model for number, model in enumerate(run.unwrapped_models)}
 
 
 def _sharded_model(model: Any) -> dict[str, Any]:
@@ -202,13 +197,12 @@ def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
 
 def _state_of_weights(run: Run) -> dict[str, Any]:
     """Where the weights alone are read to, in fp32 also for a bfloat16 model: main weights must not be rounded."""
-    models = {name: _sharded_model(model) for name, model in _named_models(run).items()}
-    for state in models.values():
-        for tensor in state.values():
-            tensor.data = torch.empty(tensor.data.shape, dtype=torch.float32, device=tensor.data.device)
-            if isinstance(tensor, ShardedTensor):  # and not a factory of several, which reads it from its data
-                tensor.dtype = torch.float32
-    return models
+    model = _sharded_model(run.unwrapped_model)
+    for tensor in model.values():
+        tensor.data = torch.empty(tensor.data.shape, dtype=torch.float32, device=tensor.data.device)
+        if isinstance(tensor, ShardedTensor):  # and not a factory of several, which reads it from its data
+            tensor.dtype = torch.float32
+    return {_MODEL: model}
 
 
 def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
@@ -216,10 +210,9 @@ def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
     if run.settings.parallel.use_distributed_optimizer:
         run.optimizer.reload_model_params(state_dict=state)
         return
-    for name, model in _named_models(run).items():
-        for weight, parameter in model.named_parameters():
-            if hasattr(parameter, "main_param"):  # Megatron sets it where there is such a copy
-                parameter.main_param.data.copy_(state[name][weight])
+    for name, parameter in run.unwrapped_model.named_parameters():
+        if hasattr(parameter, "main_param"):  # Megatron sets it where there is such a copy
+            parameter.main_param.data.copy_(state[_MODEL][name])
 
 
 def _choose(settings: Settings, load: str) -> Path | None:

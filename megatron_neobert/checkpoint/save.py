@@ -224,8 +224,7 @@ def describe_drift(run: Run) -> str | None:
     Each rank hears of its own replicas alone. Collective: all ranks.
     """
     if run.settings.parallel.overlap_param_gather:
-        for model in run.models:
-            model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
+        run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() == 1:
         return None
@@ -234,11 +233,8 @@ def describe_drift(run: Run) -> str | None:
         # Modulo 2^32, so the same in any order; exact for bfloat16 too. (A sum in int64 takes 15 times as long on CPU.)
         return weights.detach().float().view(torch.int32).sum(dtype=torch.int32)
 
-    hashes = {
-        name_in_whole_model(model, name): bits_added_up(parameter)
-        for model in run.unwrapped_models
-        for name, parameter in model.named_parameters()
-    }
+    model = run.unwrapped_model
+    hashes = {name_in_whole_model(model, name): bits_added_up(weight) for name, weight in model.named_parameters()}
     own_n = torch.stack(list(hashes.values()))
     all_rn = [torch.empty_like(own_n) for _ in range(group.size())]
     torch.distributed.all_gather(all_rn, own_n, group=group)  # collective: the replicas

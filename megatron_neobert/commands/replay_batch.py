@@ -137,7 +137,7 @@ def named_parameters(run: Any) -> list[tuple[str, Any]]:
 
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}: " if stages > 1 else ""
-    return [(f"{stage}{name}", param) for model in run.unwrapped_models for name, param in model.named_parameters()]
+    return [(f"{stage}{name}", parameter) for name, parameter in run.unwrapped_model.named_parameters()]
 
 
 def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[str], grad_norm: float) -> None:

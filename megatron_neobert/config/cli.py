@@ -40,6 +40,7 @@ _NOW_IGNORED = {
     "max_skipped_iters",
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
+    "num_layers_per_virtual_pipeline_stage",
     "probe_data_path",
     "recompute_method",
     "recompute_num_layers",

@@ -40,7 +40,6 @@ _WHOLE_MATRICES = "it orthogonalizes whole matrices"
 NEEDS = (
     Need("rotary_base", "position_embedding_type", wanted="rope"),
     Need("sequence_parallel", "tensor_model_parallel_size"),
-    Need("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"),
     Need("ddp_bucket_size", "overlap_grad_reduce"),
     Need("overlap_param_gather", "overlap_grad_reduce", "both work bucket by bucket"),
     Need("overlap_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
@@ -205,27 +204,11 @@ def tensor_parallel_problems(settings: Settings) -> Iterator[str]:
 
 def pipeline_problems(settings: Settings) -> Iterator[str]:
     pp, layers = settings.parallel.pipeline_model_parallel_size, settings.model.num_layers
-    chunk = settings.parallel.num_layers_per_virtual_pipeline_stage
-    if chunk is None:
-        if layers % pp:
-            fitting = [str(stages) for stages in range(1, min(layers, _SUGGESTED) + 1) if layers % stages == 0]
-            yield (
-                f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp}; every stage holds "
-                f"the same number of layers. Use {' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))} "
-                "stages."
-            )
-    elif pp == 1:  # which is reported already
-        return
-    elif layers % (pp * chunk):
+    if layers % pp:
+        fitting = [str(stages) for stages in range(1, min(layers, _SUGGESTED) + 1) if layers % stages == 0]
         yield (
-            f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp} x "
-            f"--num-layers-per-virtual-pipeline-stage {chunk} = {pp * chunk}; every rank holds the same number of "
-            "model chunks. Change one of the three."
-        )
-    elif layers == pp * chunk:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {chunk} leaves each of {pp} stages one model chunk of "
-            f"--num-layers {layers}, which is a plain pipeline; leave it out, or use a divisor of {chunk} below it."
+            f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp}; every stage holds the "
+            f"same number of layers. Use {' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))} stages."
         )
 
 
@@ -266,18 +249,11 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
         return
     dp = settings.data_parallel_size(world_size)
     rows = training.micro_batch_size * dp
-    micro_batches = training.global_batch_size // rows
     if training.global_batch_size % rows:
         yield (
             f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
             f"{training.micro_batch_size} x {dp} data-parallel ranks = {rows} packed sequences. "
             f"Use {max(rows, round(training.global_batch_size / rows) * rows)}."
-        )
-    elif settings.virtual_stages_per_rank > 1 and micro_batches % pp:
-        yield (
-            f"{micro_batches} micro-batches per rank (--global-batch-size {training.global_batch_size} / {rows} packed "
-            f"sequences) are not a multiple of --pipeline-model-parallel-size {pp}, as an interleaved pipeline needs. "
-            f"Use --global-batch-size {max(pp, round(micro_batches / pp) * pp) * rows}."
         )
 
 

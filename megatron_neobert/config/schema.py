@@ -83,9 +83,6 @@ class ParallelConfig:
     tensor_model_parallel_size: int = setting(1, "tensor-parallel size: GPUs that share each layer", minimum=1)
     sequence_parallel: bool = setting(False, "sequence parallelism: TP ranks also share what lies between matrices")
     pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size: stages of consecutive layers", minimum=1)
-    num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None, "interleaved pipeline: layers per virtual stage, of which a rank then holds several", minimum=1
-    )
     context_parallel_size: int = setting(1, "context-parallel size: GPUs that share a micro-batch's tokens", minimum=1)
     use_distributed_optimizer: bool = setting(True, "distributed optimizer: state sharded over DP ranks (ZeRO-1)")
     overlap_grad_reduce: bool = setting(False, "overlap the gradient reduction with the backward pass")
@@ -329,17 +326,9 @@ class Settings:
         return self.optimizer.lr_decay_iters or max(1, round(share * self.training.train_iters))
 
     @property
-    def virtual_stages_per_rank(self) -> int:
-        """Model chunks that a pipeline rank holds; 1 without interleaving."""
-        layers = self.parallel.num_layers_per_virtual_pipeline_stage
-        if layers is None:
-            return 1
-        return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * layers)
-
-    @property
     def layers_per_stage(self) -> int:
-        """Layers that a pipeline rank computes in a row; a virtual stage counts as a stage."""
-        return self.model.num_layers // (self.parallel.pipeline_model_parallel_size * self.virtual_stages_per_rank)
+        """Layers of each pipeline stage."""
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
         return world_size // self.parallel.ranks_per_model

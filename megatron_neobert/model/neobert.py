@@ -32,7 +32,6 @@ class NeoBERTModel(GPTModel):
         vocab_size: Number of tokens of the tokenizer, unpadded.
         pre_process: Whether this stage has the embedding.
         post_process: Whether this stage has the final norm and the head.
-        vp_stage: Which of this rank's model chunks this is, in an interleaved pipeline.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class NeoBERTModel(GPTModel):
         vocab_size: int,
         pre_process: bool = True,
         post_process: bool = True,
-        vp_stage: int | None = None,
     ) -> None:
         model = settings.model
         rotates = model.position_embedding_type == "rope"
@@ -57,7 +55,6 @@ class NeoBERTModel(GPTModel):
             share_embeddings_and_output_weights=False,
             pre_process=pre_process,
             post_process=post_process,
-            vp_stage=vp_stage,
         )
         self.rotary = RotaryEmbedding(self.config.kv_channels, 1.0, rotary_base=model.rotary_base) if rotates else None
         if post_process:

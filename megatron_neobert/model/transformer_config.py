@@ -83,7 +83,7 @@ def _layout_arguments(parallel: ParallelConfig, settings: Settings) -> dict:
 
     Context parallelism is not among it: layers see a slice of tokens and need not know that it is one (attention.py).
     """
-    arguments = {
+    return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
@@ -91,15 +91,6 @@ def _layout_arguments(parallel: ParallelConfig, settings: Settings) -> dict:
         # By default the host waits for the device after every send and receive, for the sake of old releases of torch.
         "batch_p2p_sync": False,
     }
-    if settings.virtual_stages_per_rank > 1:
-        # With two stages both neighbours are one rank, and batched sends and receives of megatron.core 0.16.1 then
-        # pair the wrong ones: equal shapes, wrong activations, no error.
-        arguments |= {
-            "virtual_pipeline_model_parallel_size": settings.virtual_stages_per_rank,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        }
-    return arguments
 
 
 class LocalRMSNorm(nn.RMSNorm):
@@ -151,7 +142,7 @@ _ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttenti
 
 
 def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, or of one model chunk of an interleaved pipeline; all are of one length."""
+    """Return the layers of a pipeline stage; all stages have the same number."""
     kernels = choose_kernels(settings)
     norm = _LOCAL_NORMS[settings.model.normalization]
     parts = _Parts(norm, ColumnParallelLinear, RowParallelLinear, final_norm=norm, names_in_checkpoint=NORM_NAMES)

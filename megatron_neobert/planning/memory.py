@@ -216,15 +216,13 @@ def plan_memory(
 
 
 def micro_batches_in_flight(settings: Settings, *, stage: int, world_size: int) -> int:
-    """Forward passes, of a stage or of a model chunk of an interleaved one, whose backward passes are still to come.
+    """Return the largest number of forward passes of a stage whose backward passes are still to come.
 
-    Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches: those of the warm-up, and
-    the one that follows it.
+    Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches: the passes of the warm-up,
+    one for each later stage, and the one that follows them.
     """
-    stages, chunks = settings.parallel.pipeline_model_parallel_size, settings.virtual_stages_per_rank
-    ahead = stages - stage - 1
-    warm_up = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * stages
-    return min(warm_up + 1, settings.micro_batches_per_rank(world_size) * chunks)
+    warm_up = settings.parallel.pipeline_model_parallel_size - stage - 1
+    return min(warm_up + 1, settings.micro_batches_per_rank(world_size))
 
 
 def _plan_stage(stage: int, batch: MicroBatch, *, world_size: int) -> RankMemory:
@@ -273,7 +271,7 @@ def _state_bytes(batch: MicroBatch, *, stage: int, world_size: int) -> tuple[int
     parallel, training = settings.parallel, settings.training
     padded = settings.model.padded_vocab_size(batch.vocab_size, tensor_parallel=parallel.tensor_model_parallel_size)
     count, stages = count_parameters(settings.model, vocab_size=padded), parallel.pipeline_model_parallel_size
-    whole = count.blocks // stages  # interleaved or not, a rank holds an equal share of the layers
+    whole = count.blocks // stages
     whole += count.embedding + count.positions if stage == 0 else 0
     whole += count.final_norm + count.decoder if stage == stages - 1 else 0
     own = whole / parallel.tensor_model_parallel_size  # norms are not shared: a few thousand

@@ -188,8 +188,6 @@ def describe_ranks(settings: Settings, world_size: int) -> str:
     }
     factors = [f"{settings.data_parallel_size(world_size)} data-parallel"]
     factors += [f"{size} {name}" for name, size in shares.items() if size > 1]
-    if settings.virtual_stages_per_rank > 1:
-        factors[-1] += f" ({settings.virtual_stages_per_rank} model chunks each)"
     return f"{world_size} = {' x '.join(factors)}"
 
 

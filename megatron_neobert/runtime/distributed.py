@@ -49,9 +49,6 @@ def initialize(settings: Settings) -> torch.device:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=(
-            settings.virtual_stages_per_rank if settings.virtual_stages_per_rank > 1 else None
-        ),
         context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )

@@ -191,8 +191,7 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
     training, iteration = run.settings.training, run.progress.iteration
     sums: dict[str, tuple[float, ...]] = {}
     stop: str | None = None
-    for model in run.models:
-        model.eval()
+    run.model.eval()
     for name, batches in _validation_batches(run):
         detector.mark("validating", iteration)
         report = validation_step(run, batches)
@@ -201,8 +200,7 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
         stop = reason_to_stop(training, iteration=iteration, agreed_code=report.status.stop_code)
         if stop is not None:
             break
-    for model in run.models:
-        model.train()
+    run.model.train()
     if stop is not None:
         return replace(following, stop=stop, saves=run.settings.checkpoint.save is not None)
     run.progress = replace(run.progress, validated_iteration=iteration)

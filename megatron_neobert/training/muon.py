@@ -21,7 +21,7 @@ from torch.nn import Parameter
 _ADAM_ALONE = ("betas", "eps", "bias_correction", "step")
 
 
-def build_with_muon(build: Callable[[], ChainedOptimizer], models: Iterable[Any]) -> Any:
+def build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Module) -> Any:
     """Megatron's optimizers, one after the other: Muon over the matrices of the layers, then AdamW.
 
     Args:
@@ -29,7 +29,7 @@ def build_with_muon(build: Callable[[], ChainedOptimizer], models: Iterable[Any]
 
     Collective: all ranks.
     """
-    named = [item for model in models for item in model.named_parameters()]
+    named = list(model.named_parameters())
     with _frozen(parameter for name, parameter in named if not is_matrix_of_layer(name, parameter)):
         with_muon = build()
     with _frozen(parameter for name, parameter in named if is_matrix_of_layer(name, parameter)):

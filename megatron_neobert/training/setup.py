@@ -44,13 +44,13 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
     """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
     training_stream, validation_streams = build_streams(settings, inputs)
     tokenizer = inputs[0].tokenizer
-    models = build_models(settings, device, vocab_size=tokenizer.vocab_size)
-    optimizer = build_optimizer(settings, models)
+    model = build_model(settings, device, vocab_size=tokenizer.vocab_size)
+    optimizer = build_optimizer(settings, model)
     return Run(
         settings=settings,
         device=device,
         tokenizer=tokenizer,
-        models=models,
+        model=model,
         optimizer=optimizer,
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
@@ -75,28 +75,22 @@ def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStr
     return training, {name: replace(first, sources=sources) for name, sources in validation.items()}
 
 
-def build_models(settings: Settings, device: torch.device, *, vocab_size: int) -> list[DistributedDataParallel]:
-    """This rank's model chunks, one without interleaving. Collective: all ranks."""
-    chunks = settings.virtual_stages_per_rank
-    models = []
-    for number in range(chunks):
-        vp_stage = number if chunks > 1 else None
-        model = NeoBERTModel(
-            settings,
-            vocab_size=vocab_size,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            vp_stage=vp_stage,
-        )
-        models.append(wrap_model(settings, model.to(device), is_first_chunk=number == 0))
-    config = models[0].config
-    config.finalize_model_grads_func = scale_by_tokens
+def build_model(settings: Settings, device: torch.device, *, vocab_size: int) -> DistributedDataParallel:
+    """Build this rank's pipeline stage. Collective: all ranks."""
+    model = NeoBERTModel(
+        settings,
+        vocab_size=vocab_size,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    wrapped = wrap_model(settings, model.to(device))
+    wrapped.config.finalize_model_grads_func = scale_by_tokens
     if settings.parallel.overlap_grad_reduce:
-        config.no_sync_func = [model.no_sync for model in models] if chunks > 1 else models[0].no_sync
-    return models
+        wrapped.config.no_sync_func = wrapped.no_sync
+    return wrapped
 
 
-def wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> DistributedDataParallel:
+def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
     """A model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
     parallel, config = settings.parallel, model.config
     if settings.training.bf16:
@@ -118,11 +112,10 @@ def wrap_model(settings: Settings, model: Any, *, is_first_chunk: bool) -> Distr
             fp8_param_gather=settings.compute.fp8_param_gather,
         ),
         model,
-        disable_bucketing=not is_first_chunk,  # as Megatron: the chunks' schedule overlaps already
     )
 
 
-def build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -> Any:
+def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
     """Megatron's optimizer over all parameters. Collective: all ranks."""
     cfg = settings.optimizer
     config = MegatronOptimizerConfig(
@@ -145,8 +138,8 @@ def build_optimizer(settings: Settings, models: list[DistributedDataParallel]) -
     if cfg.weight_decay_scope == "matrices":
         vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
         overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
-    build = partial(get_megatron_optimizer, config, models, config_overrides=overrides, use_gloo_process_groups=True)
-    return build_with_muon(build, models) if cfg.optimizer == "muon" else build()
+    build = partial(get_megatron_optimizer, config, [model], config_overrides=overrides, use_gloo_process_groups=True)
+    return build_with_muon(build, model) if cfg.optimizer == "muon" else build()
 
 
 def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:

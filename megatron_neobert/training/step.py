@@ -46,8 +46,7 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Ten
         What `_report_loss` reports of each micro-batch, nothing on a stage without the head; and the gradient norm over
         all ranks, before clipping, a scalar on the device.
     """
-    for model in run.models:
-        model.zero_grad_buffer()
+    run.model.zero_grad_buffer()
     run.optimizer.zero_grad()
     reports = run_schedule(run, batches, _forward_step)
     run.optimizer.prepare_grads()  # finds nothing itself: only float16 has a loss scale
@@ -118,12 +117,10 @@ def run_schedule(
 
     Collective: all ranks.
     """
-    iterators = [iter(batches.micro_batches) for _ in run.models]
     return get_forward_backward_func()(
         forward_step_func=partial(forward_step, run),
-        # Every model chunk reads all micro-batches.
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=run.models if len(run.models) > 1 else run.models[0],
+        data_iterator=iter(batches.micro_batches),
+        model=run.model,
         num_microbatches=len(batches.micro_batches),
         # To Megatron, a packed micro-batch is one sequence, of which a context-parallel rank has its share.
         seq_length=len(batches.micro_batches[0].tokens_t) * parallel_state.get_context_parallel_world_size(),

@@ -28,7 +28,7 @@ def save_loud_weights(settings: Settings, *, world_size: int, logits: Path | Non
 
 def _save_on_rank(settings: Settings, logits: Path | None) -> None:
     run = build_run(settings, *join(settings))
-    (model,) = run.unwrapped_models
+    model = run.unwrapped_model
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5 if parameter.dim() == 1 else 12)
@@ -36,7 +36,7 @@ def _save_on_rank(settings: Settings, logits: Path | None) -> None:
         if logits is not None:
             computed = model(TOKENS, STARTS, max(LENGTHS), torch.arange(len(TOKENS)))
             torch.save(computed[:, : run.tokenizer.vocab_size].clone(), logits)
-    run.models[0].zero_grad_buffer()
+    run.model.zero_grad_buffer()
     run.optimizer.prepare_grads()
     run.optimizer.step_with_ready_grads()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
     run.progress = replace(run.progress, iteration=7)

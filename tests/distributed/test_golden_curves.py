@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ranks import quick_only, read_metrics, train_on_ranks
-from test_layouts import CP2, DP2_OVERLAP, PP2_INTERLEAVED, TP2_SP
+from test_layouts import CP2, DP2_OVERLAP, PP2, TP2_SP
 from test_muon import MUON
 from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "plain": (1, {}),
     "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
     "tensor 2, sequence parallel": (2, {"parallel": TP2_SP}),
-    "pipeline 2, interleaved": (2, {"parallel": PP2_INTERLEAVED}),
+    "pipeline 2": (2, {"parallel": PP2}),
     "context 2": (2, {"parallel": CP2}),
     "Muon": (1, MUON),
     "WSD": (1, {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 8}}),

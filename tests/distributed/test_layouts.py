@@ -13,7 +13,6 @@ from tests_tiny import tiny_settings
 from tolerances import BF16_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model import transformer_config
 from megatron_neobert.model.attention import CoreAttention
 
 STEPS = 20
@@ -35,7 +34,6 @@ DP2_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_b
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
-PP2_INTERLEAVED = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
 CP2 = {"context_parallel_size": 2}
 RECOMPUTE_ALL = {"recompute_granularity": "full"}
 LAYOUTS = {
@@ -45,13 +43,12 @@ LAYOUTS = {
     "tensor 2": Layout(2, TP2),
     "tensor 2, sequence parallel": Layout(2, TP2_SP),
     "pipeline 2": Layout(2, PP2),
-    "pipeline 2, interleaved": Layout(2, PP2_INTERLEAVED),
     "context 2": Layout(2, CP2),
     "tensor 2 x data 2": Layout(4, TP2),
     "tensor 2 x pipeline 2": Layout(4, {**TP2, **PP2}),
     "tensor 2, sequence parallel x context 2": Layout(4, {**TP2_SP, **CP2}),
-    "interleaved pipeline 2 x context 2": Layout(4, {**PP2_INTERLEAVED, **CP2}),
-    "interleaved pipeline 2 x data 2, overlapped": Layout(4, {**PP2_INTERLEAVED, **DP2_OVERLAP}),
+    "pipeline 2 x context 2": Layout(4, {**PP2, **CP2}),
+    "pipeline 2 x data 2, overlapped": Layout(4, {**PP2, **DP2_OVERLAP}),
     "tensor 2, sequence parallel x pipeline 2 x data 2": Layout(8, {**TP2_SP, **PP2}),
     "recomputed layers": Layout(1, compute=RECOMPUTE_ALL),
     "recomputed layers, pipeline 2": Layout(2, PP2, RECOMPUTE_ALL),
@@ -61,7 +58,7 @@ LAYOUTS = {
 QUICK = (
     "data 2, overlapped",
     "tensor 2, sequence parallel",
-    "pipeline 2, interleaved",
+    "pipeline 2",
     "context 2",
     "recomputed layers",
 )
@@ -151,24 +148,6 @@ def count_attention(folder: Path) -> None:
         return original(self, *args, **kwargs)
 
     CoreAttention.forward = forward
-
-
-@pytest.mark.slow
-def test_interleaving_with_batched_sends_computes_something_else(tiny_corpus, one_rank, tmp_path):
-    """Why the interleaved pipeline of two ranks sends one by one; once this passes, it need not any more."""
-    layout = LAYOUTS["pipeline 2, interleaved"]
-    run = run_of(tiny_corpus, tmp_path, layout=layout)
-    train_on_ranks(run, world_size=2, prepare=send_batched)
-    assert largest_relative_gap(read_metrics(one_rank()), read_metrics(tmp_path)) > 100 * LAYOUT_LOSS.gate
-
-
-def send_batched() -> None:
-    original = transformer_config._layout_arguments
-
-    def arguments(*given: Any) -> dict:
-        return {**original(*given), "overlap_p2p_comm": False, "batch_p2p_comm": True}
-
-    transformer_config._layout_arguments = arguments
 
 
 def test_ranks_and_workers_do_not_change_which_rows_are_read(settings):

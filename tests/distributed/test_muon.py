@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import quick_only, read_metrics, train_on_ranks
-from test_layouts import CP2, PP2_INTERLEAVED, largest_relative_gap
+from test_layouts import CP2, PP2, largest_relative_gap
 from test_resume import stop_and_resume
 from tolerances import LAYOUT_LOSS
 
@@ -25,7 +25,7 @@ def compare_each_update_with_torch() -> None:
     optimizers: list[torch.optim.Optimizer] = []
 
     def compare(run: Run, grad_norm: float) -> None:
-        parameters = dict(run.unwrapped_models[0].named_parameters())
+        parameters = dict(run.unwrapped_model.named_parameters())
         cfg = run.settings.optimizer
         if not twins:
             twins.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
@@ -96,10 +96,10 @@ def test_losses_after_resume_equal_those_of_the_uninterrupted_run(settings, prec
         assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
 
-LAYOUTS = {"data 2": {}, "interleaved pipeline 2": PP2_INTERLEAVED, "context 2": CP2}
+LAYOUTS = {"data 2": {}, "pipeline 2": PP2, "context 2": CP2}
 
 
-@pytest.mark.parametrize("layout", quick_only(LAYOUTS, "interleaved pipeline 2"))
+@pytest.mark.parametrize("layout", quick_only(LAYOUTS, "pipeline 2"))
 def test_every_layout_gives_the_loss_curve_of_one_rank(settings, layout):
     one, two = (settings(name, **MUON) for name in ("one", "two"))
     train_on_ranks(one)

@@ -36,7 +36,7 @@ def note_batches(folder: Path, *, poisoned: bool) -> None:
     def compute_gradients(run, batches):
         iteration = run.progress.iteration + 1
         if poisoned and iteration == LAST:
-            run.unwrapped_models[0].embedding.word_embeddings.weight.data[RARE_TOKEN] = float("nan")
+            run.unwrapped_model.embedding.word_embeddings.weight.data[RARE_TOKEN] = float("nan")
         tokens = [batch.tokens_t.tolist() for batch in batches.micro_batches]
         with (folder / f"batches.{os.environ['RANK']}.jsonl").open("a") as stream:
             stream.write(json.dumps(tokens) + "\n")

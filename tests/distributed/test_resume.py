@@ -12,7 +12,7 @@ import pytest
 from processes import run_command
 from ranks import quick_only, read_metrics, train_on_ranks
 from security.hostile import Checkpoint
-from test_layouts import CP2, DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP, largest_relative_gap
+from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, TP2_SP, largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 from training_command import SCRIPT, flags_of
@@ -38,7 +38,7 @@ CASES = {
     "two ranks, several buckets": (2, DP2_OVERLAP, {}),
     "tensor parallel 2": (2, TP2, {}),
     "tensor 2 with sequence parallel x pipeline 2, bfloat16": (4, {**TP2_SP, **PP2}, {"bf16": True}),
-    "interleaved pipeline 2": (2, PP2_INTERLEAVED, {}),
+    "pipeline 2": (2, PP2, {}),
     "context parallel 2": (2, CP2, {}),
 }
 # 72 is no multiple of 128, so every bucket ends in padding, which is what the defect of megatron.core needs.
@@ -122,17 +122,17 @@ def leave_bucket_offsets_alone() -> None:
         ((2, {}), (1, {})),
         pytest.param((2, TP2), (1, {}), marks=pytest.mark.slow),
         pytest.param((1, {}), (2, TP2), marks=pytest.mark.slow),
-        ((2, PP2_INTERLEAVED), (2, TP2_SP)),
+        ((2, PP2), (2, TP2_SP)),
         pytest.param((4, {**TP2, **PP2}), (2, CP2), marks=pytest.mark.slow),
-        pytest.param((1, {}), (4, {**PP2_INTERLEAVED, **DP2_OVERLAP}), marks=pytest.mark.slow),
+        pytest.param((1, {}), (4, {**PP2, **DP2_OVERLAP}), marks=pytest.mark.slow),
     ],
     ids=[
         "data parallel 2 to 1",
         "tensor parallel 2 to 1",
         "1 to tensor parallel 2",
-        "interleaved pipeline to sequence parallel",
+        "pipeline to sequence parallel",
         "tensor x pipeline to context parallel",
-        "1 to interleaved pipeline x data 2, overlapped",
+        "1 to pipeline x data 2, overlapped",
     ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(settings, before, after):

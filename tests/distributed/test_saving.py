@@ -217,7 +217,7 @@ def poison_a_weight_after_the_update() -> None:
     def save_poisoned(self: Saver) -> None:
         if self.run.progress.iteration == 2 and torch.distributed.get_rank() == 1:
             with torch.no_grad():
-                self.run.unwrapped_models[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] = float("nan")
+                self.run.unwrapped_model.decoder.layers[1].mlp.linear_fc2.weight[0, 0] = float("nan")
         save(self)
 
     Saver.save = save_poisoned
@@ -241,7 +241,7 @@ def drift_after_the_update(rank: int, iteration: int) -> Any:
             report = step(run, batches)
             if run.progress.iteration + 1 == iteration and torch.distributed.get_rank() == rank:
                 with torch.no_grad():
-                    run.unwrapped_models[-1].decoder.layers[-1].mlp.linear_fc2.weight[3, 5] += 1.0
+                    run.unwrapped_model.decoder.layers[-1].mlp.linear_fc2.weight[3, 5] += 1.0
             return report
 
         loop.train_step = step_and_drift

@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 from ranks import quick_only, read_metrics, train_on_ranks
-from test_layouts import DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP
+from test_layouts import DP2_OVERLAP, PP2, TP2, TP2_SP
 from tests_tiny import ITERATIONS
 
 from megatron_neobert.checkpoint.save import Saver
@@ -69,7 +69,7 @@ class Poison:
     @contextlib.contextmanager
     def _broken(self, run) -> Iterator[None]:
         if self.of == "gradient":
-            parameter = next(run.models[0].parameters())
+            parameter = next(run.model.parameters())
             handle = parameter.register_hook(lambda gradient: gradient * self.factor)
             yield
             handle.remove()
@@ -97,9 +97,8 @@ def rank() -> int:
 def state_of(run) -> dict[str, torch.Tensor]:
     """Copies of weights, main weights, moments and step counts of this rank."""
     if run.settings.parallel.overlap_param_gather:
-        for model in run.models:
-            model.start_param_sync(force_sync=True)  # the newest weights of the other ranks
-    tensors = {f"{i}.{name}": value for i, m in enumerate(run.models) for name, value in m.named_parameters()}
+        run.model.start_param_sync(force_sync=True)  # the newest weights of the other ranks
+    tensors = dict(run.model.named_parameters())
     chained = run.optimizer.chained_optimizers
     main = (value for one in chained for value in one.get_parameters())
     tensors |= {f"main {i}": value for i, value in enumerate(main)}
@@ -131,7 +130,7 @@ CASES = {
         {"rank": 3, "of": "gradient"},
     ),
     "pipeline 2, gradient of the first stage, bfloat16": (2, PP2, {"bf16": True}, {"of": "gradient"}),
-    "interleaved pipeline 2, loss of the last stage": (2, PP2_INTERLEAVED, {}, {"rank": 1}),
+    "pipeline 2, loss of the last stage": (2, PP2, {}, {"rank": 1}),
 }
 
 
@@ -141,8 +140,7 @@ CASES = {
 def test_a_broken_step_of_one_rank_changes_no_bit_on_any_rank(settings, tmp_path, case):
     world_size, parallel, training, broken = CASES[case]
     poison = Poison(tmp_path / "notes", **broken)
-    model = {"num_layers": 4} if parallel == PP2_INTERLEAVED else {}
-    run = settings(model=model, parallel=parallel, training=training)
+    run = settings(parallel=parallel, training=training)
     train_on_ranks(run, world_size=world_size, prepare=poison)
     notes = poison.notes()
     assert len(notes) == world_size

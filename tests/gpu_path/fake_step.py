@@ -254,14 +254,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     reports = []
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:
         torch._C._set_only_lift_cpu_tensors(True)
-        models = setup.build_models(settings, device, vocab_size=VOCAB)
-        assert all(tensor.is_cuda for model in models for tensor in model.parameters())
-        optimizer = setup.build_optimizer(settings, models)
+        model = setup.build_model(settings, device, vocab_size=VOCAB)
+        assert all(tensor.is_cuda for tensor in model.parameters())
+        optimizer = setup.build_optimizer(settings, model)
         run: Any = Run(
             settings=settings,
             device=device,
             tokenizer=None,  # type: ignore[arg-type]
-            models=models,
+            model=model,
             optimizer=optimizer,
             scheduler=setup.build_scheduler(settings, optimizer),
             training_stream=None,  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def nan_loss(run: Run) -> None:
         losses, correct = output
         return losses * float("nan"), correct
 
-    hook = run.unwrapped_models[0].register_forward_hook(spoil)
+    hook = run.unwrapped_model.register_forward_hook(spoil)
 
 
 def one_skip(run: Run) -> None:

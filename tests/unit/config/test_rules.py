@@ -123,21 +123,6 @@ IMPOSSIBLE = [
     (3, "", ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 packed sequences", "Use 2112"]),
     (1, "--lr-warmup-iters 50 --train-iters 50", ["--lr-warmup-iters 50", "below 45"]),
     (2, "--pipeline-model-parallel-size 2 --num-layers 7", ["7", "size 2", "1 or 7"]),
-    (
-        2,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
-        ["--num-layers 28", "2 x", "stage 4 = 8"],
-    ),
-    (
-        2,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 14",
-        ["stage 14", "2 stages", "plain pipeline"],
-    ),
-    (
-        4,
-        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 192",
-        ["3 micro-batches", "192 / 64 packed sequences", "size 4", "--global-batch-size 256"],
-    ),
     (8, "--context-parallel-size 8", ["size 8 x", "--num-attention-heads 12"]),
     (3, "--context-parallel-size 3 --micro-batch-size 1", ["1 x --seq-length 1024 = 1024 tokens", "3 ranks"]),
     (2, "--context-parallel-size 2 --loss-normalization micro_batch", ["micro_batch", "size 2"]),
@@ -145,12 +130,6 @@ IMPOSSIBLE = [
         6,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         ["6 ranks", "2 x --pipeline-model-parallel-size 2 = 4", "multiple of 4"],
-    ),
-    (
-        2,
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 8 "
-        "--recompute-granularity full",
-        ["--num-layers 4", "stage 8 = 16"],
     ),
     (1, "--lr inf", ["--lr inf", "finite"]),
     (1, "--continue-from one --save two", ["--continue-from one", "--save two", "--load two"]),

@@ -10,13 +10,9 @@ from megatron_neobert.model.transformer_config import LocalLayerNorm, LocalRMSNo
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-@pytest.mark.parametrize(
-    ("stages", "layers_of_a_piece", "expected"), [(1, None, 12), (2, None, 6), (3, None, 4), (2, 3, 3), (3, 1, 1)]
-)
-def test_a_stage_gets_its_share_of_the_layers(stages, layers_of_a_piece, expected):
-    parallel = ParallelConfig(
-        pipeline_model_parallel_size=stages, num_layers_per_virtual_pipeline_stage=layers_of_a_piece
-    )
+@pytest.mark.parametrize(("stages", "expected"), [(1, 12), (2, 6), (3, 4)])
+def test_a_stage_gets_its_share_of_the_layers(stages, expected):
+    parallel = ParallelConfig(pipeline_model_parallel_size=stages)
     spec = layer_spec(Settings(model=ModelConfig(num_layers=12), parallel=parallel))
     assert len(spec.layer_specs) == expected
     assert spec.layer_norm is LocalRMSNorm

@@ -45,7 +45,7 @@ def build(compute: dict[str, Any], *, bf16: bool = True, wrapped: bool = False, 
     settings = settings.with_section("compute", **compute)
     built = NeoBERTModel(settings, vocab_size=VOCAB)
     if wrapped:
-        return wrap_model(settings, built, is_first_chunk=True)
+        return wrap_model(settings, built)
     return built.bfloat16() if bf16 else built  # as training does with what is still in float32: learned positions
 
 

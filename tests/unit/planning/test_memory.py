@@ -83,26 +83,21 @@ def test_context_and_sequence_parallel_ranks_keep_their_share():
 def pipeline() -> Iterator[Any]:
     """Has Megatron take this process for a rank of a pipeline."""
 
-    def become(stage: int, *, stages: int, pieces: int | None) -> None:
+    def become(stage: int, *, stages: int) -> None:
         parallel_state.set_pipeline_model_parallel_world_size(stages)
         parallel_state.set_pipeline_model_parallel_rank(stage)
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(pieces)
 
     yield become
-    become(None, stages=None, pieces=None)  # type: ignore[arg-type]
+    become(None, stages=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("micro_batches", [4, 8, 64])
-@pytest.mark.parametrize("layers_of_piece", [None, 7], ids=["plain", "interleaved"])
-def test_micro_batches_in_flight_are_those_of_megatrons_schedule(pipeline, micro_batches, layers_of_piece):
+def test_micro_batches_in_flight_are_those_of_megatrons_schedule(pipeline, micro_batches):
     settings = Settings().with_section("training", micro_batch_size=1, global_batch_size=micro_batches)
-    settings = settings.with_section(
-        "parallel", pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=layers_of_piece
-    )
-    pieces = settings.virtual_stages_per_rank
+    settings = settings.with_section("parallel", pipeline_model_parallel_size=2)
     for stage in range(2):
-        pipeline(stage, stages=2, pieces=pieces if pieces > 1 else None)
-        total, _, warm_up, _ = get_pp_rank_microbatches(micro_batches, pieces, 2)
+        pipeline(stage, stages=2)
+        total, _, warm_up, _ = get_pp_rank_microbatches(micro_batches, 1, 2)
         assert micro_batches_in_flight(settings, stage=stage, world_size=2) == min(total, warm_up + 1)
 
 
