@@ -58,9 +58,7 @@ CPU_CASES = {
     "recompute attention": Case(6, 384, 2, 1024, changes={"compute": {"recompute_granularity": "selective"}}),
     "wide": Case(4, 768, 2, 512),
     "tensor parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2}}),
-    "sequence parallel 2": Case(
-        6, 384, 2, 1024, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
-    ),
+    "sequence parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2}}),
     "context parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"context_parallel_size": 2}}),
     "pipeline 2": Case(
         6, 384, 1, 1024, micro_batches=4, ranks=2, changes={"parallel": {"pipeline_model_parallel_size": 2}}

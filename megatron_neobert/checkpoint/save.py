@@ -223,7 +223,7 @@ def describe_drift(run: Run) -> str | None:
     Costs a sum over the weights and a gather of 4 bytes per tensor: 0.3 s for 28 x 768 in float32 on one busy CPU core.
     Each rank hears of its own replicas alone. Collective: all ranks.
     """
-    if run.settings.parallel.overlap_param_gather:
+    if run.model.ddp_config.overlap_param_gather:
         run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() == 1:

@@ -17,11 +17,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.config.schema import ParallelConfig, Settings, flag_of
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CommandParser, ConfigError, OutputError
 
 if TYPE_CHECKING:
     from megatron_neobert.inspection.found_batch import FoundBatch
+
+
+_ONE_RANK = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1".split()
 
 
 def main() -> None:
@@ -82,7 +85,7 @@ def _choose(arguments: argparse.Namespace, flags: list[str]) -> tuple[Path | Non
 
     ranks = arguments.world_size or 1
     if arguments.rank is None:
-        flags = flags + _flags_of_one_rank()
+        flags = [*flags, *_ONE_RANK]  # behind the user's flags: they replace a layout that one rank cannot have
     load, place = arguments.load, None
     if load is not None and (list_checkpoints(load) or arguments.config is None):
         place = found_batch.checkpoint_before(load, arguments.iteration)
@@ -91,17 +94,6 @@ def _choose(arguments: argparse.Namespace, flags: list[str]) -> tuple[Path | Non
         return place, parse_command_line([*config, *flags], world_size=ranks).settings
     saved = found_batch.without_outputs(found_batch.settings_of_iteration(load, arguments.iteration))
     return place, found_batch.replace_by_flags(saved, flags, world_size=ranks)
-
-
-def _flags_of_one_rank() -> list[str]:
-    """The defaults of the layout: behind the user's flags they replace a layout that one rank cannot have."""
-    words: list[str] = []
-    for name, value in vars(ParallelConfig()).items():
-        if isinstance(value, bool):
-            words.append(flag_of(name) if value else flag_of(name).replace("--", "--no-", 1))
-        else:
-            words += [flag_of(name), str(value)]
-    return words
 
 
 def _show(found: "FoundBatch", arguments: argparse.Namespace) -> None:

@@ -41,9 +41,13 @@ _NOW_IGNORED = {
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_per_virtual_pipeline_stage",
+    "overlap_param_gather",
     "probe_data_path",
+    "profile_step_end",
+    "profile_step_start",
     "recompute_method",
     "recompute_num_layers",
+    "sequence_parallel",
     "tensorboard_dir",
     "wandb_exp_name",
 }

@@ -39,10 +39,6 @@ _RESUMABLE = "a run that stops early must be able to resume"
 _WHOLE_MATRICES = "it orthogonalizes whole matrices"
 NEEDS = (
     Need("rotary_base", "position_embedding_type", wanted="rope"),
-    Need("sequence_parallel", "tensor_model_parallel_size"),
-    Need("ddp_bucket_size", "overlap_grad_reduce"),
-    Need("overlap_param_gather", "overlap_grad_reduce", "both work bucket by bucket"),
-    Need("overlap_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
     Need("transformer_impl", "bf16", "its packed attention kernels know no float32", value="transformer_engine"),
     Need("attention_backend", "bf16", "the kernel knows no float32"),
     Need("fp8_format", "bf16", "what is not a matrix product is computed in bfloat16"),
@@ -58,8 +54,6 @@ NEEDS = (
     Need("save_initial", "save"),
     Need("async_save", "save"),
     Need("profile", "save", "the trace goes there"),
-    Need("profile_step_start", "profile"),
-    Need("profile_step_end", "profile"),
     Need("exit_interval", "save", _RESUMABLE),
     Need("exit_duration_in_mins", "save", _RESUMABLE),
     Need("keep_every", "keep_last", "alone it does nothing, because all checkpoints are kept"),
@@ -225,7 +219,7 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
     multiple = share * (1 if settings.compute.fp8_format is None else FP8_TOKENS[recipe])
     if settings.tokens_per_micro_batch % multiple:
         ranks = f"--context-parallel-size {cp}"
-        ranks += f" x --tensor-model-parallel-size {tp}, for --sequence-parallel" if parallel.sequence_parallel else ""
+        ranks += f" x --tensor-model-parallel-size {tp}" if parallel.sequence_parallel else ""
         in_blocks = f" in multiples of {FP8_TOKENS[recipe]} (--fp8-recipe {recipe})" if multiple > share else ""
         yield (
             f"--micro-batch-size {training.micro_batch_size} x --seq-length {settings.data.seq_length} = "
@@ -333,15 +327,11 @@ def checkpoint_problems(settings: Settings) -> Iterator[str]:
 
 def logging_problems(settings: Settings) -> Iterator[str]:
     logging, last = settings.logging, settings.training.train_iters
-    if logging.profile and logging.profile_step_start > last:
+    first, end = logging.profiled_iterations or (0, 0)
+    if logging.profile is not None and not 1 <= first <= min(end, last):
         yield (
-            f"--profile-step-start {logging.profile_step_start} is behind --train-iters {last}: nothing would be "
-            f"profiled. Use at most {last}."
-        )
-    if logging.profile_step_end < logging.profile_step_start:
-        yield (
-            f"--profile-step-end {logging.profile_step_end} is below --profile-step-start "
-            f"{logging.profile_step_start}; both are profiled, so end with {logging.profile_step_start + 2}."
+            f"--profile {logging.profile} is not a range of iterations between 1 and --train-iters {last}; give the "
+            "first and the last one, such as 10-12."
         )
     project = logging.wandb_project
     if project is not None and (wrong := sorted(set(project) & set(_NOT_IN_A_PROJECT))):

@@ -5,6 +5,7 @@ flag of the same name; the names are Megatron-LM's wherever Megatron has the not
 checked in `rules.py`.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,17 @@ class ModelConfig:
 class ParallelConfig:
     """How the ranks share the work. What the other dimensions leave over is data parallelism."""
 
-    tensor_model_parallel_size: int = setting(1, "tensor-parallel size: GPUs that share each layer", minimum=1)
-    sequence_parallel: bool = setting(False, "sequence parallelism: TP ranks also share what lies between matrices")
+    tensor_model_parallel_size: int = setting(
+        1, "tensor-parallel size: GPUs that share each layer, and the tokens between its matrices", minimum=1
+    )
     pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size: stages of consecutive layers", minimum=1)
     context_parallel_size: int = setting(1, "context-parallel size: GPUs that share a micro-batch's tokens", minimum=1)
     use_distributed_optimizer: bool = setting(True, "distributed optimizer: state sharded over DP ranks (ZeRO-1)")
-    overlap_grad_reduce: bool = setting(False, "overlap the gradient reduction with the backward pass")
-    overlap_param_gather: bool = setting(False, "overlap the gathering of updated weights with the next forward pass")
+    overlap_grad_reduce: bool | None = setting(
+        None,
+        "overlap the gradient reduction with the backward pass, and the distributed optimizer's gathering of weights "
+        "with the forward pass; default: on CUDA",
+    )
     ddp_bucket_size: int | None = setting(None, "gradient bucket size in parameters; default Megatron's", minimum=1)
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         None,
@@ -96,6 +101,11 @@ class ParallelConfig:
     distributed_timeout_minutes: float = setting(
         10.0, "hang timeout: a run without progress for so long ends and names the rank that holds it up", minimum=0.01
     )
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensor-parallel ranks also share the tokens between the matrix products."""
+        return self.tensor_model_parallel_size > 1
 
     @property
     def ranks_per_model(self) -> int:
@@ -295,10 +305,16 @@ class LoggingConfig:
     """What the run logs and where."""
 
     log_interval: int = setting(100, "log interval in iterations", minimum=1)
-    profile: bool = setting(False, "profile of some iterations of rank 0: a trace in SAVE/profile, NVTX ranges on GPUs")
-    profile_step_start: int = setting(10, "first iteration of the profile", minimum=1)
-    profile_step_end: int = setting(12, "last iteration of the profile", minimum=1)
+    profile: str | None = setting(
+        None, "iterations to profile on rank 0, as 10-12: a trace in SAVE/profile, NVTX ranges on GPUs"
+    )
     wandb_project: str | None = setting(None, "Weights & Biases project to log to as well; WANDB_MODE etc. hold")
+
+    @property
+    def profiled_iterations(self) -> tuple[int, int] | None:
+        """First and last iteration of the profile; None if there is none, or --profile is malformed."""
+        match = re.fullmatch(r"([0-9]{1,18})-([0-9]{1,18})", self.profile or "")
+        return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,15 @@ _WARM_UP = 1  # iterations before the first: the profiler's own start would be i
 
 
 def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], None]) -> Iterator[StepBatches]:
-    """The same steps; rank 0 writes a trace of the iterations from --profile-step-start to --profile-step-end.
+    """Yield the same steps; on rank 0, write a trace of the iterations of --profile.
 
     What follows an iteration until the next batch is there, a validation for one, is part of it. Of a run that begins
     or ends between the two the trace has what there was.
     """
-    cfg, done = run.settings.logging, run.progress.iteration
-    first, last = max(cfg.profile_step_start, done + 1 + _WARM_UP), cfg.profile_step_end
-    if not cfg.profile or not is_rank_zero() or first > last:
+    done = run.progress.iteration
+    first, last = run.settings.logging.profiled_iterations or (0, 0)
+    first = max(first, done + 1 + _WARM_UP)
+    if first > last or not is_rank_zero():
         yield from steps
         return
     on_gpu = run.device.type == "cuda"

@@ -85,7 +85,7 @@ def build_model(settings: Settings, device: torch.device, *, vocab_size: int) ->
     )
     wrapped = wrap_model(settings, model.to(device))
     wrapped.config.finalize_model_grads_func = scale_by_tokens
-    if settings.parallel.overlap_grad_reduce:
+    if wrapped.ddp_config.overlap_grad_reduce:
         wrapped.config.no_sync_func = wrapped.no_sync
     return wrapped
 
@@ -93,6 +93,7 @@ def build_model(settings: Settings, device: torch.device, *, vocab_size: int) ->
 def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
     """A model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
     parallel, config = settings.parallel, model.config
+    overlaps = torch.cuda.is_available() if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
     if settings.training.bf16:
         model = Float16Module(config, model)
     if choose_kernels(settings).transformer_impl == "transformer_engine":
@@ -105,8 +106,8 @@ def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            overlap_param_gather=parallel.overlap_param_gather,
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=overlaps and parallel.use_distributed_optimizer,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
             bucket_size=parallel.ddp_bucket_size,
             fp8_param_gather=settings.compute.fp8_param_gather,
@@ -131,7 +132,7 @@ def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
         bf16=settings.training.bf16,
         params_dtype=torch.bfloat16 if settings.training.bf16 else torch.float32,
         use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
-        overlap_param_gather=settings.parallel.overlap_param_gather,
+        overlap_param_gather=model.ddp_config.overlap_param_gather,
         fp8_recipe=settings.compute.fp8_recipe if settings.compute.fp8_format is not None else None,
     )
     overrides: dict[ParamKey, ParamGroupOverride] = {}  # an empty table decays all, as the paper's code does

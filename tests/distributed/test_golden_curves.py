@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ranks import quick_only, read_metrics, train_on_ranks
-from test_layouts import CP2, DP2_OVERLAP, PP2, TP2_SP
+from test_layouts import CP2, DP2_OVERLAP, PP2, TP2
 from test_muon import MUON
 from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
@@ -31,7 +31,7 @@ PHASES = (
 RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "plain": (1, {}),
     "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
-    "tensor 2, sequence parallel": (2, {"parallel": TP2_SP}),
+    "tensor 2": (2, {"parallel": TP2}),
     "pipeline 2": (2, {"parallel": PP2}),
     "context 2": (2, {"parallel": CP2}),
     "Muon": (1, MUON),

@@ -30,9 +30,8 @@ class Layout:
 ONE_RANK = Layout(1)
 
 
-DP2_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 10_000}
+DP2_OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 10_000}
 TP2 = {"tensor_model_parallel_size": 2}
-TP2_SP = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 RECOMPUTE_ALL = {"recompute_granularity": "full"}
@@ -41,28 +40,27 @@ LAYOUTS = {
     "data 2, overlapped": Layout(2, DP2_OVERLAP),
     "data 2, whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
     "tensor 2": Layout(2, TP2),
-    "tensor 2, sequence parallel": Layout(2, TP2_SP),
     "pipeline 2": Layout(2, PP2),
     "context 2": Layout(2, CP2),
     "tensor 2 x data 2": Layout(4, TP2),
     "tensor 2 x pipeline 2": Layout(4, {**TP2, **PP2}),
-    "tensor 2, sequence parallel x context 2": Layout(4, {**TP2_SP, **CP2}),
+    "tensor 2 x context 2": Layout(4, {**TP2, **CP2}),
     "pipeline 2 x context 2": Layout(4, {**PP2, **CP2}),
     "pipeline 2 x data 2, overlapped": Layout(4, {**PP2, **DP2_OVERLAP}),
-    "tensor 2, sequence parallel x pipeline 2 x data 2": Layout(8, {**TP2_SP, **PP2}),
+    "tensor 2 x pipeline 2 x data 2": Layout(8, {**TP2, **PP2}),
     "recomputed layers": Layout(1, compute=RECOMPUTE_ALL),
     "recomputed layers, pipeline 2": Layout(2, PP2, RECOMPUTE_ALL),
-    "recomputed attention, tensor 2": Layout(2, TP2_SP, {"recompute_granularity": "selective"}),
+    "recomputed attention, tensor 2": Layout(2, TP2, {"recompute_granularity": "selective"}),
 }
 # One of each kind of parallelism; two kinds at a time take four ranks, which take turns on two cores.
 QUICK = (
     "data 2, overlapped",
-    "tensor 2, sequence parallel",
+    "tensor 2",
     "pipeline 2",
     "context 2",
     "recomputed layers",
 )
-IN_BF16 = ("data 2", "tensor 2, sequence parallel", "pipeline 2", "context 2", "recomputed layers")
+IN_BF16 = ("data 2", "tensor 2", "pipeline 2", "context 2", "recomputed layers")
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_each_corpus_for_validation_has_the_curve_that_it_has_alone(build, tiny_
 
 
 def test_a_profile_is_a_trace_of_its_iterations_and_changes_no_figure(build, plain):
-    run = build(logging={"profile": True, "profile_step_start": 2, "profile_step_end": 3})
+    run = build(logging={"profile": "2-3"})
     train_on_ranks(run)
     (trace,) = Path(run.checkpoint.save, "profile").iterdir()
     assert trace.name == "iterations_2_to_3.json.gz"

@@ -12,7 +12,7 @@ import pytest
 from processes import run_command
 from ranks import quick_only, read_metrics, train_on_ranks
 from security.hostile import Checkpoint
-from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, TP2_SP, largest_relative_gap
+from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
 from training_command import SCRIPT, flags_of
@@ -37,7 +37,7 @@ CASES = {
     "one rank, whole optimizer": (1, {"use_distributed_optimizer": False}, {}),
     "two ranks, several buckets": (2, DP2_OVERLAP, {}),
     "tensor parallel 2": (2, TP2, {}),
-    "tensor 2 with sequence parallel x pipeline 2, bfloat16": (4, {**TP2_SP, **PP2}, {"bf16": True}),
+    "tensor 2 x pipeline 2, bfloat16": (4, {**TP2, **PP2}, {"bf16": True}),
     "pipeline 2": (2, PP2, {}),
     "context parallel 2": (2, CP2, {}),
 }
@@ -122,7 +122,7 @@ def leave_bucket_offsets_alone() -> None:
         ((2, {}), (1, {})),
         pytest.param((2, TP2), (1, {}), marks=pytest.mark.slow),
         pytest.param((1, {}), (2, TP2), marks=pytest.mark.slow),
-        ((2, PP2), (2, TP2_SP)),
+        ((2, PP2), (2, TP2)),
         pytest.param((4, {**TP2, **PP2}), (2, CP2), marks=pytest.mark.slow),
         pytest.param((1, {}), (4, {**PP2, **DP2_OVERLAP}), marks=pytest.mark.slow),
     ],
@@ -130,7 +130,7 @@ def leave_bucket_offsets_alone() -> None:
         "data parallel 2 to 1",
         "tensor parallel 2 to 1",
         "1 to tensor parallel 2",
-        "pipeline to sequence parallel",
+        "pipeline to tensor parallel",
         "tensor x pipeline to context parallel",
         "1 to pipeline x data 2, overlapped",
     ],

@@ -11,7 +11,7 @@ import pytest
 from processes import run_on_ranks
 from ranks import quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
-from test_layouts import CP2, TP2_SP, largest_relative_gap
+from test_layouts import CP2, TP2, largest_relative_gap
 from test_megatron_lines import load_and_save
 from tests_tiny import TinyCorpus, build_corpus, tiny_settings
 from tolerances import BF16_LAYOUT_LOSS, ENGINE_DELAYED_RESUMED, ENGINE_FP8_CURVE, ENGINE_FP8_RUN, LAYOUT_LOSS
@@ -43,7 +43,7 @@ def last(settings: Settings) -> Path:
     return iteration_folder(Path(str(settings.checkpoint.save)), settings.training.train_iters)
 
 
-@pytest.mark.parametrize("layout", [TP2_SP, CP2, {}], ids=["tensor 2, sequence parallel", "context 2", "data 2"])
+@pytest.mark.parametrize("layout", [TP2, CP2, {}], ids=["tensor 2", "context 2", "data 2"])
 def test_two_ranks_give_the_losses_of_one(run, layout):
     alone, shared = run("alone", ENGINE), run("shared", ENGINE, parallel=layout)
     train(alone)

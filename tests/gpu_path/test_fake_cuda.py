@@ -30,7 +30,6 @@ COPIES = {
 }
 TWO_OF_EACH = {
     "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
     "pipeline_model_parallel_size": 2,
     "context_parallel_size": 2,
 }
@@ -49,11 +48,10 @@ def of_two(**parallel: Any) -> dict[str, Any]:
 
 LAYOUTS = {
     "tensor": of_two(tensor_model_parallel_size=2),
-    "tensor and sequence": of_two(tensor_model_parallel_size=2, sequence_parallel=True),
     "context": of_two(context_parallel_size=2),
     "data": of_two(),
     "data, not distributed": of_two(use_distributed_optimizer=False),
-    "data, overlapped": of_two(overlap_grad_reduce=True, overlap_param_gather=True),
+    "data, not overlapped": of_two(overlap_grad_reduce=False),
     "pipeline, first stage": of_two(pipeline_model_parallel_size=2),
     "pipeline, last stage": {**of_two(pipeline_model_parallel_size=2), "rank": 1},
     "64 ranks, the first": {"num_layers": LAYERS, "world_size": 64, "parallel": TWO_OF_EACH},

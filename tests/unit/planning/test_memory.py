@@ -61,7 +61,7 @@ def test_a_token_of_the_250m_model_keeps_24_632_bytes_per_layer_under_transforme
     assert batch.layer_bytes == per_token * 64 * 1024 == 24_632 * 64 * 1024
 
 
-def test_context_and_sequence_parallel_ranks_keep_their_share():
+def test_context_and_tensor_parallel_ranks_keep_their_share():
     settings = Settings().with_section("training", bf16=True)
 
     def layer(**parallel: Any) -> int:
@@ -69,11 +69,9 @@ def test_context_and_sequence_parallel_ranks_keep_their_share():
         return MicroBatch(settings=changed, kernels="transformer_engine", masked_tokens=0, vocab_size=VOCAB).layer_bytes
 
     slots = 64 * 1024
-    norms = 2 * (2 * 2 * 768 + 4) * slots
     # An exchange between context-parallel ranks leaves one more copy of the attention's result.
     assert layer(context_parallel_size=2) == (layer() + 2 * 768 * slots) // 2
-    assert layer(tensor_model_parallel_size=2) == norms + (layer() - norms) // 2
-    assert layer(tensor_model_parallel_size=2, sequence_parallel=True) == layer() // 2
+    assert layer(tensor_model_parallel_size=2) == layer() // 2
 
 
 # ---- pipelines
@@ -172,10 +170,7 @@ ROWS_OF_PAGE = {
     "`--bf16` instead of float32": {"training": {"bf16": False}},
     "`--use-distributed-optimizer` (default)": {"parallel": {"use_distributed_optimizer": False}},
     "`--recompute-granularity full`": {"compute": FULL},
-    "`--tensor-model-parallel-size 2 --sequence-parallel`": {
-        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    },
-    "without `--sequence-parallel`": {"parallel": {"tensor_model_parallel_size": 2}},
+    "`--tensor-model-parallel-size 2`": {"parallel": {"tensor_model_parallel_size": 2}},
     "`--context-parallel-size 2`": {"parallel": {"context_parallel_size": 2}},
     "`--pipeline-model-parallel-size 2`": {"parallel": {"pipeline_model_parallel_size": 2}},
     "80 GiB and more": {"training": {"micro_batch_size": 64}},

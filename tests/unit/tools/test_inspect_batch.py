@@ -37,7 +37,7 @@ def test_the_command_prints_numbers_and_rows(place):
 
 def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_start_for_any_layout(place):
     config = ("--config", place / "settings.yaml", "--iteration", 6, "--rows", 8)
-    layout = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel")
+    layout = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
     said = inspect("--load", place / "run", *config[2:])
     assert said == inspect(*config) == inspect(*config, "--load", place / "run") == inspect(*config, *layout)
     assert said != inspect("--load", place / "run", *config[2:], "--seed", 1)
