@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_neobert.inspection.found_batch import FoundBatch
 
 
-_ONE_RANK = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1".split()
+_ONE_RANK = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
 
 
 def main() -> None:
