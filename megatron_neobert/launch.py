@@ -22,6 +22,7 @@ from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import CheckpointConfig, flag_of
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError, run_command
+from megatron_neobert.planning.costs import refuse_full_disk
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, find_node, whole_number
 from megatron_neobert.runtime.rendezvous import Report, agree_to_start
@@ -49,8 +50,11 @@ def main() -> int:
         if max_restarts:
             check_restarts(command.settings.checkpoint, nodes=node.nodes)
         inputs = open_phases(command.settings)  # once and now, before any rank is started
-        check_folders(command.settings.checkpoint, create=not command.dry_run)
+        check_folders(command.settings.checkpoint, create=False)
         refuse_unfit_start(command.settings, inputs)
+        refuse_full_disk(command.settings, vocab_size=inputs[0].tokenizer.vocab_size)
+        if not command.dry_run:
+            check_folders(command.settings.checkpoint)  # which creates --save: nothing above leaves an empty folder
         # What all nodes must be started with alike, by the name that the user knows.
         start = {"NNODES": str(node.nodes), "NPROC_PER_NODE": str(nproc)}
         for section in asdict(command.settings).values():

@@ -293,6 +293,11 @@ def quarantine(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
+def leftovers(save: Path) -> list[Path]:
+    """Return the folders that crashes have left and that the next save deletes."""
+    return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
+
+
 def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
     """Creates the folder that a checkpoint is written to; removes what crashes have left beside it.
 
@@ -301,7 +306,7 @@ def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
     """
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
-    for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
+    for leftover in leftovers(save):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
         leftover.unlink(missing_ok=True)

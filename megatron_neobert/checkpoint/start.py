@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import TRAIN_STATE, list_checkpoints
+from megatron_neobert.checkpoint.folder import TRAIN_STATE, iteration_of, list_checkpoints
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.config.stretches import stretch_of, stretches
 from megatron_neobert.data.batches.inputs import Inputs
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -24,10 +24,8 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
     Raises:
         CheckpointError, ConfigError: As `refuse_unfit_checkpoint`, or the tokenizer is another one.
     """
-    config = settings.checkpoint
-    places = (None if config.resume == "never" else config.load, config.continue_from)
-    found = [list_checkpoints(Path(place)) if place is not None else [] for place in places]
-    folder = next((folders[0] for folders in found if folders), None)
+    resumed, continued = _newest_checkpoints(settings.checkpoint)
+    folder = resumed or continued
     if folder is None:
         return
     try:
@@ -43,8 +41,21 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
     own = inputs[stretches(settings).index(stretch_of(settings, saved.iteration))]
-    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=not found[0])
+    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=resumed is None)
     refuse_other_tokenizer(folder, own.tokenizer)
+
+
+def first_iteration(config: CheckpointConfig) -> int:
+    """Return the iteration of the newest checkpoint that this run would continue; 0 if there is none."""
+    resumed, continued = _newest_checkpoints(config)
+    folder = resumed or continued
+    return 0 if folder is None else iteration_of(folder)
+
+
+def _newest_checkpoints(config: CheckpointConfig) -> list[Path | None]:
+    """Return the newest checkpoint of --load and that of --continue-from."""
+    places = (None if config.resume == "never" else config.load, config.continue_from)
+    return [next(iter(list_checkpoints(Path(place))), None) if place is not None else None for place in places]
 
 
 def refuse_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

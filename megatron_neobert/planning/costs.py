@@ -4,9 +4,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
+from megatron_neobert.checkpoint.folder import iteration_of, leftovers, list_checkpoints
+from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
+from megatron_neobert.errors import SaveError
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import Kernels, RankMemory, plan_memory
@@ -107,6 +109,28 @@ def kept_checkpoints(settings: Settings, *, first: int, there: Sequence[int]) ->
     return min(saves, kept)
 
 
+def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
+    """Refuse a run whose file system has no room for a single checkpoint.
+
+    --keep-last makes no difference: an older checkpoint is deleted after a newer one is published.
+
+    Raises:
+        SaveError: With the size of a checkpoint and the free space.
+    """
+    checkpoint = settings.checkpoint
+    if checkpoint.save is None or first_iteration(checkpoint) >= settings.training.train_iters:
+        return
+    save, size = Path(checkpoint.save).resolve(), checkpoint_bytes(settings, vocab_size=vocab_size)
+    free = shutil.disk_usage(_existing(save)).free
+    if free < size:  # the first save deletes what crashes have left
+        free += sum(path.stat().st_size for folder in leftovers(save) for path in folder.rglob("*") if path.is_file())
+    if free < size:
+        raise SaveError(
+            f"a checkpoint of this run takes {_bytes(size)}, but --save {checkpoint.save} has {_bytes(free)} free; at "
+            "least one must fit. Make room there, or give --save a folder on another file system."
+        )
+
+
 def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list[str]:
     """How large, how many, and whether the disk has room for them."""
     size = checkpoint_bytes(settings, vocab_size=vocab_size)
@@ -121,12 +145,14 @@ def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list
         f"{each}, every {counted(settings.checkpoint.save_interval, 'iteration')}; at most {kept:,} at a time: "
         f"{_bytes(kept * size)}, {there:,} of them there already; {_bytes(free)} free in {folder}"
     ]
-    if (kept - there) * size > free:
-        lines.append(
-            f"warning: no room for more than {free // size:,} more of them. "
-            + ("Lower --keep-last, raise --keep-every" if settings.checkpoint.keep_last else "Add --keep-last 2")
-            + ", or --save elsewhere."
-        )
+    more = free // size
+    if kept - there > more:
+        remedy = "Lower --keep-last, raise --keep-every"
+        if there + more < 3:  # --keep-last 2, the least, keeps three while the newest is written
+            remedy = "Make room"
+        elif settings.checkpoint.keep_last is None:
+            remedy = "Add --keep-last 2"
+        lines.append(f"warning: no room for more than {more:,} more of them. {remedy}, or --save elsewhere.")
     return lines
 
 

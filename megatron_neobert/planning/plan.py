@@ -11,13 +11,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
-from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
+from megatron_neobert.checkpoint.start import first_iteration
+from megatron_neobert.config.schema import Settings, flag_of
 from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
@@ -135,14 +134,6 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         folded = [part for line in lines for part in _fold(line)]
         for label, line in zip([name, *[""] * len(folded)], folded, strict=False):
             print(f"{label:<{_INDENT}}{line}".rstrip())
-    return 0
-
-
-def first_iteration(checkpoint: CheckpointConfig) -> int:
-    """How many iterations are done already, by the newest checkpoint that this run would continue from."""
-    for folder in (checkpoint.load if checkpoint.resume != "never" else None, checkpoint.continue_from):
-        if folder is not None and (checkpoints := list_checkpoints(Path(folder))):
-            return iteration_of(checkpoints[0])
     return 0
 
 

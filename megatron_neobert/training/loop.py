@@ -20,6 +20,7 @@ from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.kernels import choose_kernels, engine_attention
+from megatron_neobert.planning.costs import refuse_full_disk
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, is_rank_zero
 from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank
@@ -47,6 +48,8 @@ def run_training(settings: Settings) -> int:
         check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         inputs, device = join(settings)
+        if CHECKED_BY_LAUNCHER not in os.environ:
+            refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:
             run = build_run(settings, inputs, device)
             run.tick = detector.tick
@@ -55,6 +58,8 @@ def run_training(settings: Settings) -> int:
                 settings, iteration=run.progress.iteration, vocab_size=run.tokenizer.vocab_size, device=device
             )
             monitor.log(_opening_line(run, loaded))
+            if settings.checkpoint.save is None:
+                monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
             for line in choose_kernels(settings).summary.splitlines():
                 monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
             if inputs[0].probe is not None:
@@ -126,6 +131,8 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
             monitor.restart_clock()
         detector.mark("waiting for data", run.progress.iteration + 1)
     saver.finish()
+    if following.stop is None and run.settings.checkpoint.save is None:
+        monitor.log("warning: the trained weights are lost, because no --save was given")
     return _exit_code(run, monitor, following)
 
 

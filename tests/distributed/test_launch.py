@@ -133,6 +133,7 @@ def test_other_signals_to_the_launcher_save_and_end_with_75_as_well(tiny_corpus,
         ({"load": "nowhere"}, 66, "--load nowhere holds no checkpoint"),
         ({"split": "0,1"}, 65, "none"),
         ({"save": "/dev/null/run"}, 73, "--save /dev/null/run cannot be created"),
+        ({"num_layers": 10**9, "save": "run"}, 74, " GiB free; at least one must fit. Make room there"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

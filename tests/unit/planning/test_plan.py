@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 import sys
 from typing import Any
 
@@ -19,9 +20,10 @@ from megatron_neobert.data.batches import rows
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
-from megatron_neobert.model.flops import training_flops_per_token
+from megatron_neobert.errors import SaveError
+from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
-from megatron_neobert.planning.costs import kept_checkpoints
+from megatron_neobert.planning.costs import checkpoint_lines, kept_checkpoints, refuse_full_disk
 from megatron_neobert.planning.plan import draw_curve, learning_rate, print_plan, sample_iteration
 from megatron_neobert.text import duration, percent
 
@@ -149,6 +151,49 @@ def test_checkpoints_on_disk_are_those_kept_and_the_one_being_written(keep, firs
     settings = Settings(checkpoint=CheckpointConfig(save="runs", save_interval=10, **keep))
     settings = settings.with_section("training", train_iters=1000)
     assert kept_checkpoints(settings, first=first, there=there) == expected
+
+
+@pytest.mark.parametrize("case", ["full disk", "full disk, --keep-last 2", "no --save", "trained already", "remains"])
+def test_a_run_is_refused_where_it_saves_and_not_one_checkpoint_fits(case, tmp_path):
+    """Of a model whose checkpoint is 100 GiB larger than the free space; what a crash has left is deleted first."""
+    free, save = shutil.disk_usage(tmp_path).free, tmp_path / "run"
+    keep = {"keep_last": 2} if "keep" in case else {}
+    checkpoint = CheckpointConfig(save=None if case == "no --save" else str(save), load=str(save), **keep)
+    settings = Settings(checkpoint=checkpoint).with_section("training", train_iters=4)
+    layer = checkpoint_bytes(settings, vocab_size=0) // settings.model.num_layers
+    settings = settings.with_section("model", num_layers=(free + (100 << 30)) // layer)
+    older = save / ("iter_0000004" if case == "trained already" else "iter_0000003")
+    older.mkdir(parents=True)
+    (older / MANIFEST).touch()
+    if case == "remains":
+        (save / ".tmp-iter_0000004").mkdir()
+        with (save / ".tmp-iter_0000004" / "rank_00000.safetensors").open("wb") as stream:
+            stream.truncate(200 << 30)  # no block of it is on disk
+    if "full" in case:
+        with pytest.raises(SaveError, match=r"takes \S+ GiB, but --save .* has \S+ GiB free"):
+            refuse_full_disk(settings, vocab_size=0)
+    else:
+        refuse_full_disk(settings, vocab_size=0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "fitting", "remedy"),
+    [
+        ({}, 3, "Add --keep-last 2"),
+        ({}, 2, "Make room"),
+        ({"keep_last": 2}, 2, "Make room"),
+        ({"keep_last": 5}, 3, "Lower --keep-last"),
+        ({"keep_last": 2, "keep_every": 2}, 3, "Lower --keep-last, raise --keep-every"),
+    ],
+)
+def test_plan_advises_what_leaves_room_for_as_many_checkpoints_as_fit(keep, fitting, remedy, tmp_path):
+    """Of a model so large that `fitting` checkpoints and a half fit."""
+    checkpoint = CheckpointConfig(save=str(tmp_path), save_interval=1, **keep)
+    settings = Settings(checkpoint=checkpoint).with_section("training", train_iters=1000)
+    layer = checkpoint_bytes(settings, vocab_size=0) // settings.model.num_layers
+    layers = int(shutil.disk_usage(tmp_path).free / (fitting + 0.5)) // layer
+    lines = checkpoint_lines(settings.with_section("model", num_layers=layers), vocab_size=0, first=0)
+    assert f"no room for more than {fitting} more of them. {remedy}" in lines[-1]
 
 
 # ---- the page
