@@ -4,15 +4,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import iteration_of, leftovers, list_checkpoints
-from megatron_neobert.checkpoint.start import first_iteration
+from megatron_neobert.checkpoint.folder import existing_parent, iteration_of, list_checkpoints
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
-from megatron_neobert.errors import SaveError
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import Kernels, RankMemory, plan_memory
-from megatron_neobert.text import counted, duration, percent
+from megatron_neobert.text import counted, duration, in_bytes, percent
 
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
 _SHOWN_MFU = (0.2, 0.4)
@@ -109,41 +107,19 @@ def kept_checkpoints(settings: Settings, *, first: int, there: Sequence[int]) ->
     return min(saves, kept)
 
 
-def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
-    """Refuse a run whose file system has no room for a single checkpoint.
-
-    --keep-last makes no difference: an older checkpoint is deleted after a newer one is published.
-
-    Raises:
-        SaveError: With the size of a checkpoint and the free space.
-    """
-    checkpoint = settings.checkpoint
-    if checkpoint.save is None or first_iteration(checkpoint) >= settings.training.train_iters:
-        return
-    save, size = Path(checkpoint.save).resolve(), checkpoint_bytes(settings, vocab_size=vocab_size)
-    free = shutil.disk_usage(_existing(save)).free
-    if free < size:  # the first save deletes what crashes have left
-        free += sum(path.stat().st_size for folder in leftovers(save) for path in folder.rglob("*") if path.is_file())
-    if free < size:
-        raise SaveError(
-            f"a checkpoint of this run takes {_bytes(size)}, but --save {checkpoint.save} has {_bytes(free)} free; at "
-            "least one must fit. Make room there, or give --save a folder on another file system."
-        )
-
-
 def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list[str]:
     """How large, how many, and whether the disk has room for them."""
     size = checkpoint_bytes(settings, vocab_size=vocab_size)
-    each = f"{_bytes(size)} each"
+    each = f"{in_bytes(size)} each"
     if settings.checkpoint.save is None:
         return [f"{each}; none is saved without --save"]
     save = Path(settings.checkpoint.save).resolve()
-    folder, iterations = _existing(save), [iteration_of(one) for one in list_checkpoints(save)]
+    folder, iterations = existing_parent(save), [iteration_of(one) for one in list_checkpoints(save)]
     free = shutil.disk_usage(folder).free
     kept, there = kept_checkpoints(settings, first=first, there=iterations), len(iterations)
     lines = [
         f"{each}, every {counted(settings.checkpoint.save_interval, 'iteration')}; at most {kept:,} at a time: "
-        f"{_bytes(kept * size)}, {there:,} of them there already; {_bytes(free)} free in {folder}"
+        f"{in_bytes(kept * size)}, {there:,} of them there already; {in_bytes(free)} free in {folder}"
     ]
     more = free // size
     if kept - there > more:
@@ -154,12 +130,3 @@ def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list
             remedy = "Add --keep-last 2"
         lines.append(f"warning: no room for more than {more:,} more of them. {remedy}, or --save elsewhere.")
     return lines
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists: the same disk."""
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
-
-
-def _bytes(size: int) -> str:
-    return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"

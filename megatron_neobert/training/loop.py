@@ -13,6 +13,7 @@ import torch
 from megatron_neobert.checkpoint.folder import check_folders, claim, list_checkpoints
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
+from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.loader import DaliLoader, build_loader
@@ -20,7 +21,6 @@ from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.kernels import choose_kernels, engine_attention
-from megatron_neobert.planning.costs import refuse_full_disk
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, is_rank_zero
 from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank

@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.folder import MANIFEST
+from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.config.stretches import stretches
@@ -23,7 +24,7 @@ from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.errors import SaveError
 from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
-from megatron_neobert.planning.costs import checkpoint_lines, kept_checkpoints, refuse_full_disk
+from megatron_neobert.planning.costs import checkpoint_lines, kept_checkpoints
 from megatron_neobert.planning.plan import draw_curve, learning_rate, print_plan, sample_iteration
 from megatron_neobert.text import duration, percent
 
