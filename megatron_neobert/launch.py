@@ -49,11 +49,10 @@ def main() -> int:
         if max_restarts:
             check_restarts(command.settings.checkpoint, nodes=node.nodes)
         inputs = open_phases(command.settings)  # once and now, before any rank is started
-        check_folders(command.settings.checkpoint, create=False)
+        # Of several nodes one tries to create --save, which all of them share.
+        check_folders(command.settings.checkpoint, create=node.rank == 0 and not command.dry_run)
         refuse_unfit_start(command.settings, inputs)
         refuse_full_disk(command.settings, vocab_size=inputs[0].tokenizer.vocab_size)
-        if not command.dry_run:
-            check_folders(command.settings.checkpoint)  # which creates --save: nothing above leaves an empty folder
         # What all nodes must be started with alike, by the name that the user knows.
         start = {"NNODES": str(node.nodes), "NPROC_PER_NODE": str(nproc)}
         for section in asdict(command.settings).values():

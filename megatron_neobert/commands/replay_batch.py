@@ -24,7 +24,6 @@ from megatron_neobert.runtime.environment import is_rank_zero, world_size
 def main() -> None:
     """Replays the batch; rank 0 prints what is found."""
     from megatron_neobert.config.flags import run_flags
-    from megatron_neobert.inspection.found_batch import refuse_later_iteration
 
     parser = CommandParser(__doc__, also=run_flags())
     add = parser.add_argument
@@ -36,6 +35,8 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     weights, place = choose_origin(arguments.load, arguments.iteration, wanted=arguments.checkpoint_iteration)
     settings = settings_of(arguments.load, weights, flags)
+    from megatron_neobert.inspection.found_batch import refuse_later_iteration
+
     refuse_later_iteration(settings, arguments.iteration)
     if is_rank_zero():
         for folder in {folder for folder in (weights, place) if folder is not None}:

@@ -45,7 +45,7 @@ def run_training(settings: Settings) -> int:
     """
     refuse_missing_wandb(settings)
     if CHECKED_BY_LAUNCHER not in os.environ:
-        check_folders(settings.checkpoint)
+        check_folders(settings.checkpoint, create=is_rank_zero())
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         inputs, device = join(settings)
         if CHECKED_BY_LAUNCHER not in os.environ:

@@ -145,6 +145,14 @@ def test_a_bad_start_ends_in_one_sentence_and_its_exit_code(tiny_corpus, tmp_pat
     assert list(tmp_path.iterdir()) == [], "nothing is half written"
 
 
+def test_a_start_that_a_rank_refuses_leaves_no_folder(tiny_corpus, tmp_path):
+    words = flags(tiny_corpus, tmp_path / "new" / "run", train_iters=2, transformer_impl="transformer_engine")
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    ended = run_command("megatron_neobert.launch", SCRIPT, *words, "--bf16", environment=no_gpu)
+    assert ended.refused(2) and "this machine has no CUDA device" in ended.output, ended.output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_tokenizer_that_did_not_write_the_corpus_is_refused_before_any_rank_is_started(tiny_corpus, tmp_path):
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n", encoding="utf-8")
