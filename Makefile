@@ -50,8 +50,12 @@ fuzz:
 lint:
 	@$(environment) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy
 
+# An environment that has the two packages, or .venv-docs with nothing else: Markdown needs no torch.
 docs:
-	@$(environment) && NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict && echo build/site/index.html
+	@for python in "$${VIRTUAL_ENV:-.venv}/bin/python" .venv-docs/bin/python; do \
+		"$$python" -c "import mkdocs, material" 2>/dev/null && break; done || { \
+		python3 -m venv .venv-docs && "$$python" -m pip install --quiet -c constraints.txt mkdocs mkdocs-material; } || exit 69; \
+	NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict && echo build/site/index.html
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

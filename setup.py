@@ -20,8 +20,9 @@ def read_version() -> str:
 REQUIREMENTS = [
     "torch>=2.11",  # whose packed attention takes a scale
     # Inner functions of which are used on CPU, so each release line is one that the tests have passed with.
-    "megatron-core>=0.16.1,<0.17; python_version < '3.12'",  # the last for Python 3.11
-    "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",
+    # Exactly those that runtime/megatron_patches.py was written for. 0.16.1 is the last for Python 3.11.
+    "megatron-core==0.16.1; python_version < '3.12'",
+    "megatron-core==0.19.2; python_version >= '3.12'",
     "numpy>=1.26",
     "pyarrow>=16",
     "orjson>=3.9",

@@ -197,6 +197,15 @@ def short_reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
+def yaml_reason(error: Exception) -> str:
+    """Return what PyYAML found, on one line: place and problem, without its excerpts of the file."""
+    text, mark = str(error), getattr(error, "problem_mark", None)
+    if mark is not None:
+        found = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+        text = f"line {mark.line + 1}, column {mark.column + 1}: {found}"
+    return " ".join(text.split())[:LONGEST_REASON]
+
+
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Runs a command's `main` and ends the process with the exit code that its outcome deserves.
 

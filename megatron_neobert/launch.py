@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import check_folders, has_stop_file
-from megatron_neobert.checkpoint.start import refuse_unfit_start
+from megatron_neobert.checkpoint.start import refuse_full_disk, refuse_unfit_start
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import CheckpointConfig, flag_of
 from megatron_neobert.data.batches.inputs import open_phases
@@ -49,8 +49,10 @@ def main() -> int:
         if max_restarts:
             check_restarts(command.settings.checkpoint, nodes=node.nodes)
         inputs = open_phases(command.settings)  # once and now, before any rank is started
-        check_folders(command.settings.checkpoint, create=not command.dry_run)
+        # Of several nodes one tries to create --save, which all of them share.
+        check_folders(command.settings.checkpoint, create=node.rank == 0 and not command.dry_run)
         refuse_unfit_start(command.settings, inputs)
+        refuse_full_disk(command.settings, vocab_size=inputs[0].tokenizer.vocab_size)
         # What all nodes must be started with alike, by the name that the user knows.
         start = {"NNODES": str(node.nodes), "NPROC_PER_NODE": str(nproc)}
         for section in asdict(command.settings).values():

@@ -50,6 +50,11 @@ def with_prefix(rate: float, unit: str) -> str:
     return f"{rate:.0f} {unit.strip()}"
 
 
+def in_bytes(size: int) -> str:
+    """Format a size in GiB, or in MiB below one GiB."""
+    return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
+
+
 def duration(seconds: float) -> str:
     """The two largest units; of ten days and more the days."""
     minutes, seconds = divmod(round(seconds), 60)

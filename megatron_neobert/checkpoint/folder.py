@@ -27,7 +27,14 @@ from typing import TypedDict
 
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
-from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import (
+    lock_if_possible,
+    make_folder,
+    read_text,
+    replace_file,
+    sha256_of,
+    sync_to_disk,
+)
 
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
@@ -94,7 +101,11 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
 
 
 def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
-    """Refuses folders that a run must not start with, and creates --save, or only looks whether that can be done.
+    """Refuse folders that a run must not start with. --save comes to be with `claim`: a refused start leaves no folder.
+
+    Args:
+        create: Whether to try to create --save, for a moment; otherwise only permissions are looked at. Of several
+            processes one may try.
 
     Raises:
         ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
@@ -119,7 +130,8 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
     if save:
         try:
             if create:
-                save.mkdir(parents=True, exist_ok=True)
+                for made in make_folder(save):
+                    made.rmdir()
             else:
                 _refuse_what_mkdir_would(save)
         except OSError as error:
@@ -164,7 +176,7 @@ def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save:
 
 @contextmanager
 def claim(save: str | None) -> Iterator[None]:
-    """Keeps other runs from writing to a save folder meanwhile; to be entered by rank 0.
+    """Create a save folder and keep other runs from writing to it meanwhile; to be entered by rank 0.
 
     Completes what a crash has left unfinished there: a checkpoint that was written but not yet published.
 
@@ -174,6 +186,7 @@ def claim(save: str | None) -> Iterator[None]:
     if save is None:
         yield
         return
+    Path(save).mkdir(parents=True, exist_ok=True)
     with (Path(save) / _LOCK).open("a+b") as lock:
         until = time.monotonic() + _LEAVE_SECONDS
         while True:
@@ -293,6 +306,16 @@ def quarantine(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
+def existing_parent(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists: the same file system."""
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def leftovers(save: Path) -> list[Path]:
+    """Return the folders that crashes have left and that the next save deletes."""
+    return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
+
+
 def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
     """Creates the folder that a checkpoint is written to; removes what crashes have left beside it.
 
@@ -301,7 +324,7 @@ def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
     """
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
-    for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
+    for leftover in leftovers(save):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
         leftover.unlink(missing_ok=True)

@@ -1,18 +1,21 @@
-"""Whether the checkpoint that a start would continue belongs to it, judged before any rank exists. Needs no torch."""
+"""Checks before any rank exists: the checkpoint that a start would continue, and room for its own. Needs no torch."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import TRAIN_STATE, list_checkpoints
+from megatron_neobert.checkpoint.folder import TRAIN_STATE, existing_parent, iteration_of, leftovers, list_checkpoints
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.config.stretches import stretch_of, stretches
 from megatron_neobert.data.batches.inputs import Inputs
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import CheckpointError, NeoBERTError
+from megatron_neobert.errors import CheckpointError, NeoBERTError, SaveError
+from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.runtime.atomic_files import read_text
+from megatron_neobert.text import in_bytes
 
 
 def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
@@ -24,10 +27,8 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
     Raises:
         CheckpointError, ConfigError: As `refuse_unfit_checkpoint`, or the tokenizer is another one.
     """
-    config = settings.checkpoint
-    places = (None if config.resume == "never" else config.load, config.continue_from)
-    found = [list_checkpoints(Path(place)) if place is not None else [] for place in places]
-    folder = next((folders[0] for folders in found if folders), None)
+    resumed, continued = _newest_checkpoints(settings.checkpoint)
+    folder = resumed or continued
     if folder is None:
         return
     try:
@@ -43,8 +44,43 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
     own = inputs[stretches(settings).index(stretch_of(settings, saved.iteration))]
-    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=not found[0])
+    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=resumed is None)
     refuse_other_tokenizer(folder, own.tokenizer)
+
+
+def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
+    """Refuse a run whose file system has no room for a single checkpoint.
+
+    --keep-last makes no difference: an older checkpoint is deleted after a newer one is published.
+
+    Raises:
+        SaveError: With the size of a checkpoint and the free space.
+    """
+    checkpoint = settings.checkpoint
+    if checkpoint.save is None or first_iteration(checkpoint) >= settings.training.train_iters:
+        return
+    save, size = Path(checkpoint.save).resolve(), checkpoint_bytes(settings, vocab_size=vocab_size)
+    free = shutil.disk_usage(existing_parent(save)).free
+    if free < size:  # the first save deletes what crashes have left
+        free += sum(path.stat().st_size for folder in leftovers(save) for path in folder.rglob("*") if path.is_file())
+    if free < size:
+        raise SaveError(
+            f"a checkpoint of this run takes {in_bytes(size)}, but --save {checkpoint.save} has {in_bytes(free)} free; "
+            "at least one must fit. Make room there, or give --save a folder on another file system."
+        )
+
+
+def first_iteration(config: CheckpointConfig) -> int:
+    """Return the iteration of the newest checkpoint that this run would continue; 0 if there is none."""
+    resumed, continued = _newest_checkpoints(config)
+    folder = resumed or continued
+    return 0 if folder is None else iteration_of(folder)
+
+
+def _newest_checkpoints(config: CheckpointConfig) -> list[Path | None]:
+    """Return the newest checkpoint of --load and that of --continue-from."""
+    places = (None if config.resume == "never" else config.load, config.continue_from)
+    return [next(iter(list_checkpoints(Path(place))), None) if place is not None else None for place in places]
 
 
 def refuse_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

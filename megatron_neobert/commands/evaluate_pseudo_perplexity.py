@@ -119,9 +119,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if any(low >= high for low, high in pairwise(bins)):
         raise ConfigError(f"--length-bins {' '.join(map(str, bins))} must increase.")
     name_models(arguments.model)
-    from megatron_neobert.data.shards.find import find_shards
+    # Before seconds of imports and the loading of models.
+    from megatron_neobert.data.shards.reading import ReadSettings
+    from megatron_neobert.evaluation.pseudo_perplexity.documents import refuse_no_text
 
-    find_shards(arguments.data)  # refuses what is not there, before seconds of imports
+    refuse_no_text(arguments.data, ReadSettings(text_key=arguments.text_key))
 
 
 @contextmanager

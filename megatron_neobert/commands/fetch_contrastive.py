@@ -7,11 +7,13 @@ are kept, so that the same command resumes. Copy the folder to where there is no
 """
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import CommandParser, ConfigError, MissingInputError, NeoBERTError, OutputError
+from megatron_neobert.runtime.atomic_files import make_folder
 
 if TYPE_CHECKING:  # --help answers without importing datasets
     from megatron_neobert.evaluation.contrastive.config import DatasetSource
@@ -31,7 +33,7 @@ def main() -> None:
             "the columns query, positive and negatives."
         )
     try:
-        arguments.data_dir.mkdir(parents=True, exist_ok=True)
+        made = make_folder(arguments.data_dir)
     except OSError as error:
         raise OutputError(f"--data-dir {arguments.data_dir}: cannot be created ({error.strerror}).") from error
     failed = []
@@ -42,6 +44,9 @@ def main() -> None:
             print(f"failed: {error}", flush=True)
             failed.append(key)
     if failed:
+        with suppress(OSError):  # it holds what could be fetched
+            for folder in made:
+                folder.rmdir()
         raise MissingInputError(
             f"--data-dir {arguments.data_dir}: {len(failed)} of {len(keys)} datasets could not be fetched "
             f"({', '.join(failed)}); look at the reasons above and start the same command again."

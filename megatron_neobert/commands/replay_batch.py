@@ -35,6 +35,9 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     weights, place = choose_origin(arguments.load, arguments.iteration, wanted=arguments.checkpoint_iteration)
     settings = settings_of(arguments.load, weights, flags)
+    from megatron_neobert.inspection.found_batch import refuse_later_iteration
+
+    refuse_later_iteration(settings, arguments.iteration)
     if is_rank_zero():
         for folder in {folder for folder in (weights, place) if folder is not None}:
             verify_files(folder)
@@ -88,6 +91,11 @@ def replay(settings: Settings, iteration: int, *, weights: Path | None, place: P
     if is_rank_zero():
         used = "fresh weights" if weights is None else f"the weights of {weights}"
         print(f"batch {iteration} with {used} on {world_size()} x {run.device.type}")
+        if weights is None and iteration > 1:
+            print(
+                f"warning: these are not the weights that met batch {iteration} in training, of which no checkpoint is "
+                "there; losses and gradient are those of fresh weights. --checkpoint-iteration N takes a checkpoint's"
+            )
         print_findings(stream, sums, not_finite, float(grad_norm))
     distributed.shut_down()
 

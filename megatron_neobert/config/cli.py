@@ -18,7 +18,7 @@ from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
 from megatron_neobert.config.stretches import stretches
-from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, suggestion
+from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, suggestion, yaml_reason
 
 _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
@@ -127,7 +127,7 @@ def _missing_inputs(settings: Settings) -> list[str]:
         problems += [f"{flag} :drop={file}: no such file; check the path." for file in lists if not Path(file).exists()]
     if (path := data.tokenizer_model) and not Path(path).exists():
         problems.append(f"--tokenizer-model {path}: no such file or folder; check the path.")
-    return problems
+    return list(dict.fromkeys(problems))  # phases may name one corpus several times
 
 
 def read_settings(path: Path, *, is_record: bool = False) -> Settings:
@@ -240,7 +240,7 @@ def _load_yaml(text: bytes | str) -> Any:
         content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return yaml.load(content, Loader=_UniqueKeyLoader)  # a SafeLoader
     except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
-        raise ConfigError(_one_line(str(error)) or type(error).__name__) from error
+        raise ConfigError(_one_line(yaml_reason(error)) or type(error).__name__) from error
 
 
 def _name_of(key: Any) -> str:

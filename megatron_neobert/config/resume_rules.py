@@ -196,6 +196,8 @@ def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> It
     """Every setting that differs and may matter, in words; of the model alone where nothing else was saved."""
     logged = {"model"} if weights_only else set(vars(now)) - _NOT_LOGGED
     sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in logged}
+    # Not the setting, which may be the default on one side and the same number on the other.
+    sections["model"] = tuple("ffn_width" if name == "ffn_hidden_size" else name for name in sections["model"])
     for name, text in _differences(saved, now, sections):
         if name not in _NOT_LOGGED:
             yield text

@@ -82,11 +82,7 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     """
     continued = settings.checkpoint.continue_from  # such a run counts on from the other one
     first = 1 if place is not None or continued is None else iteration_of(latest_checkpoint(Path(continued))) + 1
-    if iteration > (last := settings.training.train_iters):
-        raise ConfigError(
-            f"--iteration {iteration} is none of this run, which has {last} (--train-iters); name one of them, or give "
-            "a larger --train-iters."
-        )
+    refuse_later_iteration(settings, iteration)
     if iteration < first:
         raise ConfigError(
             f"--iteration {iteration} is before this run, whose first is {first}: it counts on from the newest "
@@ -178,6 +174,15 @@ def check_iteration(iteration: int) -> None:
     """Raises ConfigError where no iteration has that number."""
     if iteration < 1:
         raise ConfigError(f"--iteration {iteration} is none; the first iteration of a run is 1.")
+
+
+def refuse_later_iteration(settings: Settings, iteration: int) -> None:
+    """Raise ConfigError if the run ends before this iteration."""
+    if iteration > (last := settings.training.train_iters):
+        raise ConfigError(
+            f"--iteration {iteration} is none of this run, which has {last} (--train-iters); name one of them, or give "
+            "a larger --train-iters."
+        )
 
 
 def settings_of_iteration(load: Path, iteration: int) -> Settings:

@@ -4,20 +4,20 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
+from megatron_neobert.checkpoint.folder import existing_parent, iteration_of, list_checkpoints
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import Kernels, RankMemory, plan_memory
-from megatron_neobert.text import counted, duration, percent
+from megatron_neobert.text import counted, duration, in_bytes, percent
 
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
-_SHOWN_MFU = (0.2, 0.4)
+_SHOWN_MFU = (0.1, 0.15, 0.2)  # the paper's own run had about 15 %
 _KERNEL_NAMES: dict[Kernels, str] = {
     "transformer_engine": "Transformer Engine",
-    "gpu": "torch on a GPU",
-    "cpu": "torch on a CPU",
+    "gpu": "torch on GPU",
+    "cpu": "torch on CPU",
 }
 
 
@@ -48,7 +48,7 @@ def plan_memories(settings: Settings, *, vocab_size: int, world_size: int) -> di
 
 
 def memory_lines(memories: dict[Kernels, RankMemory], *, stages: int) -> list[str]:
-    """A column for each kind of layers, a line for each part."""
+    """Format a table with a column for each kind of layers and a line for each part; 68 characters wide at most."""
     parts = {
         "weights": [memory.weights for memory in memories.values()],
         "gradients": [memory.gradients for memory in memories.values()],
@@ -62,31 +62,33 @@ def memory_lines(memories: dict[Kernels, RankMemory], *, stages: int) -> list[st
     largest = max(memory.total - memory.context for memory in memories.values())
     unit, divisor = ("GiB", 1 << 30) if largest >= 1 << 30 else ("MiB", 1 << 20)
     names = [_KERNEL_NAMES[kernels] for kernels in memories]
-    lines = [f"{f'{unit} of the fullest rank':<24}" + "".join(f"{name:>20}" for name in names)]
+    widths = [len(name) + 2 for name in names]
+    lines = [f"{f'{unit}, fullest rank':<20}" + "".join(f"  {name}" for name in names)]
     for part, sizes in parts.items():
-        lines.append(f"{part:<24}" + "".join(f"{size / divisor:>20,.2f}" for size in sizes))
+        cells = (f"{size / divisor:>{width},.2f}" for size, width in zip(sizes, widths, strict=True))
+        lines.append(f"{part:<20}" + "".join(cells))
     if stages > 1:
         places = ", ".join(f"{memory.stage + 1}" for memory in memories.values())
-        lines.append(f"{'pipeline stage':<24}{places} of {stages}")
+        lines.append(f"{'pipeline stage':<20}  {places} of {stages}")
     return lines
 
 
 def gpu_lines(settings: Settings, memories: dict[Kernels, RankMemory], *, flops: float, world_size: int) -> list[str]:
-    """Which GPU has the room, and how long it would take."""
+    """Format a table of GPUs: the time of the run at some shares of the peak rate, and whether the memory suffices."""
     memory = next(iter(memories.values()))
     shares = _SHOWN_MFU if settings.training.bf16 else ()
-    header = "".join(f"{f'at {percent(mfu, digits=0)} MFU':>14}" for mfu in shares)
-    lines = [f"{f'{world_size} x':<24}{header}  memory"]
+    header = "".join(f"{f'{percent(mfu, digits=0)} MFU':>12}" for mfu in shares)
+    lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
     for gpu in GPUS:
         if gpu.name not in _SHOWN_GPUS:
             continue
         peak = world_size * gpu.bf16_tflops * 1e12
-        times = "".join(f"{duration(flops / (peak * mfu)):>14}" for mfu in shares)
+        times = "".join(f" {duration(flops / (peak * mfu)):>11}" for mfu in shares)
         spare = gpu.memory_gib - memory.total / (1 << 30)
-        room = f"fits, {spare:,.1f} GiB free" if spare >= 0 else f"does not fit, {-spare:,.1f} GiB missing"
-        lines.append(f"{gpu.name:<24}{times}  {room} of {gpu.memory_gib:g}")
-    if not shares:
-        lines.append("times are stated for bfloat16 alone (--bf16)")
+        room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
+        lines.append(f"{gpu.name:<14}{times}  {room}")
+    note = "The paper's own run had about 15 % MFU; measure this machine before you plan with a share."
+    lines.append(note if shares else "Times are stated for bfloat16 alone (--bf16).")
     return lines
 
 
@@ -110,30 +112,23 @@ def kept_checkpoints(settings: Settings, *, first: int, there: Sequence[int]) ->
 def checkpoint_lines(settings: Settings, *, vocab_size: int, first: int) -> list[str]:
     """How large, how many, and whether the disk has room for them."""
     size = checkpoint_bytes(settings, vocab_size=vocab_size)
-    each = f"{_bytes(size)} each"
+    each = f"{in_bytes(size)} each"
     if settings.checkpoint.save is None:
         return [f"{each}; none is saved without --save"]
     save = Path(settings.checkpoint.save).resolve()
-    folder, iterations = _existing(save), [iteration_of(one) for one in list_checkpoints(save)]
+    folder, iterations = existing_parent(save), [iteration_of(one) for one in list_checkpoints(save)]
     free = shutil.disk_usage(folder).free
     kept, there = kept_checkpoints(settings, first=first, there=iterations), len(iterations)
     lines = [
         f"{each}, every {counted(settings.checkpoint.save_interval, 'iteration')}; at most {kept:,} at a time: "
-        f"{_bytes(kept * size)}, {there:,} of them there already; {_bytes(free)} free in {folder}"
+        f"{in_bytes(kept * size)}, {there:,} of them there already; {in_bytes(free)} free in {folder}"
     ]
-    if (kept - there) * size > free:
-        lines.append(
-            f"warning: no room for more than {free // size:,} more of them. "
-            + ("Lower --keep-last, raise --keep-every" if settings.checkpoint.keep_last else "Add --keep-last 2")
-            + ", or --save elsewhere."
-        )
+    more = free // size
+    if kept - there > more:
+        remedy = "Lower --keep-last, raise --keep-every"
+        if there + more < 3:  # --keep-last 2, the least, keeps three while the newest is written
+            remedy = "Make room"
+        elif settings.checkpoint.keep_last is None:
+            remedy = "Add --keep-last 2"
+        lines.append(f"warning: no room for more than {more:,} more of them. {remedy}, or --save elsewhere.")
     return lines
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists: the same disk."""
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
-
-
-def _bytes(size: int) -> str:
-    return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"

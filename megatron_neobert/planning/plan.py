@@ -11,13 +11,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
-from megatron_neobert.config.schema import CheckpointConfig, Settings, flag_of
+from megatron_neobert.checkpoint.start import first_iteration
+from megatron_neobert.config.schema import Settings, flag_of
 from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
@@ -32,6 +31,8 @@ _COLUMNS = 80  # of a terminal
 _CURVE_COLUMNS, _CURVE_LINES = 58, 5
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_WINDOWS = 8  # 32,768 documents
+_LARGE_CUT = 0.1  # share of tokens that are never read
+_MANY_EPOCHS = 5
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,6 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     return 0
 
 
-def first_iteration(checkpoint: CheckpointConfig) -> int:
-    """How many iterations are done already, by the newest checkpoint that this run would continue from."""
-    for folder in (checkpoint.load if checkpoint.resume != "never" else None, checkpoint.continue_from):
-        if folder is not None and (checkpoints := list_checkpoints(Path(folder))):
-            return iteration_of(checkpoints[0])
-    return 0
-
-
 # ---- what is run
 
 
@@ -202,24 +195,31 @@ def iteration_lines(settings: Settings, sample: IterationSample, *, world_size: 
         f"efficiency {percent(sample.packing_efficiency, digits=2)}",
     ]
     if sample.truncated >= 0.0005:
+        warning = "warning: " if sample.truncated >= _LARGE_CUT else ""
         lines.append(
-            f"long documents are cut: {percent(sample.truncated)} of the tokens are never read; see --long-documents"
+            f"{warning}{percent(sample.truncated)} of the tokens are never read, because long documents are cut at "
+            f"{settings.data.seq_length:,}; --long-documents chunk reads them"
         )
     return lines
 
 
 def corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
     lines = [
-        f"about {_small(epochs * left)} epochs of {line}"
+        f"about {_rounded(epochs * left)} epochs of {line}"
         for line, epochs in zip(inputs.description, sample.epochs, strict=True)
     ]
-    if len(lines) == 1:
-        return lines
-    shares = zip(lines, sample.document_shares, sample.token_shares, strict=True)
-    return [
-        f"{percent(documents, digits=2)} of the documents, {percent(tokens, digits=2)} of the tokens: {line}"
-        for line, documents, tokens in shares
-    ]
+    if len(lines) > 1:
+        shares = zip(lines, sample.document_shares, sample.token_shares, strict=True)
+        lines = [
+            f"{percent(documents, digits=2)} of the documents, {percent(tokens, digits=2)} of the tokens: {line}"
+            for line, documents, tokens in shares
+        ]
+    if (most := max(sample.epochs) * left) > _MANY_EPOCHS:
+        lines.append(
+            f"warning: documents are read up to {_rounded(most)} times; repetitions beyond the first few add little. "
+            "Use fewer --train-iters or more data"
+        )
+    return lines
 
 
 def flops_per_iteration(settings: Settings, inputs: Inputs, sample: IterationSample) -> float:
@@ -358,7 +358,7 @@ def rate_lines(settings: Settings, *, first: int) -> list[str]:
             style = f"constant to {end - optimizer.lr_wsd_decay_iters:,}, then {optimizer.lr_wsd_decay_style}"
         decay = f"{style} to {optimizer.min_lr:g} at {end:,}"
     warmup = f"0 to {optimizer.lr:g} by iteration {optimizer.lr_warmup_iters:,}"
-    lines.append(f"{'':>9}{warmup if optimizer.lr_warmup_iters else f'{optimizer.lr:g}'}, then {decay}")
+    lines.append(f"{warmup if optimizer.lr_warmup_iters else f'{optimizer.lr:g}'}, then {decay}")
     return lines
 
 
@@ -374,5 +374,9 @@ def _fold(line: str) -> list[str]:
     )
 
 
-def _small(number: float) -> str:
-    return f"{number:,.2f}" if number >= 0.01 else f"{number:.1e}"
+def _rounded(number: float) -> str:
+    """Format a number with three significant digits, at most two of them behind the point."""
+    if number < 0.01:
+        return f"{number:.1e}"
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.{2 if rounded < 10 else 1 if rounded < 100 else 0}f}"

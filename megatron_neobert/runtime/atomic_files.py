@@ -130,6 +130,13 @@ def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
     return True
 
 
+def make_folder(folder: Path) -> list[Path]:
+    """Create a folder and return what was not there before, the innermost first, so that it can be removed again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
 def refuse_existing(output: Path) -> None:
     """Refuses a target that holds something.
 

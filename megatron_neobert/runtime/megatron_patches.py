@@ -12,14 +12,20 @@
 4. `finalize_model_grads` asks the device whether any token was counted. `scale_by_tokens` needs no answer;
    megatron.core 0.19 has the same.
 
+`refuse_other_upstream` compares what the patches rely on with the installed sources: a release that computes offsets or
+norms in another way would not fail, but train with wrong numbers.
+
 Proof: tests/distributed/test_resume.py of the first two, tests/gpu_path of the others, which also fails as soon as the
 oldest supported megatron.core waits no longer without them.
 """
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import megatron.core
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core import parallel_state
@@ -29,6 +35,21 @@ from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.optim.adam import adam
 
+from megatron_neobert.errors import ConfigError
+
+# Functions of megatron.core and a part of their source, the same in both supported releases, that a patch relies on.
+_RELIED_ON = (
+    (DistributedOptimizer, "sharded_param_state_fully_reshardable", ") in buffer.param_index_map.items():"),
+    (DistributedOptimizer, "sharded_param_state_fully_reshardable", "[state_key][param_world_start:param_world_end]"),
+    (DistributedOptimizer, "get_parameter_state_dp_zero", "offset_in_world_tensors += gbuf_world_numel_unpadded"),
+    (DistributedOptimizer, "state_dict", "elif USING_TE_OPTIMIZER or USING_APEX_OPTIMIZER:"),
+    (DistributedOptimizer, "load_state_dict", "if not HAVE_APEX_OR_TE:"),
+    (megatron_optimizer, "_get_megatron_optimizer_based_on_param_groups", "if USING_PYTORCH_OPTIMIZER:"),
+    (megatron_optimizer, "_get_megatron_optimizer_based_on_param_groups", "adam_cls = Adam"),
+    (base_optimizer.MegatronOptimizer, "get_grad_norm", "total_norm = get_grad_norm_fp32("),
+    (base_optimizer.MegatronOptimizer, "clip_grad_norm", "grad_norm = get_grad_norm_fp32("),
+    (base_optimizer.ChainedOptimizer, "get_grad_norm", "grad_norm = get_grad_norm_fp32("),
+)
 _NORM_ELEMENTS = 1 << 15  # in one fp32 sum on CPU: 1.5e-8 from fp64, and as fast as one sum over all
 
 
@@ -36,6 +57,7 @@ def install() -> None:
     """Puts all fixes in place but the last, which is called by name; a second call does nothing."""
     if getattr(DistributedOptimizer, "has_bucket_fix", False):
         return
+    refuse_other_upstream()
     DistributedOptimizer.has_bucket_fix = True
     DistributedOptimizer.sharded_param_state_fully_reshardable = _with_bucket_padding_removed(
         DistributedOptimizer.sharded_param_state_fully_reshardable
@@ -48,7 +70,32 @@ def install() -> None:
         distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
+def refuse_other_upstream() -> None:
+    """Refuse a megatron.core whose sources are not those that the patches were written for.
+
+    Raises:
+        ConfigError: Naming the installed version and the first function that differs.
+    """
+    problem = None
+    for owner, name, text in _RELIED_ON:
+        try:
+            source = inspect.getsource(getattr(owner, name))
+        except (AttributeError, OSError):  # gone, or installed without sources
+            source = ""
+        if problem is None and text not in source:
+            problem = f"{owner.__name__}.{name} does not hold {text!r}"
+    taken = inspect.signature(clip_grads.get_grad_norm_fp32).parameters
+    if problem is None and list(taken) != list(inspect.signature(norm_on_device).parameters):
+        problem = f"get_grad_norm_fp32 takes {', '.join(taken)}"
+    if problem is not None:
+        raise ConfigError(
+            f"megatron-core {megatron.core.__version__} is not a version that this project corrects: {problem}. "
+            "Install the version that setup.py names for this Python; another one can save or clip wrong numbers."
+        )
+
+
 def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
     def sharded_param_state(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for buffer in self.buffers:

@@ -13,6 +13,7 @@ import torch
 from megatron_neobert.checkpoint.folder import check_folders, claim, list_checkpoints
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
+from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.loader import DaliLoader, build_loader
@@ -43,9 +44,11 @@ def run_training(settings: Settings) -> int:
     """
     refuse_missing_wandb(settings)
     if CHECKED_BY_LAUNCHER not in os.environ:
-        check_folders(settings.checkpoint)
+        check_folders(settings.checkpoint, create=is_rank_zero())
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         inputs, device = join(settings)
+        if CHECKED_BY_LAUNCHER not in os.environ:
+            refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:
             run = build_run(settings, inputs, device)
             run.tick = detector.tick
@@ -54,6 +57,8 @@ def run_training(settings: Settings) -> int:
                 settings, iteration=run.progress.iteration, vocab_size=run.tokenizer.vocab_size, device=device
             )
             monitor.log(_opening_line(run, loaded))
+            if settings.checkpoint.save is None:
+                monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
             for line in choose_kernels(settings).summary.splitlines():
                 monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
             with monitor.running():
@@ -123,6 +128,8 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
             monitor.restart_clock()
         detector.mark("waiting for data", run.progress.iteration + 1)
     saver.finish()
+    if following.stop is None and run.settings.checkpoint.save is None:
+        monitor.log("warning: the trained weights are lost, because no --save was given")
     return _exit_code(run, monitor, following)
 
 

@@ -133,6 +133,7 @@ def test_other_signals_to_the_launcher_save_and_end_with_75_as_well(tiny_corpus,
         ({"load": "nowhere"}, 66, "--load nowhere holds no checkpoint"),
         ({"split": "0,1"}, 65, "none"),
         ({"save": "/dev/null/run"}, 73, "--save /dev/null/run cannot be created"),
+        ({"num_layers": 10**9, "save": "run"}, 74, " GiB free; at least one must fit. Make room there"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -142,6 +143,14 @@ def test_a_bad_start_ends_in_one_sentence_and_its_exit_code(tiny_corpus, tmp_pat
     assert ended.refused(code), ended.output
     assert message in ended.output
     assert list(tmp_path.iterdir()) == [], "nothing is half written"
+
+
+def test_a_start_that_a_rank_refuses_leaves_no_folder(tiny_corpus, tmp_path):
+    words = flags(tiny_corpus, tmp_path / "new" / "run", train_iters=2, transformer_impl="transformer_engine")
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    ended = run_command("megatron_neobert.launch", SCRIPT, *words, "--bf16", environment=no_gpu)
+    assert ended.refused(2) and "this machine has no CUDA device" in ended.output, ended.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tokenizer_that_did_not_write_the_corpus_is_refused_before_any_rank_is_started(tiny_corpus, tmp_path):

@@ -1,6 +1,7 @@
 """What the launcher does when a rank crashes or hangs, and what the ranks do when the launcher has gone."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -102,6 +103,20 @@ def test_signal_before_a_single_rank_has_any_handler_ends_it_with_75(tiny_corpus
     words = [*LAUNCHER, str(script), *flags_of(tiny_settings(tiny_corpus))]
     finished = subprocess.run(words, env=environment(1), capture_output=True, text=True, check=False, timeout=600)
     assert (finished.returncode, finished.stderr) == (75, "rank 0: stopped by SIGTERM before the first iteration\n")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
+def test_ranks_get_as_many_threads_as_the_launcher_may_use_cores(tiny_corpus, tmp_path):
+    """Slurm and containers allow a process fewer cores than the machine has."""
+    script = tmp_path / "threads.py"
+    script.write_text('import os\nprint(os.environ["OMP_NUM_THREADS"], "threads")\n')
+    words = [*LAUNCHER, str(script), *flags_of(resumable(tiny_corpus, tmp_path / "run"))]
+    one = min(os.sched_getaffinity(0))
+    here = {name: value for name, value in environment(1, MAX_RESTARTS=1).items() if name != "OMP_NUM_THREADS"}
+    finished = subprocess.run(
+        words, env=here, capture_output=True, text=True, check=False, preexec_fn=lambda: os.sched_setaffinity(0, {one})
+    )
+    assert (finished.returncode, finished.stdout) == (0, "1 threads\n"), finished.stderr
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:

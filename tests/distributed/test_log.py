@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -131,6 +132,15 @@ def test_memory_is_that_of_the_rank_that_has_most(build, tmp_path):
     light, heavy = (float((tmp_path / rank).read_text()) for rank in "01")
     assert heavy - light > 0.8 * ballast_mib / 1024
     assert read_metrics(run.checkpoint.save, "memory_gib")[LAST] == pytest.approx(heavy, rel=0.05)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_without_save_warns_at_its_start_and_at_its_end_on_one_rank_that_weights_are_lost(build, capfd, saves):
+    run = build(checkpoint={} if saves else {"save": None, "load": None})
+    train_on_ranks(run, world_size=2)
+    lines = [line for line in capfd.readouterr().out.splitlines() if re.match("training|iteration|warning", line)]
+    warned = [number for number, line in enumerate(lines) if "weights are lost" in line]
+    assert warned == ([] if saves else [1, len(lines) - 1]), lines
 
 
 def test_of_two_runs_that_both_got_the_lock_the_older_one_ends_before_it_writes_another_line(build):

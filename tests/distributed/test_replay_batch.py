@@ -116,7 +116,7 @@ def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(tra
     train_on_ranks(tool.settings_of(trained.save, weights, []), prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[1]]
     said = capfd.readouterr().out
-    assert "batch 2 with fresh weights on 1 x cpu" in said
+    assert "batch 2 with fresh weights on 1 x cpu\nwarning: these are not the weights that met batch 2" in said
     listed = [[int(n) for n in line.split()[1:]] for line in said.splitlines() if f"  {tiny_corpus.prefix}: " in line]
     corpus = Corpus(Path(tiny_corpus.prefix))
     for tokens, numbers in zip(trained.batches[1], listed, strict=True):
@@ -147,3 +147,5 @@ def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, tm
         tool.choose_origin(trained.save, 4, wanted=3)
     with pytest.raises(MissingInputError, match="holds no checkpoint"):
         tool.choose_origin(tmp_path, 4, wanted=None)
+    code, _, errors = run("replay_batch", "--load", trained.save, "--iteration", LAST + 1)
+    assert (code, f"--iteration {LAST + 1} is none of this run, which has {LAST} (" in errors) == (2, True), errors

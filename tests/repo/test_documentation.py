@@ -114,6 +114,14 @@ def test_building_the_site_fails_on_a_broken_link(tmp_path):
     assert "#nowhere" in built.stdout + built.stderr
 
 
+def test_make_docs_prepares_no_environment_where_one_has_mkdocs_and_else_one_without_torch():
+    """`make -n` prints what it would run; `import mkdocs, material` fails in an environment of neither."""
+    recipe = subprocess.run(["make", "-n", "docs"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert "prepare_environment" not in recipe
+    installed = re.search(r"pip install --quiet -c constraints\.txt (.*?);", recipe)
+    assert installed is not None and installed[1].split() == ["mkdocs", "mkdocs-material"]
+
+
 def test_site_holds_every_page_and_the_files_that_pages_link_to(site):
     expected = {f"{page.stem}.html" for page in PAGES if page.parent.name == "docs"}
     assert expected <= {page.name for page in site.glob("*.html")}

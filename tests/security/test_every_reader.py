@@ -219,7 +219,9 @@ def test_hostile_input_runs_nothing_asks_nobody_and_is_refused_in_a_sentence(
     assert result.code in REFUSALS, result.output
     assert "Traceback" not in result.output
     assert "\x1b" not in result.output
+    output = tmp_path / "output"
+    written = [path for path in output.rglob("*") if path.is_file()]
     if result.code:
         assert result.errors, result.output
-    written = [path for path in (tmp_path / "output").rglob("*") if path.is_file()]
+        assert written or not output.exists(), "a refusal leaves no empty folder"
     assert not any(SECRET.encode() in path.read_bytes() for path in written)

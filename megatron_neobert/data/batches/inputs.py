@@ -75,7 +75,7 @@ def open_inputs(data: DataConfig) -> Inputs:
         ),
         description=[
             f"{component}: {len(source.documents):,} of {corpus.manifest.documents:,} documents "
-            f"({corpus.manifest.tokens:,} tokens)"
+            f"({corpus.manifest.tokens:,} tokens){_held_out(corpus, data)}"
             for component, corpus, source in zip(components, corpora, training, strict=True)
         ],
     )
@@ -141,6 +141,11 @@ def _split_sources(
             if documents:
                 sources.append(Source(corpus, _choose(component, corpus, documents, purpose), weight))
     return tuple(parts[0]), tuple(parts[1])
+
+
+def _held_out(corpus: Corpus, data: DataConfig) -> str:
+    held_out = sum(map(len, split_ranges(len(corpus), data.share_of_data_path)[1:]))
+    return f", {held_out:,} held out by --split {data.split}" if held_out else ""
 
 
 def _choose(component: Component, corpus: Corpus, documents: range, purpose: str) -> range | KeptDocuments:

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from megatron_neobert.errors import ConfigError, MissingInputError, suggestion
+from megatron_neobert.errors import ConfigError, MissingInputError, suggestion, yaml_reason
 
 _RULES = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a file, and of a prompt in the final folder
@@ -90,9 +90,8 @@ def read_config(path: Path) -> ContrastiveConfig:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{path}: not readable as YAML: {reason}; compare it with the recipe evaluation/contrastive."
+            f"{path}: not readable as YAML: {yaml_reason(error)}; compare it with the recipe evaluation/contrastive."
         ) from None
     if not isinstance(content, dict) or set(content) != {"training", "datasets"}:
         raise ConfigError(f"{path}: expected the sections training and datasets, and nothing else.")

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
+from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, yaml_reason
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_sentence_transformer
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
@@ -85,9 +85,8 @@ def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instruc
         content = yaml.safe_load(read_text(path))
         sections = TypeAdapter(dict[Literal["tasks", "types"], dict[str, str]]).validate_python(content, strict=True)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{path}: expected YAML with the keys tasks and types, a text per name in each ({reason})."
+            f"{path}: expected YAML with the keys tasks and types, a text per name in each ({yaml_reason(error)})."
         ) from error
     prefix = "{instruction} "
     if style == "paper":

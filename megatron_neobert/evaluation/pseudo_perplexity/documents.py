@@ -99,12 +99,25 @@ def select_documents(inputs: Sequence[str], tokenizer: Any, read: ReadSettings, 
                     return selection
             seen.add(id)
     if not selection.documents:
-        reasons = ", ".join(f"{count:,} x {reason}" for reason, count in selection.left_out.items()) or "no record"
         raise DataError(
-            f"--data {' '.join(inputs)} has no document to measure ({reasons}); check --text-key {read.text_key} and "
-            f"--min-length {choice.min_length}."
+            f"--data {' '.join(inputs)} has no document to measure ({_listed(selection.left_out)}); "
+            f"check --text-key {read.text_key} and --min-length {choice.min_length}."
         )
     return selection
+
+
+def refuse_no_text(inputs: Sequence[str], read: ReadSettings) -> None:
+    """Read up to the first record with a text, so that a wrong key is found before a model is loaded.
+
+    Raises:
+        MissingInputError: An input does not exist.
+        DataError: A file is damaged, or no record has a text.
+    """
+    left_out = Counter[str]()
+    if next(_read(inputs, read, left_out), None) is None:
+        raise DataError(
+            f"--data {' '.join(inputs)} has no text ({_listed(left_out)}); check --text-key {read.text_key}."
+        )
 
 
 def document_id(text: str) -> str:
@@ -122,6 +135,10 @@ def draw_positions(id: str, scorable: Sequence[int], count: int | None, *, seed:
 def bin_of(length: int, length_bins: Sequence[int]) -> int:
     """Number of the bin: the first whose upper end is not below the length; past the last one, their number."""
     return bisect_left(length_bins, length)
+
+
+def _listed(left_out: Counter[str]) -> str:
+    return ", ".join(f"{count:,} x {reason}" for reason, count in left_out.items()) or "no record"
 
 
 def _read(inputs: Sequence[str], read: ReadSettings, left_out: Counter[str]) -> Iterator[list[str]]:

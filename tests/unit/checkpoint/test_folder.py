@@ -320,10 +320,13 @@ def test_a_folder_with_checkpoints_is_never_started_anew(tmp_path):
     check_folders(config(tmp_path / "other", load=str(tmp_path), resume="never"))
 
 
-def test_save_folder_is_looked_at_without_being_created(tmp_path):
-    check_folders(config(tmp_path / "new" / "run"), create=False)
+@pytest.mark.parametrize("create", [True, False])
+def test_save_folder_is_created_by_the_run_that_claims_it_and_by_no_check(tmp_path, create):
+    check_folders(config(tmp_path / "new" / "run"), create=create)
     assert list(tmp_path.iterdir()) == []
-    check_folders(config(tmp_path / "new" / "run"))
+    with claim(str(tmp_path / "new" / "run")):
+        assert (tmp_path / "new" / "run").is_dir()
+    check_folders(config(tmp_path / "new" / "run"), create=create)
     assert (tmp_path / "new" / "run").is_dir()
 
 

@@ -102,6 +102,30 @@ def test_a_missing_config_file_is_a_missing_input():
         parse("--config", "nowhere.yaml")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (
+            ["--config", "run.yaml"],
+            "run.yaml: not readable as YAML: line 3, column 15: mapping values are not allowed here;",
+        ),
+        (
+            ["--phases", "[{after_iters: 3"],
+            "'[{after_iters: 3' is not YAML: line 1, column 17: while parsing a flow mapping, expected ',' or '}'",
+        ),
+    ],
+)
+def test_yaml_that_cannot_be_read_is_named_by_line_and_column_without_an_excerpt(
+    tmp_path, monkeypatch, arguments, place
+):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "model:\n  num_layers: 2\n   hidden_size: 64\n")
+    with pytest.raises(ConfigError) as refused:
+        parse(*arguments)
+    assert place in str(refused.value)
+    assert "<unicode string>" not in str(refused.value)
+
+
 def test_the_record_of_a_run_reads_back_as_the_same_settings(tmp_path):
     settings = parse("--lr", "3e-4", "--bf16", "--save", "runs/a b", "--lr-decay-iters", "900000")
     write_record(settings, tmp_path / "settings.yaml")
@@ -181,6 +205,10 @@ def test_all_missing_inputs_of_a_dry_run_are_said_at_once(tiny_corpus):
     blend = ["--data-path", "0.5", "no/corpus", "0.5", "no/other", "--tokenizer-model", str(tiny_corpus.tokenizer)]
     with pytest.raises(MissingInputError, match=r"(?s)no/corpus\.json; .*no/other\.json; "):
         parse_command_line([*blend, "--dry-run"], world_size=1)
+    phases = "[{after_iters: 3, data_path: [no/corpus]}]"  # the same corpus in another phase is named once
+    with pytest.raises(MissingInputError) as refused:
+        parse_command_line([*blend, "--phases", phases, "--dry-run"], world_size=1)
+    assert str(refused.value).count("\n") == 2
     one = ["--data-path", "no/corpus", "--tokenizer-model", str(tiny_corpus.tokenizer), "--dry-run"]
     assert parse_command_line(one, world_size=1).dry_run, "whoever opens it says so"
 

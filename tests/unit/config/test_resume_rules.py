@@ -32,6 +32,14 @@ def test_other_rates_length_precision_and_ranks_are_accepted_and_said():
     ]
 
 
+def test_the_default_width_of_the_feed_forward_written_out_is_no_change():
+    """A conversion writes the number; a start that names none means the same."""
+    default, hidden = Settings(), Settings().with_section("model", ffn_hidden_size=Settings().model.ffn_width)
+    assert list(changes(hidden, default, weights_only=True)) == []
+    other = default.with_section("model", ffn_hidden_size=1024)
+    assert list(changes(default, other)) == [f"--ffn-hidden-size was {default.model.ffn_width} and is now 1024"]
+
+
 @pytest.mark.parametrize(
     ("section", "name", "value", "before"),
     [("model", "hidden_size", 512, 768), ("optimizer", "optimizer", "muon", "adamw")],

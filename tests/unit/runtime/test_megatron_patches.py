@@ -1,7 +1,11 @@
 """The optimizer in place of torch's; what else is fixed in megatron.core is tested by whole runs."""
 
+import megatron.core
+import pytest
 import torch
 
+from megatron_neobert.errors import ConfigError
+from megatron_neobert.runtime import megatron_patches
 from megatron_neobert.runtime.megatron_patches import FusedAdam
 
 
@@ -13,3 +17,30 @@ def test_a_rank_that_holds_no_weight_of_a_group_updates_the_others():
     optimizer.step()
     assert torch.allclose(weight, torch.full((3,), -0.5))
     assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+
+
+def written_in_another_way(grads_for_norm, norm_type=2.0, group=None):
+    """A function of a later release, as far as the patches can tell."""
+
+
+def test_the_installed_megatron_is_what_the_patches_were_written_for():
+    megatron_patches.refuse_other_upstream()
+
+
+@pytest.mark.parametrize(("owner", "name", "text"), megatron_patches._RELIED_ON)
+def test_a_patched_function_that_upstream_has_changed_is_refused_with_the_version(monkeypatch, owner, name, text):
+    monkeypatch.setattr(owner, name, written_in_another_way)
+    with pytest.raises(ConfigError, match=rf"megatron-core {megatron.core.__version__} is not .*{name} does not hold"):
+        megatron_patches.refuse_other_upstream()
+
+
+def test_a_patched_function_that_upstream_has_removed_is_refused(monkeypatch):
+    monkeypatch.delattr(megatron_patches.DistributedOptimizer, "get_parameter_state_dp_zero")
+    with pytest.raises(ConfigError, match="get_parameter_state_dp_zero does not hold"):
+        megatron_patches.refuse_other_upstream()
+
+
+def test_a_gradient_norm_of_other_arguments_is_refused(monkeypatch):
+    monkeypatch.setattr(megatron_patches.clip_grads, "get_grad_norm_fp32", written_in_another_way)
+    with pytest.raises(ConfigError, match="get_grad_norm_fp32 takes grads_for_norm, norm_type, group"):
+        megatron_patches.refuse_other_upstream()

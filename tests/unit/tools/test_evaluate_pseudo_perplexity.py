@@ -15,6 +15,8 @@ def place(tmp_path_factory):
     write_model(folder / "ours", "neobert")
     lines = (json.dumps({"text": text}) + "\n" for text in make_texts(20, longest=38))
     (folder / "texts.jsonl").write_text("".join(lines))
+    (folder / "no model").mkdir()
+    (folder / "no model" / "config.json").write_text("{}")
     return folder
 
 
@@ -41,6 +43,8 @@ def test_models_are_measured_one_after_the_other_and_not_again(place, tmp_path):
         (["bert"], ("--length-bins", 64, 64), 2, "--length-bins 64 64 must increase"),
         (["bert", "bert"], (), 2, "two folders are called bert"),
         (["bert"], ("--data", "none.parquet"), 66, "none.parquet: no file matches"),
+        (["no model"], (), 66, "no model holds no tokenizer"),
+        (["no model"], ("--text-key", "body"), 65, "has no text (20 x missing key); check --text-key body"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_the_reason(place, tmp_path, models, flags, code, problem):
