@@ -50,7 +50,6 @@ def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
         num_labels=task.num_outputs,
         # Given, because the config of a fine-tuned folder may name another.
         problem_type="regression" if task.is_regression else "single_label_classification",
-        ignore_mismatched_sizes=True,
     )
     if isinstance(model, GenericForSequenceClassification):
         raise ConversionError(

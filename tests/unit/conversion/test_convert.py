@@ -82,9 +82,12 @@ def to_hf(saved, output, *flags):
     return call("convert", "megatron-to-hf", "--load", saved.save, "--output", output, *flags)
 
 
-def test_command_fills_an_empty_folder_and_prints_the_comparison(saved, tmp_path):
+@pytest.mark.parametrize("load", ["checkpoints", "checkpoints/iter_0000030"])
+def test_command_fills_an_empty_folder_and_prints_the_comparison(saved, tmp_path, load):
     (tmp_path / "model").mkdir()
-    code, shown, complaints = to_hf(saved, tmp_path / "model")
+    code, shown, complaints = call(
+        "convert", "megatron-to-hf", "--load", tmp_path / load, "--output", tmp_path / "model"
+    )
     assert (code, complaints) == (0, "")
     assert "iter_0000030" in shown and "same token" in shown
     assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", shown)
@@ -121,7 +124,6 @@ def test_every_checkpoint_of_a_run_is_converted_once(saved, tmp_path):
     ("flags", "lost", "code", "sentence"),
     [
         (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
-        (["--load", "checkpoints/iter_0000030"], None, 66, "iter_0000030 is a checkpoint itself; name the folder"),
         (["--load", "loop"], None, 66, "loop holds no checkpoint"),
         (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
         ([], "MANIFEST.json", 66, "checkpoints holds no checkpoint"),

@@ -44,7 +44,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """A folder of the eurobert layout, what the command made of it, and what the command shown."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
-    write_sentence_transformers_files(model, "eurobert", MODEL)
+    write_sentence_transformers_files(model, "eurobert", MODEL, max_seq_length=64)
     write_model_card(model, license="mit")
     code, shown, complaints = run("export_onnx", "--model", model, "--output", output, "--int8")
     assert code == 0, complaints
