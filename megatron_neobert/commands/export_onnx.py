@@ -41,19 +41,28 @@ TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
 _BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
 _TRACED_LENGTHS = (11, 5, 8)  # of another batch than these; padded, so that the mask is part of the graph
 
-# The tokenizer, how sentence-transformers pools, and what the owner declares of the weights.
-_COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "modules.json",
-    "1_Pooling/config.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "README.md",
-    "LICENSE",
-)
+_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE")
+# sentence-transformers pools hidden states, which a fill-mask graph does not give.
+_POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+# The model's own card shows how to load weights that this folder does not hold.
+_CARD = """# NeoBERT as an ONNX graph
+
+`onnx/model.onnx` has the inputs `input_ids` and `attention_mask` (int64, batch x sequence) and the output `{output}`;
+`onnx/model_quantized.onnx`, where it is present, has the same with 8-bit weights. transformers.js reads this folder as
+a model for {task}.
+
+```python
+import onnxruntime
+from transformers import PreTrainedTokenizerFast
+
+folder = "."
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+session = onnxruntime.InferenceSession(f"{{folder}}/onnx/model.onnx")
+inputs = tokenizer(["the first text", "another one"], padding=True, return_tensors="np")
+({output},) = session.run(None, {{name: inputs[name] for name in ("input_ids", "attention_mask")}})
+```
+"""
 
 
 def main() -> None:
@@ -70,7 +79,7 @@ def main() -> None:
     output = TASKS[arguments.task]
     model = load_for_task(arguments.model, arguments.task)
     with build_folder(arguments.output) as folder:
-        copy_companions(arguments.model, folder)
+        copy_companions(arguments.model, folder, arguments.task)
         plain, quantized = folder / "onnx" / "model.onnx", folder / "onnx" / "model_quantized.onnx"
         plain.parent.mkdir()
         write_graph(model, plain, output=output)
@@ -205,8 +214,8 @@ def refuse_difference(batches: "dict[str, Comparison]", *, tolerance: float) -> 
             )
 
 
-def copy_companions(model: Path, folder: Path) -> None:
-    """Copies what readers of ONNX folders look for in the folder above the graphs.
+def copy_companions(model: Path, folder: Path, task: str) -> None:
+    """Write the files that readers of ONNX folders look for in the folder above the graphs, and a card for it.
 
     A config.json that names our modelling file gets that file of this package, for libraries that ask it for the
     configuration; one that names somebody else's code loses the names, and the code stays behind.
@@ -214,15 +223,27 @@ def copy_companions(model: Path, folder: Path) -> None:
     Raises:
         MissingInputError: The model has no tokenizer.json.
     """
+    from huggingface_hub import ModelCardData
+
     from checkpoint_conversion.hf_folder import MODELING_FILE
     from checkpoint_conversion.hf_writer import modeling_source
+    from checkpoint_conversion.model_card import CARD, read_declared
 
     if not (model / "tokenizer.json").is_file():
         raise MissingInputError(f"{model}: has no tokenizer.json, without which nobody could use the graph; add it.")
-    for name in _COMPANIONS:
+    for name in (*_COMPANIONS, *(_POOLING if task == "feature-extraction" else ())):
         if (model / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(model / name, folder / name)
+    declared = read_declared(model)
+    data = ModelCardData(
+        license=declared.get("license"),
+        base_model=declared.get("base_model"),
+        pipeline_tag=task,
+        tags=["neobert", "onnx"],
+    )
+    card = f"---\n{data.to_yaml()}\n---\n\n{_CARD.format(task=task, output=TASKS[task])}"
+    (folder / CARD).write_text(card, encoding="utf-8")
     config = check_folder(model)
     ours, named = MODELING_FILE.removesuffix("py"), config.get("auto_map")
     if isinstance(named, dict) and all(str(name).startswith(ours) for name in named.values()):
