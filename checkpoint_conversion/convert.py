@@ -283,7 +283,7 @@ def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Check
     settings = {}
     for section in _SECTIONS:
         values = getattr(last, section)
-        paths = {item.name for item in fields(values) if item.metadata["is_path"]}  # private, and useless elsewhere
+        paths = {item.name for item in fields(values) if "is_path" in item.metadata}  # private, and useless elsewhere
         settings[section] = {name: value for name, value in asdict(values).items() if name not in paths}
     report = {
         "source": {

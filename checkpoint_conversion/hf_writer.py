@@ -141,7 +141,7 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
             "is; use --format eurobert."
         )
     return {
-        "architectures": ["NeoBERTLMHead"],
+        "architectures": ["NeoBERTForMaskedLM"],
         "auto_map": AUTO_MAP,
         "model_type": "neobert",
         "vocab_size": shape.vocab_size,

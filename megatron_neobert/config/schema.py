@@ -12,29 +12,18 @@ from typing import Any
 from megatron_neobert.config.phases import Phase
 
 # Megatron's names for what a tokenizer file can be; "auto" goes by its content.
-TOKENIZER_TYPES = (
-    "auto",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-)
+_WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+TOKENIZER_TYPES = ("auto", *_WORDPIECE_TYPES, "HuggingFaceTokenizer", "SentencePieceTokenizer")
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    is_path: bool = False,
-) -> Any:
-    """Return a field with its help text and, where one value alone can be judged, its legal values.
+def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:
+    """A field with its help text and, where one value alone can be judged, its legal values."""
+    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
 
-    Args:
-        is_path: The value names files or folders of the user's machines; published reports leave it out.
-    """
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "is_path": is_path})
+
+def path_setting(default: Any, help: str) -> Any:
+    """Return a field for files or folders of the user's machines, which published reports leave out."""
+    return field(default=default, metadata={"help": help, "choices": None, "minimum": None, "is_path": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,26 +159,19 @@ class ComputeConfig:
 class DataConfig:
     """Which documents are read and what a packed sequence is made of."""
 
-    data_path: tuple[str, ...] = setting(
+    data_path: tuple[str, ...] = path_setting(
         (),
         "corpus prefix as written by neobert preprocess; or several, each after its share of the documents; "
         "PREFIX:min=N:max=M:inputs=NAMES:sources=NAMES:drop=FILE reads less of it, by tokens, names and a drop list",
-        is_path=True,
     )
-    valid_data_path: tuple[str, ...] | None = setting(
-        None,
-        "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split",
-        is_path=True,
+    valid_data_path: tuple[str, ...] | None = path_setting(
+        None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"
     )
-    probe_data_path: str | None = setting(
-        None,
-        "labelled texts (text, label), as a file or folder; each validation logs their nearest-neighbour accuracy",
-        is_path=True,
+    probe_data_path: str | None = path_setting(
+        None, "labelled texts (text, label), as a file or folder; each validation logs their nearest-neighbour accuracy"
     )
-    tokenizer_model: str | None = setting(
-        None,
-        "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model",
-        is_path=True,
+    tokenizer_model: str | None = path_setting(
+        None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
     )
     tokenizer_type: str = setting("auto", "tokenizer type; auto goes by the file's content", choices=TOKENIZER_TYPES)
     split: str = setting("99,1", "split: shares of the documents for training and validation")
@@ -211,9 +193,7 @@ class DataConfig:
         "mask replacement: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
         choices=("all_mask", "bert"),
     )
-    object_storage_cache_path: str | None = setting(
-        None, "local folder that URLs in --data-path are read through", is_path=True
-    )
+    object_storage_cache_path: str | None = path_setting(None, "local folder that URLs in --data-path are read through")
     object_storage_cache_gb: int = setting(100, "most GB in that folder, indexes not counted", minimum=1)
     dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
     num_workers: int = setting(1, "data loader processes; 0 prepares batches in the training process", minimum=0)
@@ -306,17 +286,14 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where a run is saved and what it continues from."""
 
-    save: str | None = setting(None, "checkpoint folder to write to", is_path=True)
-    load: str | None = setting(
-        None,
-        "checkpoint folder to resume from, its newest one; if it is also --save it may still be empty",
-        is_path=True,
+    save: str | None = path_setting(None, "checkpoint folder to write to")
+    load: str | None = path_setting(
+        None, "checkpoint folder to resume from, its newest one; if it is also --save it may still be empty"
     )
-    continue_from: str | None = setting(
+    continue_from: str | None = path_setting(
         None,
         "folder of another run, used while --load is empty: its newest weights, optimizer state, iteration and, in "
         "the same data, place; other data begin at their start",
-        is_path=True,
     )
     resume: str = setting(
         "auto",
@@ -359,7 +336,7 @@ class LoggingConfig:
     profile: bool = setting(False, "profile of some iterations of rank 0: a trace in SAVE/profile, NVTX ranges on GPUs")
     profile_step_start: int = setting(10, "first iteration of the profile", minimum=1)
     profile_step_end: int = setting(12, "last iteration of the profile", minimum=1)
-    tensorboard_dir: str | None = setting(None, "TensorBoard folder; default SAVE/tensorboard", is_path=True)
+    tensorboard_dir: str | None = path_setting(None, "TensorBoard folder; default SAVE/tensorboard")
     wandb_project: str | None = setting(None, "Weights & Biases project to log to as well; WANDB_MODE etc. hold")
     wandb_exp_name: str | None = setting(None, "Weights & Biases run name; default: that of the --save folder")
 

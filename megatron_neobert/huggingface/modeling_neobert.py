@@ -42,8 +42,9 @@ IGNORED_LABEL = -100
 AUTO_MAP = {
     "AutoConfig": "modeling_neobert.NeoBERTConfig",
     "AutoModel": "modeling_neobert.NeoBERT",
-    "AutoModelForMaskedLM": "modeling_neobert.NeoBERTLMHead",
+    "AutoModelForMaskedLM": "modeling_neobert.NeoBERTForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_neobert.NeoBERTForSequenceClassification",
+    "AutoModelForMultipleChoice": "modeling_neobert.NeoBERTForMultipleChoice",
     "AutoModelForTokenClassification": "modeling_neobert.NeoBERTForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_neobert.NeoBERTForQuestionAnswering",
 }
@@ -287,7 +288,7 @@ class NeoBERT(NeoBERTPreTrainedModel):
         return self.finish(modeling_outputs.BaseModelOutput, outputs, return_dict, last_hidden_state=hidden_bsh)
 
 
-class NeoBERTLMHead(NeoBERTPreTrainedModel):
+class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
     """Logits [b, s, v] of a linear layer with a bias; the loss is the mean over the labels [b, s] that are not -100."""
 
     output_class = modeling_outputs.MaskedLMOutput
@@ -310,6 +311,9 @@ class NeoBERTLMHead(NeoBERTPreTrainedModel):
 
     def compute_loss(self, logits: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         return mean_token_loss(logits, labels, inputs.get("num_items_in_batch"))
+
+
+NeoBERTLMHead = NeoBERTForMaskedLM  # the published name, which older folders have in their auto_map
 
 
 class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
@@ -344,6 +348,37 @@ class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
         return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
 
 
+class NeoBERTForMultipleChoice(NeoBERTForSequenceClassification):
+    """Logits [b, choices] of inputs [b, choices, s]: one value of a sequence-classification head for each choice."""
+
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__(config)
+        self.classifier = HeadLinear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """With labels [b], the numbers of the right choices, also their cross-entropy."""
+        choices = next(given.shape[1] for given in (input_ids, inputs_embeds) if given is not None)
+        ids, mask, positions = (
+            None if given is None else given.flatten(0, -2) for given in (input_ids, attention_mask, position_ids)
+        )
+        embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
+        outputs = super().forward(ids, mask, positions, embeddings, return_dict=True, **kwargs)
+        logits = outputs.logits.view(-1, choices)
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels.flatten().to(logits.device))
+        kind = modeling_outputs.MultipleChoiceModelOutput
+        return self.finish(kind, outputs, return_dict, loss=loss, logits=logits)
+
+
 class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
     """Logits [b, s, c] of dropout and a linear layer; the loss is the mean over the labels that are not -100."""
 
@@ -359,7 +394,7 @@ class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
     def compute_logits(self, hidden_bsh: Tensor, inputs: dict[str, Any]) -> Tensor:
         return self.classifier(self.dropout(hidden_bsh))
 
-    compute_loss = NeoBERTLMHead.compute_loss
+    compute_loss = NeoBERTForMaskedLM.compute_loss
 
 
 class NeoBERTForQuestionAnswering(NeoBERTPreTrainedModel):

@@ -140,11 +140,11 @@ def test_neobert_folder_carries_the_modelling_file_and_maps_every_class_to_it(ex
 
 def test_report_names_no_path_of_the_machine_that_trained(saved: SavedModel, tmp_path: Path):
     free = [item for item in fields(DataConfig) if "str" in str(item.type) and item.default in (None, ())]
-    private = {item.name: "/home/ann" if item.default is None else ("/home/ann",) for item in free}
+    private = {item.name: "/of/a/machine" if item.default is None else ("/of/a/machine",) for item in free}
     saved.record(Settings(model=MODEL, data=DataConfig(**private)))
     convert(saved, tmp_path / "model", verified=False)
-    assert "/home/ann" in (saved.iteration_folder / "settings.yaml").read_text()
-    assert "/home/ann" not in (tmp_path / "model" / "conversion_report.json").read_text()
+    assert "/of/a/machine" in (saved.iteration_folder / "settings.yaml").read_text()
+    assert "/of/a/machine" not in (tmp_path / "model" / "conversion_report.json").read_text()
 
 
 @pytest.mark.parametrize("longest", [16, 48])

@@ -28,7 +28,7 @@ def change_config(folder: Path, **changes: object) -> None:
 def test_neobert_folder_is_loaded_with_this_projects_class_whatever_code_lies_in_it(tmp_path: Path):
     folder = write_model(tmp_path / "model", "neobert")
     (folder / "modeling_neobert.py").write_text("raise RuntimeError('this file was run')\n")
-    assert type(encoders.load_model(folder, "AutoModelForMaskedLM")) is modeling_neobert.NeoBERTLMHead
+    assert type(encoders.load_model(folder, "AutoModelForMaskedLM")) is modeling_neobert.NeoBERTForMaskedLM
 
 
 def test_options_decide_precision_and_attention(folder: Path):

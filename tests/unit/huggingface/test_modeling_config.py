@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_neobert import build_config, build_model
 
-from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTLMHead, SwiGLU
+from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTForMaskedLM, SwiGLU
 
 PUBLISHED_PARAMETERS = 245_136_954
 
@@ -16,7 +16,7 @@ PUBLISHED_PARAMETERS = 245_136_954
 def test_default_is_the_published_model_name_by_name(shared_data: Path):
     lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text(encoding="utf-8").splitlines()
     with torch.device("meta"):
-        model = NeoBERTLMHead(NeoBERTConfig())
+        model = NeoBERTForMaskedLM(NeoBERTConfig())
     found = [f"{name}\t{tuple(weight.shape)}\t{weight.dtype}" for name, weight in sorted(model.state_dict().items())]
     assert found == sorted(lines)
     assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED_PARAMETERS
@@ -76,7 +76,7 @@ def test_weights_are_drawn_as_published():
 
     torch.manual_seed(0)
     changes = {"embedding_init_range": 0.05, "decoder_init_range": 0.03, "classifier_init_range": 0.2}
-    language_model = NeoBERTLMHead(build_config(**changes))
+    language_model = NeoBERTForMaskedLM(build_config(**changes))
     classifier = NeoBERTForSequenceClassification(build_config(**changes))
     embedding = language_model.model.encoder.weight
     assert 0.049 < embedding.abs().max() <= 0.05
