@@ -27,9 +27,10 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # two jobs may share a node
 
-# One task per node, which starts the node's ranks. When it has ended, those of the other nodes are not killed at once:
-# they may be leaving a saved run (--kill-on-bad-exit=0); nor may they wait for ever (--wait, seconds).
-step=(srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=300)
+# One task per node, which starts the node's ranks. When one task has ended, Slurm does not kill the others at once: they
+# may be saving (--kill-on-bad-exit=0). It ends them after --wait seconds, which is longer than
+# --distributed-timeout-minutes, so that the run can name the rank that it waits for.
+step=(srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=720)
 if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then step+=("--cpus-per-task=$SLURM_CPUS_PER_TASK"); fi
 
 "${step[@]}" bash examples/pretrain_neobert.sh "$@" &

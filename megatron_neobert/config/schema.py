@@ -292,8 +292,8 @@ class CheckpointConfig:
     )
     continue_from: str | None = path_setting(
         None,
-        "folder of another run, used while --load is empty: its newest weights, optimizer state, iteration and, in "
-        "the same data, place; other data begin at their start",
+        "folder of another run, or one of its checkpoints (RUN/iter_0001000), used while --load is empty: weights, "
+        "optimizer state, iteration and, in the same data, the position are taken; other data begin at their start",
     )
     resume: str = setting(
         "auto",

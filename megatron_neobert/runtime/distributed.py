@@ -16,7 +16,8 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches
 
 _NODE_0 = "address of node 0"  # key of the store
-_MARGIN_SECONDS = 30  # by which NCCL and gloo wait longer than the hang detector
+# By which NCCL and gloo wait longer than the hang detector, which may need 44 s for its report.
+MARGIN_SECONDS = 60
 
 
 def initialize(settings: Settings) -> torch.device:
@@ -33,7 +34,7 @@ def initialize(settings: Settings) -> torch.device:
     else:
         device = torch.device("cpu")
     # Later than the hang detector, whose message names the rank.
-    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=_MARGIN_SECONDS)
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=MARGIN_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))

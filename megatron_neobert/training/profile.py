@@ -28,6 +28,7 @@ def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], Non
     configure_nvtx_profiling(on_gpu)
 
     def write(profiler: profile) -> None:
+        configure_nvtx_profiling(False)
         reached = min(last, run.progress.iteration)
         path = Path(run.settings.checkpoint.save or "") / "profile" / f"iterations_{first}_to_{reached}.json.gz"
         try:

@@ -112,6 +112,10 @@ def test_a_phase_that_is_added_to_a_run_is_taken_and_one_that_would_change_its_p
     assert "--phases was () and is now ({after_iters: 3, mask_prob: 0.1},)" in capfd.readouterr().out
     with pytest.raises(Exception, match=r"--mask-prob was 0\.1 and is now 0\.2"):
         train_on_ranks(resumable(settings("run")))
+    edited = resumable(settings("run", training={"phases": (Phase(after_iters=2, mask_prob=0.1),)}))
+    with pytest.raises(Exception, match="a phase that began before iteration 4 is not what it was"):
+        train_on_ranks(edited)
+    train_on_ranks(edited.with_section("checkpoint", allow_changed=("phases",)))
 
 
 @pytest.fixture

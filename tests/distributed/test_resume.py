@@ -7,16 +7,24 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from processes import run_command
 from ranks import quick_only, read_metrics, train_on_ranks
+from security.hostile import Checkpoint
 from test_layouts import CP2, DP2_OVERLAP, PP2, PP2_INTERLEAVED, TP2, TP2_SP, largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
+from training_command import SCRIPT, flags_of
+from unit.data.small_corpus import write_corpus
 
 from megatron_neobert.checkpoint.folder import check_folders, list_checkpoints
 from megatron_neobert.config.schema import CheckpointConfig
+from megatron_neobert.data.batches.inputs import open_inputs
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import MissingInputError, OutputError
 from megatron_neobert.runtime import megatron_patches
 from megatron_neobert.training import loop
@@ -202,6 +210,78 @@ def test_a_run_crosses_epochs_and_resumes_exactly_in_bfloat16_on_two_ranks(setti
     assert {line["cursor"]["epoch"] for line in lines if "cursor" in line} == {0, 1}
     assert [line["iteration"] for line in lines if "restarted" in line] == [20]
     assert read_metrics(run.checkpoint.save) == read_metrics(uninterrupted.checkpoint.save)
+
+
+DRY_RUNS = {
+    "the same command": ({}, 0, ""),
+    "another batch size": ({"training": {"global_batch_size": 4}}, 78, "--global-batch-size was 8 and is now 4"),
+    "other documents": ({"data": {"data_path": (":min=9",)}}, 78, "was trained on the corpus with sha256"),
+    "another model": ({"save": "new", "model": {"num_layers": 1}}, 78, "--num-layers was 2 and is now 1"),
+    "the old batches again": ({"save": "new", "data": {"data_path": (":min=9",)}}, 2, "would come again; add --seed 1"),
+    "nothing to train": ({"save": "new", "training": {"train_iters": STOP}}, 2, f"--train-iters {STOP} is not above"),
+}
+
+
+@pytest.mark.parametrize("case", DRY_RUNS)
+def test_dry_run_refuses_the_checkpoint_that_the_start_would_refuse(settings, tiny_corpus, case):
+    changes, code, sentence = DRY_RUNS[case]
+    first = settings("run", training={"exit_interval": STOP})
+    train_on_ranks(first)
+    data = {name: tuple(tiny_corpus.prefix + end for end in value) for name, value in changes.get("data", {}).items()}
+    run = settings(**{"save": "run", **changes, "data": data})
+    run = run.with_section("checkpoint", load=run.checkpoint.save)
+    if "save" in changes:
+        run = run.with_section("checkpoint", continue_from=first.checkpoint.save)
+    ended = run_command("megatron_neobert.launch", SCRIPT, *flags_of(run), "--dry-run")
+    assert ended.code == code, ended.output
+    assert sentence in ended.output
+
+
+def test_corpus_whose_documents_were_cut_anew_is_another_corpus(settings, tiny_corpus, tmp_path):
+    """Its token ids, and so its .bin, are the same."""
+    tokenizer = load_tokenizer(tiny_corpus.tokenizer)
+    corpus = Corpus(tiny_corpus.prefix)
+    tokens = np.concatenate([corpus.document(number) for number in range(len(corpus))])
+    manifests = {
+        name: write_corpus(tmp_path / name, np.array_split(tokens, count), tokenizer)
+        for name, count in (("before", 500), ("after", 400))
+    }
+    assert manifests["before"].sha256 == manifests["after"].sha256
+    before, after = (
+        settings("run", data={"data_path": (str(tmp_path / name),)}, training={"exit_interval": 1})
+        for name in manifests
+    )
+    train_on_ranks(before)
+    after = after.with_section("checkpoint", load=after.checkpoint.save)
+    with pytest.raises(Exception, match="was trained on the corpus with sha256"):
+        train_on_ranks(after)
+
+
+def test_checkpoint_of_a_version_that_did_not_hash_the_boundaries_of_documents_resumes_with_a_line(
+    settings, tiny_corpus, capfd
+):
+    run = settings("run", training={"exit_interval": 1})
+    train_on_ranks(run)
+    (folder,) = list_checkpoints(Path(run.checkpoint.save))
+    state = json.loads((folder / "train_state.json").read_text())
+    now, earlier = open_inputs(run.data).identities
+    assert state["progress"]["corpus_sha256"] == now != earlier
+    state["progress"]["corpus_sha256"] = earlier
+    Checkpoint(folder).replace("train_state.json", json.dumps(state).encode())
+    train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save))
+    assert f"{folder} does not say where its documents begin" in capfd.readouterr().out
+    newest = list_checkpoints(Path(run.checkpoint.save))[0]
+    assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == now
+
+
+def test_a_run_continues_from_the_checkpoint_that_is_named(settings):
+    first = settings("first", training={"exit_interval": 2}).with_section("checkpoint", save_interval=1)
+    train_on_ranks(first)
+    for source, iterations in (("iter_0000001", [2, 3]), ("", [3])):
+        second = settings(f"second{source}", training={"train_iters": 3, "eval_interval": 3})
+        named = str(Path(first.checkpoint.save) / source)
+        train_on_ranks(second.with_section("checkpoint", load=second.checkpoint.save, continue_from=named))
+        assert list(read_metrics(second.checkpoint.save)) == iterations
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
         assert job.wait(60) == 75, "".join(said)
     assert any("on 2 x " in line for line in said)
     options = {line.split()[1] for line in said if line.startswith("srun ")}
-    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=300", "--cpus-per-task=1"} == options
+    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=720", "--cpus-per-task=1"} == options
     assert (cluster / "requeued").read_text() == "requeue 7\n"
     stopped_at = max(read_metrics(settings.checkpoint.save))
     assert stopped_at < TRAIN_ITERS

@@ -40,6 +40,9 @@ READERS = (
     Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"), lambda the, out: [
         *good.TRAINING.split(), "--data-path", good.prefix_in(the.corpus), "--tokenizer-model", the.tokenizer,
         "--config", the.settings / "train.yaml", "--load", the.checkpoint, "--save", out]),
+    Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"), lambda the, out: [
+        *good.TRAINING.split(), "--data-path", good.prefix_in(the.corpus), "--tokenizer-model", the.tokenizer,
+        "--config", the.settings / "train.yaml", "--continue-from", the.checkpoint, "--train-iters", 3, "--dry-run"]),
     Reader("plot", ("checkpoint",), lambda the, out: [the.checkpoint, "--output", out]),
     Reader("inspect batch", ("checkpoint", "corpus", "settings"), lambda the, out: [
         "--load", the.checkpoint, "--iteration", 2, "--data-path", good.prefix_in(the.corpus),
@@ -79,7 +82,7 @@ OTHERS = {
     "fetch glue": "reads the Hub", "fetch mteb": "reads the Hub", "fetch contrastive": "reads the Hub",
     "check environment": "reads this machine", "check parity": "draws its own weights",
 }  # fmt: skip
-IN_PROCESS = {"train": "megatron_neobert.pretrain"}  # the launcher would start torchrun
+RANK = "megatron_neobert.pretrain"  # the launcher would start torchrun
 
 CASES = [
     pytest.param(reader, hostile, id=f"{reader.command}, {hostile.kind}: {hostile.name}")
@@ -153,13 +156,13 @@ def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., End
     """Run a reader on the valid inputs but for those that are given."""
 
     def run(reader: Reader, **changed: Path) -> Ended:
-        module = IN_PROCESS.get(reader.command, PLACES[reader.command])
         environment = {
             **network.environment,
             "HF_HOME": str(tmp_path / "hf"),
             "HF_DATASETS_CACHE": str(tmp_path / "hf"),
         }
         words = reader.words(inputs._replace(**changed), tmp_path / "output")
+        module = RANK if reader.command == "train" and "--dry-run" not in words else PLACES[reader.command]
         return run_command(module, *words, environment=environment, preload=PRELOADED, limit_seconds=LIMIT_SECONDS)
 
     return run

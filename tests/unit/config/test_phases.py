@@ -89,6 +89,7 @@ REFUSED = [
     ("[{after_iters: 9}, {after_iters: 5}]", ["begin after 9, 5 iterations", "more than the one before"]),
     ("[{after_iters: 9}, {after_iters: 9}]", ["begin after 9, 9 iterations"]),
     ("[{after_iters: 0}]", ["begin after 0 iterations", "1 at least"]),
+    ("[{after_iters: 1000000}]", ["after 1000000 iterations would begin behind --train-iters 1000000"]),
     ("[{after_iters: 9, mask_prob: 1.5}]", ["phase 1 (after 9 iterations): --mask-prob 1.5 is not between 0 and 1"]),
     ("[{after_iters: 9, mask_replacement: some}]", ["phase 1", "--mask-replacement some is not one of all_mask, bert"]),
     ("[{after_iters: 9, seq_length: 8192}]", ["phase 1", "--seq-length 8192 exceeds --max-position-embeddings 4096"]),

@@ -200,6 +200,8 @@ IMPOSSIBLE = [
     (1, "--allow-changed seed,num_layers", ["--allow-changed num_layers", "seed, "]),
     (1, "--valid-data-path 0.3 a", ["--valid-data-path 0.3 is a weight", "leave weights out"]),
     (1, "--probe-data-path a --eval-iters 0", ["--probe-data-path a is measured at validations", "--eval-iters 0"]),
+    (1, "--valid-data-path a --eval-iters 0", ["--valid-data-path a is measured at validations", "--eval-iters 0"]),
+    (1, "--async-save", ["--async-save needs --save"]),
     (1, "--valid-data-path a b a", ["--valid-data-path a b a names a corpus twice"]),
     (
         1,

@@ -87,12 +87,13 @@ def test_shell_is_told_what_may_follow(typed, answers):
 
 
 def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_name(tmp_path):
-    """A folder of the same name in the working directory is not taken for the package."""
+    """Folders of the same names in the working directory are taken neither for the package nor for the recipe."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "neobert"  # as pip writes it
     script.write_text("from megatron_neobert.__main__ import start\n\nif __name__ == '__main__':\n    start()\n")
     (tmp_path / "megatron_neobert").mkdir()
     (tmp_path / "megatron_neobert" / "__init__.py").write_text("raise SystemExit('another package')")
+    (tmp_path / "sizes" / "17m").mkdir(parents=True)
     for start in ([script, "train"], [pretrain.__file__]):
         for recipe, code, sentence in (
             ("sizes/17m", 2, "--data-path is missing"),

@@ -1,6 +1,7 @@
 """What ranks report and do when one of them hangs, dies or fails, with processes that do nothing else."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,11 @@ import processes
 import pytest
 from processes import Ended, group_of, run_command
 from torch.distributed import TCPStore
+from unit.tools.commands import REPOSITORY
+
+from megatron_neobert.config.schema import ParallelConfig
+from megatron_neobert.runtime import distributed
+from megatron_neobert.training import hang_detector
 
 RANK = "unit.training.marking_rank"
 
@@ -112,3 +118,12 @@ def test_rank_whose_output_nobody_reads_ends_all_the_same():
     os.set_blocking(reader, False)
     assert set(os.read(reader, 1 << 20)) == set(b"x\n"), "the pipe was full before there was anything to report"
     os.close(reader), os.close(writer)
+
+
+def test_neither_nccl_nor_slurm_ends_a_hung_run_before_the_report_that_names_the_rank():
+    answers = 4 * hang_detector._ANSWER_SECONDS  # two looks at the heartbeats, whose rank reports, its stack
+    report_seconds = hang_detector._TICK_SECONDS + hang_detector._SILENCE_SECONDS + answers
+    assert report_seconds < distributed.MARGIN_SECONDS
+    (slurm_seconds,) = re.findall(r"--wait=(\d+)", (REPOSITORY / "examples" / "slurm" / "pretrain.sh").read_text())
+    limit_seconds = 60 * ParallelConfig().distributed_timeout_minutes
+    assert int(slurm_seconds) > limit_seconds + report_seconds + hang_detector._FAREWELL_SECONDS
