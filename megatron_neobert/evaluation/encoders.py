@@ -173,3 +173,12 @@ def fingerprint(folder: Path) -> str:
     for path in (*sorted(folder.glob("*.safetensors")), *(text for text in texts if text.is_file())):
         digest.update(f"{path.name} {sha256_of(path)}".encode())
     return digest.hexdigest()[:12]
+
+
+def fingerprint_modules(folder: Path) -> str:
+    """Return twelve digits that change with sentence-transformers' files: pooling, further modules and prompts."""
+    names = ("modules.json", "*sentence*.json", "*/config.json", "*/*.safetensors")
+    files = sorted(path for name in names for path in folder.glob(name))
+    return hashlib.sha256(
+        "".join(f"{path.relative_to(folder)} {sha256_of(path)}" for path in files).encode()
+    ).hexdigest()[:12]

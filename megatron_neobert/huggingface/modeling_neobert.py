@@ -83,6 +83,15 @@ class NeoBERTConfig(PretrainedConfig):
         legacy_length = settings.pop("max_length", None)  # transformers 5 refuses to save a setting of this name
         if legacy_length is not None:
             settings.setdefault("max_position_embeddings", legacy_length)
+        for name in ("rope_scaling", "rope_parameters"):  # transformers 5 writes the base into the second
+            given = dict(settings.pop(name, None) or {})
+            base = given.pop("rope_theta", None)
+            if set(given.values()) - {"default"} or base not in (None, settings.get("rope_theta", base)):
+                raise ValueError(
+                    f"rotary settings {name} {given}, rope_theta {base} are not supported beside rope_theta "
+                    f"{settings.get('rope_theta')}. Leave {name} out; rope_theta is the only one."
+                )
+            settings |= {} if base is None else {"rope_theta": base}
         settings = {**PUBLISHED_MODEL, **settings}
         hidden_size, heads = settings["hidden_size"], settings["num_attention_heads"]
         width = settings.setdefault("dim_head", hidden_size // heads)
@@ -90,10 +99,6 @@ class NeoBERTConfig(PretrainedConfig):
             raise ValueError(
                 f"hidden_size {hidden_size}, num_attention_heads {heads}, dim_head {width}: the heads share the hidden "
                 "size equally, and each needs an even width. Change one of them; dim_head may be left out."
-            )
-        if scaling := settings.get("rope_scaling") or settings.get("rope_parameters"):
-            raise ValueError(
-                f"rotary settings {scaling} are not supported. Leave them out; rope_theta is the only one."
             )
         # All of the map, so that what is saved as one class loads as every other; code kept elsewhere stays there.
         given = settings.get("auto_map") or {}

@@ -57,12 +57,20 @@ def test_width_of_swiglu_is_two_thirds_rounded_up_to_eights(intermediate_size: i
         ({"dim_head": 16}, ["dim_head 16", "hidden_size 32"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "rope_theta"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "rope_theta"]),
+        ({"rope_parameters": {"rope_theta": 5e3}, "rope_theta": 1e4}, ["rope_theta 5000", "rope_theta 10000"]),
     ],
 )
 def test_shape_that_the_model_does_not_have_is_refused(settings: dict[str, Any], parts: list[str]):
     with pytest.raises(ValueError) as caught:
         build_config(**settings)
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rotary_base_is_read_from_where_transformers_5_writes_it(name: str):
+    assert build_config(**{name: {"rope_type": "default", "rope_theta": 5000.0}}).rope_theta == 5000.0
+    assert build_config(**{name: {"type": "default"}}).rope_theta == 10_000.0
+    assert build_config(**{name: None}).rope_theta == 10_000.0
 
 
 def test_code_kept_in_another_repository_stays_there():
