@@ -172,12 +172,13 @@ def test_llama_folder_has_no_graph_of_logits(folder_of):
         tool.load_for_task(folder_of("llama"), "fill-mask")
 
 
-def test_weights_above_2_gb_are_refused():
-    rows = tool.LARGEST_BYTES // 4 // 1000 + 1
-    with torch.device("meta"):
-        model = torch.nn.Embedding(rows, 1000)
-    with pytest.raises(ConversionError, match=r"2,000,004,000 bytes of weights .* 2,000,000,000"):
-        tool.write_graph(model, Path("big"), output="logits")
+def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "LARGEST_BYTES", 0)
+    argv = ["export_onnx.py", "--model", str(folder_of("eurobert")), "--output", str(tmp_path / "graphs"), "--int8"]
+    monkeypatch.setattr(sys, "argv", argv)
+    tool.main()  # runs both graphs
+    graphs = ["model.onnx", "model.onnx.data", "model_quantized.onnx", "model_quantized.onnx.data"]
+    assert sorted(path.name for path in (tmp_path / "graphs" / "onnx").iterdir()) == graphs
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
