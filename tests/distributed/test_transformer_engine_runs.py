@@ -53,14 +53,16 @@ def test_two_ranks_give_the_losses_of_one(run, layout):
     assert gap <= BF16_LAYOUT_LOSS.gate
 
 
-def test_transformer_engine_s_adam_gives_the_losses_of_torch_s(settings):
+def test_transformer_engine_s_adam_gives_the_losses_of_torch_s(settings, capfd):
     """The layers are the local ones in fp32, so that the optimizer alone differs; it has the distributed state."""
     theirs, ours = settings("theirs"), settings("ours")
     train(theirs, world_size=2)
     train_on_ranks(ours, world_size=2)
     gap = largest_relative_gap(read_metrics(ours.checkpoint.save), read_metrics(theirs.checkpoint.save))
-    print(f"{gap:.1e}")
-    assert 0 < gap <= LAYOUT_LOSS.gate
+    print(f"{gap:.1e}")  # rounding alone: 0 on some processors
+    assert gap <= LAYOUT_LOSS.gate
+    logged = " ".join(capfd.readouterr().out.split())
+    assert logged.count("Adam by Transformer Engine") == logged.count("Adam by torch") == 1
 
 
 def test_a_checkpoint_keeps_every_bit_through_local_layers_and_back(run):
