@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -35,8 +35,6 @@ if TYPE_CHECKING:  # --help answers without importing torch
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 _SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
-# Of machines that no reader of the report knows.
-_PATHS = ("data_path", "tokenizer_model", "valid_data_path", "object_storage_cache_path", "object_storage_cache_gb")
 
 
 def main() -> None:
@@ -157,6 +155,10 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     wanted = [(newest, arguments.output)]
     if arguments.all_iterations:
         wanted = [(one, arguments.output / one.name) for one in reversed(list_checkpoints(arguments.load))]
+        early = min(arguments.average, len(wanted)) - 1  # with too few before them
+        if early:
+            print(f"without {', '.join(one.name for one, _ in wanted[:early])}: too few before them to average")
+        wanted = wanted[early:]
     hub = None
     if arguments.model_id:
         from checkpoint_conversion.hub import HubModel
@@ -244,8 +246,8 @@ def export(
 
     dtype = getattr(torch, options.dtype)
     with build_folder(output) as temporary:
-        model, size = checkpoint.settings.model, options.max_shard_size
-        spec = FolderSpec(model, checkpoint.shape, tokenizer, dtype)
+        model, size, length = checkpoint.settings.model, options.max_shard_size, checkpoint.trained_length
+        spec = FolderSpec(model, checkpoint.shape, tokenizer, dtype, model_max_length=length)
         write_folder(temporary, options.layout, spec, checkpoint.tensors, max_shard_size=size)
         checks = {}
         if options.verified:
@@ -254,7 +256,7 @@ def export(
             source, load = checkpoint_model(checkpoint, dtype), partial(load_logit_model, temporary)
             checks = verify(source, load, stored=dtype, what="the exported model")
         if options.sentence_transformers:
-            write_sentence_transformers_files(temporary, options.layout, model)
+            write_sentence_transformers_files(temporary, options.layout, model, max_seq_length=length)
         _write_report(checkpoint, temporary, checks, options)
         _write_card(temporary, options, checkpoint.declared)
     return checks
@@ -281,10 +283,9 @@ def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Check
 
     progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
     last = settings_at(checkpoint.settings, checkpoint.iteration)  # of several phases the last that has begun
-    sections = {name: asdict(getattr(last, name)) for name in _SECTIONS}
     settings = {
-        section: {name: value for name, value in values.items() if name not in _PATHS}
-        for section, values in sections.items()
+        section: {item.name: getattr(values, item.name) for item in fields(values) if "is_path" not in item.metadata}
+        for section, values in ((name, getattr(last, name)) for name in _SECTIONS)
     }
     report = {
         "source": {

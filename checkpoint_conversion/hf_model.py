@@ -19,11 +19,11 @@ from checkpoint_conversion.mapping import TABLES, shape_of, to_internal
 from megatron_neobert.errors import LONGEST_REASON, ConversionError
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import WEIGHTS, check_folder
-from megatron_neobert.huggingface.modeling_neobert import NeoBERTLMHead
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTForMaskedLM
 
 # Of a forward, also where config.json asks for something else.
 _OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-_CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTLMHead, "llama": LlamaModel}
+_CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTForMaskedLM, "llama": LlamaModel}
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, with_head: bool = True) -> Any:

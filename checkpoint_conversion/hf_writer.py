@@ -38,12 +38,13 @@ _REMOTE_CODE = {"specifier": ">=4.48", "reason": "modeling_neobert.py needs its 
 
 @dataclass(frozen=True)
 class FolderSpec:
-    """What config.json is made of."""
+    """Settings and tokenizer that a folder is written from."""
 
     model: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
     dtype: torch.dtype = torch.float32
+    model_max_length: int | None = None  # tokens at which the tokenizer truncates; None: max_position_embeddings
 
 
 def write_folder(
@@ -71,7 +72,8 @@ def write_folder(
     save_torch_state_dict(weights, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
     if layout == "neobert":
         (folder / MODELING_FILE).write_bytes(modeling_source())
-    spec.tokenizer.save_tokenizer_files(folder, model_max_length=spec.model.max_position_embeddings)
+    longest = spec.model_max_length or spec.model.max_position_embeddings
+    spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
     for path in folder.rglob("*.safetensors"):  # written for the owner alone, but as public as the others
         path.chmod((folder / "config.json").stat().st_mode)
 
@@ -139,7 +141,7 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
             "is; use --format eurobert."
         )
     return {
-        "architectures": ["NeoBERTLMHead"],
+        "architectures": ["NeoBERTForMaskedLM"],
         "auto_map": AUTO_MAP,
         "model_type": "neobert",
         "vocab_size": shape.vocab_size,
@@ -193,7 +195,7 @@ def _llama_like_fields(spec: FolderSpec) -> dict[str, Any]:
     }
 
 
-def write_sentence_transformers_files(folder: Path, layout: str, model: ModelConfig) -> None:
+def write_sentence_transformers_files(folder: Path, layout: str, model: ModelConfig, *, max_seq_length: int) -> None:
     """Makes a folder one that `SentenceTransformer(folder)` encodes with.
 
     A text's embedding is the mean of its tokens' last hidden states, [CLS] and [SEP] included and padding excluded. A
@@ -204,6 +206,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
     Args:
         layout: With `neobert`, loading takes trust_remote_code=True, which no file can give; only the versions of
             transformers that are asked for depend on it.
+        max_seq_length: Tokens at which texts are truncated.
 
     Raises:
         OSError: A file cannot be written.
@@ -224,7 +227,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
         {"word_embedding_dimension": model.hidden_size, **pooling, "include_prompt": True},
     )
     # What is beyond max_seq_length is cut off; do_lower_case would be on top of what the tokenizer does.
-    limits = {"max_seq_length": model.max_position_embeddings, "do_lower_case": False}
+    limits = {"max_seq_length": max_seq_length, "do_lower_case": False}
     _write_json(folder / "sentence_bert_config.json", limits)
     _write_json(
         folder / "config_sentence_transformers.json",

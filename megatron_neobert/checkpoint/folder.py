@@ -93,11 +93,11 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
         raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
     if iteration is None:
         return candidates[0]
-    wanted = iteration_folder(save, iteration)
-    if wanted not in candidates:
-        there = ", ".join(str(iteration_of(candidate)) for candidate in candidates)
-        raise MissingInputError(f"{save} holds no checkpoint of iteration {iteration}; it holds those of {there}.")
-    return wanted
+    for candidate in candidates:
+        if iteration_of(candidate) == iteration:
+            return candidate
+    there = ", ".join(str(iteration_of(candidate)) for candidate in candidates)
+    raise MissingInputError(f"{save} holds no checkpoint of iteration {iteration}; it holds those of {there}.")
 
 
 def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:

@@ -62,6 +62,7 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
     from tqdm import tqdm
 
     from megatron_neobert.evaluation.encoders import choose_device
+    from megatron_neobert.evaluation.records import hold
     from megatron_neobert.evaluation.throughput.models import load_models
     from megatron_neobert.evaluation.throughput.run import Sweep, describe, measure, open_log, summarise, write_results
 
@@ -91,18 +92,18 @@ def _run(arguments: argparse.Namespace, folders: dict[str, Path]) -> None:
     )
     for line in found.not_run:
         print(f"not measured: {line['variant']}: {line['reason']}", flush=True)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    log = open_log(arguments.output / "throughput.jsonl", describe(folders, found, sweep, device))
-    with tqdm(total=len(list(sweep.groups())), unit="group", disable=None) as progress:
+    with hold(arguments.output / "throughput.lock"):
+        log = open_log(arguments.output / "throughput.jsonl", describe(folders, found, sweep, device))
+        with tqdm(total=len(list(sweep.groups())), unit="group", disable=None) as progress:
 
-        def show(rows: list[dict[str, Any]]) -> None:
-            progress.update()
-            for row in map(summarise, rows):
-                progress.write(to_line(row))
+            def show(rows: list[dict[str, Any]]) -> None:
+                progress.update()
+                for row in map(summarise, rows):
+                    progress.write(to_line(row))
 
-        rows = measure(found.variants, sweep, device=device, log=log, on_group=show)
-    print(write_results(arguments.output, folders, found, sweep, [summarise(row) for row in rows], device))
-    print(f"wrote {arguments.output}")
+            rows = measure(found.variants, sweep, device=device, log=log, on_group=show)
+        print(write_results(arguments.output, folders, found, sweep, [summarise(row) for row in rows], device))
+        print(f"wrote {arguments.output}")
 
 
 def to_line(row: dict[str, Any]) -> str:

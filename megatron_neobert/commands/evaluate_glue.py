@@ -34,12 +34,13 @@ def main() -> None:
     print((evaluation.folder / "glue.md").read_text(encoding="utf-8"))
     print(f"wrote {evaluation.folder / 'glue.json'}, .csv and .md")
     if arguments.predict:
-        place = evaluation.folder / "glue" / "submission"
+        place, written = evaluation.folder / "glue" / "submission", list[Path]()
         for task in evaluation.tasks:
             weights = best_model(evaluation, task)
             for path in write_submission(task, weights, arguments.data_dir, place, evaluation.protocol):
                 print(f"wrote {path}")
-        archive, missing = zip_submission(place)
+                written.append(path)
+        archive, missing = zip_submission(place, written)
         lacks = f", without {', '.join(missing)}, which the server wants too (--tasks)" if missing else ""
         print(f"wrote {archive} for gluebenchmark.com{lacks}")
 

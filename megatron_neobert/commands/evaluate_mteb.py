@@ -88,7 +88,8 @@ def _parse() -> argparse.Namespace:
     add("--pooling", choices=["mean", "cls"], help="default: %(default)s")
     add("--max-length", type=positive, metavar="N", help="cut texts after N tokens (default: %(default)s)")
     add("--batch-size", type=positive, metavar="N", help="texts at once (default: %(default)s)")
-    add("--dtype", choices=["float32", "float16", "bfloat16"], help="(default: %(default)s)")
+    dtypes = "of weights and activations; the paper's code keeps float32 weights under float16 autocast"
+    add("--dtype", choices=["float32", "float16", "bfloat16"], help=f"{dtypes} (default: %(default)s)")
     add("--device", help="such as cuda:1 (default: cuda if there is one, else cpu)")
     add("--attention", metavar="NAME", help="transformers' attn_implementation (default: its choice)")
     add("--limit", type=positive, metavar="N", help="only N examples or queries per task: a quick look, not a result")
@@ -103,6 +104,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from megatron_neobert.evaluation.mteb.encoder import Instructions, build_encoder, read_instructions
     from megatron_neobert.evaluation.mteb.run import ResultFiles, find_missing, run_tasks
     from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name
+    from megatron_neobert.evaluation.records import hold
 
     if arguments.tasks:
         tasks = tasks_by_name(arguments.tasks, arguments.data_dir)
@@ -129,23 +131,25 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             "neobert fetch mteb --output DIR with the same --benchmark or --tasks on a machine with a network and "
             "copy DIR here, or leave them out with --skip-missing."
         )
-    scores = run_tasks(
-        tasks,
-        lambda: build_encoder(
-            arguments.model,
-            instructions,
-            load,
-            pooling=arguments.pooling,
-            max_length=arguments.max_length,
-            show_progress=sys.stderr.isatty(),
-        ),
-        files,
-        data_dir=arguments.data_dir,
-        batch_size=arguments.batch_size,
-        limit=arguments.limit,
-        report=lambda line: print(line, flush=True),
-    )
-    _write(arguments, folder / _place(arguments, protocol), scores, protocol, load)
+    place = folder / _place(arguments, protocol)
+    with hold(place / "mteb.lock"):
+        scores = run_tasks(
+            tasks,
+            lambda: build_encoder(
+                arguments.model,
+                instructions,
+                load,
+                pooling=arguments.pooling,
+                max_length=arguments.max_length,
+                show_progress=sys.stderr.isatty(),
+            ),
+            files,
+            data_dir=arguments.data_dir,
+            batch_size=arguments.batch_size,
+            limit=arguments.limit,
+            report=lambda line: print(line, flush=True),
+        )
+        _write(arguments, place, scores, protocol, load)
 
 
 def _place(arguments: argparse.Namespace, protocol: dict[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 Writes onnx/model.onnx, in fp32 with batch and sequence of any size, and on request onnx/model_quantized.onnx with 8-bit
 weights, beside config.json and the tokenizer: the places where those libraries look. A graph has the inputs input_ids
-and attention_mask (int64, batch x sequence), one output, and is one file. onnxruntime runs every file on padded batches
+and attention_mask (int64, batch x sequence) and one output. Weights above 2 GB are in a file of their own beside it,
+because protobuf ends there. onnxruntime runs every file on padded batches
 that the tracer has not seen; the folder gets its name only if the fp32 file computes what PyTorch does. Full size takes
 a minute and 4 GB of memory.
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # --help answers without importing torch
 TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
 OPSET = 18  # the version of ONNX's operators that the most runtimes know; PyTorch cannot go below
 INPUTS = ("input_ids", "attention_mask")
-LARGEST_BYTES = 2_000_000_000  # of weights, of which NeoBERT has 0.98e9; protobuf ends at 2^31 with the graph included
+LARGEST_BYTES = 2_000_000_000  # of weights in one file; protobuf ends at 2^31 with the graph included
 
 # Largest difference over largest value. 28 x 768 with random weights on CPU shows 5e-6 in fp32 and 0.17 in 8 bits, a
 # graph that attends to padding 1. The second keeps out only what is broken: how much 8 bits may cost is for those who
@@ -41,19 +42,28 @@ TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
 _BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
 _TRACED_LENGTHS = (11, 5, 8)  # of another batch than these; padded, so that the mask is part of the graph
 
-# The tokenizer, how sentence-transformers pools, and what the owner declares of the weights.
-_COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "modules.json",
-    "1_Pooling/config.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "README.md",
-    "LICENSE",
-)
+_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE")
+# sentence-transformers pools hidden states, which a fill-mask graph does not give.
+_POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+# The model's own card shows how to load weights that this folder does not hold.
+_CARD = """# NeoBERT as an ONNX graph
+
+`onnx/model.onnx` has the inputs `input_ids` and `attention_mask` (int64, batch x sequence) and the output `{output}`;
+`onnx/model_quantized.onnx`, where it is present, has the same with 8-bit weights. transformers.js reads this folder as
+a model for {task}.
+
+```python
+import onnxruntime
+from transformers import PreTrainedTokenizerFast
+
+folder = "."
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+session = onnxruntime.InferenceSession(f"{{folder}}/onnx/model.onnx")
+inputs = tokenizer(["the first text", "another one"], padding=True, return_tensors="np")
+({output},) = session.run(None, {{name: inputs[name] for name in ("input_ids", "attention_mask")}})
+```
+"""
 
 
 def main() -> None:
@@ -70,7 +80,7 @@ def main() -> None:
     output = TASKS[arguments.task]
     model = load_for_task(arguments.model, arguments.task)
     with build_folder(arguments.output) as folder:
-        copy_companions(arguments.model, folder)
+        copy_companions(arguments.model, folder, arguments.task)
         plain, quantized = folder / "onnx" / "model.onnx", folder / "onnx" / "model_quantized.onnx"
         plain.parent.mkdir()
         write_graph(model, plain, output=output)
@@ -81,11 +91,19 @@ def main() -> None:
             # 8 saturate where it has not: logits were then off by 0.8 of the largest. Activations are rounded while
             # running.
             with _quiet():
-                quantize_dynamic(plain, quantized, weight_type=QuantType.QInt8, per_channel=True, reduce_range=True)
+                quantize_dynamic(
+                    plain,
+                    quantized,
+                    weight_type=QuantType.QInt8,
+                    per_channel=True,
+                    reduce_range=True,
+                    use_external_data_format=is_large(model),
+                )
             checks[quantized] = check_graph(model, quantized, output=output)
             refuse_difference(checks[quantized], tolerance=TOLERANCE_INT8)
         for path, batches in checks.items():
-            print(f"{path.name}, {path.stat().st_size / 1e6:.1f} MB, against PyTorch by rows x tokens:")
+            size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+            print(f"{path.name}, {size / 1e6:.1f} MB, against PyTorch by rows x tokens:")
             print(f"{to_table(batches)}\n")
     print(f"wrote {arguments.output}")
 
@@ -120,21 +138,13 @@ def load_for_task(folder: Path, task: str) -> Any:
 
 
 def write_graph(model: Any, path: Path, *, output: str) -> None:
-    """Traces the model and writes its graph.
+    """Trace the model and write its graph.
 
     Attention is traced in its plain form: PyTorch's fused one becomes the same matrix products, with a guard against
     rows of NaN around each softmax that this model's masks cannot cause.
-
-    Raises:
-        ConversionError: The weights do not fit into one file.
     """
     import torch
 
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    if size > LARGEST_BYTES:
-        raise ConversionError(
-            f"{size:,} bytes of weights in fp32 are more than the {LARGEST_BYTES:,} that one ONNX file holds."
-        )
     (tokens_bs, mask_bs), axes = _pad(_TRACED_LENGTHS), {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -151,7 +161,12 @@ def write_graph(model: Any, path: Path, *, output: str) -> None:
         )
     model.set_attn_implementation(usual)
     assert program is not None, "torch.onnx.export gives None only with dynamo=False"
-    program.save(path, external_data=False)
+    program.save(path, external_data=is_large(model))
+
+
+def is_large(model: Any) -> bool:
+    """Return whether the weights need a file of their own, PATH.data."""
+    return sum(parameter.nbytes for parameter in model.parameters()) > LARGEST_BYTES
 
 
 def check_graph(model: Any, path: Path, *, output: str) -> "dict[str, Comparison]":
@@ -205,8 +220,8 @@ def refuse_difference(batches: "dict[str, Comparison]", *, tolerance: float) -> 
             )
 
 
-def copy_companions(model: Path, folder: Path) -> None:
-    """Copies what readers of ONNX folders look for in the folder above the graphs.
+def copy_companions(model: Path, folder: Path, task: str) -> None:
+    """Write the files that readers of ONNX folders look for in the folder above the graphs, and a card for it.
 
     A config.json that names our modelling file gets that file of this package, for libraries that ask it for the
     configuration; one that names somebody else's code loses the names, and the code stays behind.
@@ -214,15 +229,27 @@ def copy_companions(model: Path, folder: Path) -> None:
     Raises:
         MissingInputError: The model has no tokenizer.json.
     """
+    from huggingface_hub import ModelCardData
+
     from checkpoint_conversion.hf_folder import MODELING_FILE
     from checkpoint_conversion.hf_writer import modeling_source
+    from checkpoint_conversion.model_card import CARD, read_declared
 
     if not (model / "tokenizer.json").is_file():
         raise MissingInputError(f"{model}: has no tokenizer.json, without which nobody could use the graph; add it.")
-    for name in _COMPANIONS:
+    for name in (*_COMPANIONS, *(_POOLING if task == "feature-extraction" else ())):
         if (model / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(model / name, folder / name)
+    declared = read_declared(model)
+    data = ModelCardData(
+        license=declared.get("license"),
+        base_model=declared.get("base_model"),
+        pipeline_tag=task,
+        tags=["neobert", "onnx"],
+    )
+    card = f"---\n{data.to_yaml()}\n---\n\n{_CARD.format(task=task, output=TASKS[task])}"
+    (folder / CARD).write_text(card, encoding="utf-8")
     config = check_folder(model)
     ours, named = MODELING_FILE.removesuffix("py"), config.get("auto_map")
     if isinstance(named, dict) and all(str(name).startswith(ours) for name in named.values()):

@@ -13,18 +13,18 @@ from typing import Any
 from megatron_neobert.config.phases import Phase
 
 # Megatron's names for what a tokenizer file can be; "auto" goes by its content.
-TOKENIZER_TYPES = (
-    "auto",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-)
+_WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+TOKENIZER_TYPES = ("auto", *_WORDPIECE_TYPES, "HuggingFaceTokenizer", "SentencePieceTokenizer")
 
 
 def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:
     """A field with its help text and, where one value alone can be judged, its legal values."""
     return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+
+
+def path_setting(default: Any, help: str) -> Any:
+    """Return a field for files or folders of the user's machines, which published reports leave out."""
+    return field(default=default, metadata={"help": help, "choices": None, "minimum": None, "is_path": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +142,15 @@ class ComputeConfig:
 class DataConfig:
     """Which documents are read and what a packed sequence is made of."""
 
-    data_path: tuple[str, ...] = setting(
+    data_path: tuple[str, ...] = path_setting(
         (),
         "corpus prefix as written by neobert preprocess; or several, each after its share of the documents; "
         "PREFIX:min=N:max=M:inputs=NAMES:sources=NAMES:drop=FILE reads less of it, by tokens, names and a drop list",
     )
-    valid_data_path: tuple[str, ...] | None = setting(
+    valid_data_path: tuple[str, ...] | None = path_setting(
         None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"
     )
-    tokenizer_model: str | None = setting(
+    tokenizer_model: str | None = path_setting(
         None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
     )
     tokenizer_type: str = setting("auto", "tokenizer type; auto goes by the file's content", choices=TOKENIZER_TYPES)
@@ -173,7 +173,7 @@ class DataConfig:
         "mask replacement: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
         choices=("all_mask", "bert"),
     )
-    object_storage_cache_path: str | None = setting(None, "local folder that URLs in --data-path are read through")
+    object_storage_cache_path: str | None = path_setting(None, "local folder that URLs in --data-path are read through")
     object_storage_cache_gb: int = setting(100, "most GB in that folder, indexes not counted", minimum=1)
     dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
     num_workers: int = setting(1, "data loader processes; 0 prepares batches in the training process", minimum=0)
@@ -259,11 +259,11 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where a run is saved and what it continues from."""
 
-    save: str | None = setting(None, "checkpoint folder to write to")
-    load: str | None = setting(
+    save: str | None = path_setting(None, "checkpoint folder to write to")
+    load: str | None = path_setting(
         None, "checkpoint folder to resume from, its newest one; if it is also --save it may still be empty"
     )
-    continue_from: str | None = setting(
+    continue_from: str | None = path_setting(
         None,
         "folder of another run, or one of its checkpoints (RUN/iter_0001000), used while --load is empty: weights, "
         "optimizer state, iteration and, in the same data, the position are taken; other data begin at their start",

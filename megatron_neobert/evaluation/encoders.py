@@ -39,16 +39,17 @@ class LoadOptions:
 
 
 def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None, **changes: Any) -> Any:
-    """A model in evaluation mode.
+    """Return a model in evaluation mode, with all weights of its encoder read from the folder.
 
     Args:
-        auto_class: Name of a class of transformers, such as AutoModelForMaskedLM.
-        changes: Of the config, such as num_labels.
+        auto_class: Name of a class of transformers, such as AutoModelForMaskedLM. A classification head that the folder
+            lacks, or has with another number of labels, is drawn from torch's generator, and so is a missing pooler.
+        changes: Settings of the config to replace, such as num_labels.
 
     Raises:
         MissingInputError: There is no such folder.
-        ConversionError: transformers cannot load it as that, or would draw weights that the folder does not hold: only
-            a pooler and what a classification adds may be new.
+        ConversionError: transformers cannot load it as that, or a weight is missing or has another shape than
+            config.json says.
     """
     options = options or LoadOptions()
     check_folder(folder, attention=_ATTENTION)
@@ -62,16 +63,21 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report is judged below, and names the tensors
             **changes,
         )
-    classifies = auto_class.endswith("Classification")
-    inner = f"{model.base_model_prefix}."
-    drawn = [name for name in sorted(info["missing_keys"]) if "pooler" not in name.split(".")]
-    drawn = [name for name in drawn if name.startswith(inner) or not classifies]
+    missing = [name for name in sorted(info["missing_keys"]) if "pooler" not in name.split(".")]
+    drawn = dict.fromkeys(missing, "is not there")
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        drawn[name] = f"has the shape {tuple(stored)} and not {tuple(wanted)}"
+    if auto_class.endswith("Classification"):
+        drawn = {name: reason for name, reason in drawn.items() if name.startswith(f"{model.base_model_prefix}.")}
     if drawn:
+        name, reason = next(iter(drawn.items()))
         raise ConversionError(
-            f"{folder} does not hold {drawn[0]}{f' and {len(drawn) - 1} more' * (len(drawn) > 1)}, which {auto_class} "
-            "has; drawn weights would be measured instead. Fetch the folder again, or name one with this head."
+            f"{folder}: {name} {reason}{f', as {len(drawn) - 1} more' * (len(drawn) > 1)}; {auto_class} would have "
+            "random weights there, and they would be measured. Fetch the folder again, or name one whose config.json "
+            "and head fit its weights."
         )
     return model.to(options.device).eval()
 
@@ -167,3 +173,12 @@ def fingerprint(folder: Path) -> str:
     for path in (*sorted(folder.glob("*.safetensors")), *(text for text in texts if text.is_file())):
         digest.update(f"{path.name} {sha256_of(path)}".encode())
     return digest.hexdigest()[:12]
+
+
+def fingerprint_modules(folder: Path) -> str:
+    """Return twelve digits that change with sentence-transformers' files: pooling, further modules and prompts."""
+    names = ("modules.json", "*sentence*.json", "*/config.json", "*/*.safetensors")
+    files = sorted(path for name in names for path in folder.glob(name))
+    return hashlib.sha256(
+        "".join(f"{path.relative_to(folder)} {sha256_of(path)}" for path in files).encode()
+    ).hexdigest()[:12]

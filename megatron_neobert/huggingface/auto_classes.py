@@ -41,6 +41,8 @@ def loading(folder: Path, what: str) -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     try:
         yield
+    except ConversionError:
+        raise
     except Exception as error:  # a strange config.json makes transformers raise almost anything
         raise ConversionError(
             f"{folder}: transformers cannot load it as {what} ({short_reason(error)}); use the version in "

@@ -42,8 +42,9 @@ IGNORED_LABEL = -100
 AUTO_MAP = {
     "AutoConfig": "modeling_neobert.NeoBERTConfig",
     "AutoModel": "modeling_neobert.NeoBERT",
-    "AutoModelForMaskedLM": "modeling_neobert.NeoBERTLMHead",
+    "AutoModelForMaskedLM": "modeling_neobert.NeoBERTForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_neobert.NeoBERTForSequenceClassification",
+    "AutoModelForMultipleChoice": "modeling_neobert.NeoBERTForMultipleChoice",
     "AutoModelForTokenClassification": "modeling_neobert.NeoBERTForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_neobert.NeoBERTForQuestionAnswering",
 }
@@ -82,6 +83,15 @@ class NeoBERTConfig(PretrainedConfig):
         legacy_length = settings.pop("max_length", None)  # transformers 5 refuses to save a setting of this name
         if legacy_length is not None:
             settings.setdefault("max_position_embeddings", legacy_length)
+        for name in ("rope_scaling", "rope_parameters"):  # transformers 5 writes the base into the second
+            given = dict(settings.pop(name, None) or {})
+            base = given.pop("rope_theta", None)
+            if set(given.values()) - {"default"} or base not in (None, settings.get("rope_theta", base)):
+                raise ValueError(
+                    f"rotary settings {name} {given}, rope_theta {base} are not supported beside rope_theta "
+                    f"{settings.get('rope_theta')}. Leave {name} out; rope_theta is the only one."
+                )
+            settings |= {} if base is None else {"rope_theta": base}
         settings = {**PUBLISHED_MODEL, **settings}
         hidden_size, heads = settings["hidden_size"], settings["num_attention_heads"]
         width = settings.setdefault("dim_head", hidden_size // heads)
@@ -89,10 +99,6 @@ class NeoBERTConfig(PretrainedConfig):
             raise ValueError(
                 f"hidden_size {hidden_size}, num_attention_heads {heads}, dim_head {width}: the heads share the hidden "
                 "size equally, and each needs an even width. Change one of them; dim_head may be left out."
-            )
-        if scaling := settings.get("rope_scaling") or settings.get("rope_parameters"):
-            raise ValueError(
-                f"rotary settings {scaling} are not supported. Leave them out; rope_theta is the only one."
             )
         # All of the map, so that what is saved as one class loads as every other; code kept elsewhere stays there.
         given = settings.get("auto_map") or {}
@@ -287,7 +293,7 @@ class NeoBERT(NeoBERTPreTrainedModel):
         return self.finish(modeling_outputs.BaseModelOutput, outputs, return_dict, last_hidden_state=hidden_bsh)
 
 
-class NeoBERTLMHead(NeoBERTPreTrainedModel):
+class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
     """Logits [b, s, v] of a linear layer with a bias; the loss is the mean over the labels [b, s] that are not -100."""
 
     output_class = modeling_outputs.MaskedLMOutput
@@ -310,6 +316,9 @@ class NeoBERTLMHead(NeoBERTPreTrainedModel):
 
     def compute_loss(self, logits: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         return mean_token_loss(logits, labels, inputs.get("num_items_in_batch"))
+
+
+NeoBERTLMHead = NeoBERTForMaskedLM  # the published name, which older folders have in their auto_map
 
 
 class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
@@ -344,6 +353,37 @@ class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
         return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
 
 
+class NeoBERTForMultipleChoice(NeoBERTForSequenceClassification):
+    """Logits [b, choices] of inputs [b, choices, s]: one value of a sequence-classification head for each choice."""
+
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__(config)
+        self.classifier = HeadLinear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """With labels [b], the numbers of the right choices, also their cross-entropy."""
+        choices = next(given.shape[1] for given in (input_ids, inputs_embeds) if given is not None)
+        ids, mask, positions = (
+            None if given is None else given.flatten(0, -2) for given in (input_ids, attention_mask, position_ids)
+        )
+        embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
+        outputs = super().forward(ids, mask, positions, embeddings, return_dict=True, **kwargs)
+        logits = outputs.logits.view(-1, choices)
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels.flatten().to(logits.device))
+        kind = modeling_outputs.MultipleChoiceModelOutput
+        return self.finish(kind, outputs, return_dict, loss=loss, logits=logits)
+
+
 class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
     """Logits [b, s, c] of dropout and a linear layer; the loss is the mean over the labels that are not -100."""
 
@@ -359,7 +399,7 @@ class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
     def compute_logits(self, hidden_bsh: Tensor, inputs: dict[str, Any]) -> Tensor:
         return self.classifier(self.dropout(hidden_bsh))
 
-    compute_loss = NeoBERTLMHead.compute_loss
+    compute_loss = NeoBERTForMaskedLM.compute_loss
 
 
 class NeoBERTForQuestionAnswering(NeoBERTPreTrainedModel):

@@ -113,10 +113,9 @@ def train_masked_lm(subject: Subject) -> None:
 def train_classification(subject: Subject) -> None:
     from transformers import DataCollatorWithPadding
 
-    texts = [subject.text(6 + number, start=number) for number in range(8)]
-    rows = [{**subject.tokenizer()(text), "labels": number % 2} for number, text in enumerate(texts)]
-    model = subject.load("AutoModelForSequenceClassification", num_labels=2)
-    train(model, rows, DataCollatorWithPadding(subject.tokenizer()))
+    tokenizer, model = subject.tokenizer(), subject.load("AutoModelForSequenceClassification", num_labels=2)
+    rows = [{**tokenizer(subject.text(6 + number, start=number)), "labels": number % 2} for number in range(8)]
+    train(model, rows, DataCollatorWithPadding(tokenizer))
 
 
 def train(model: Any, rows: list[Any], collator: Any) -> None:
@@ -195,6 +194,14 @@ def token_labels(subject: Subject) -> None:
     outputs = model(**batch.inputs(), labels=labels)
     assert outputs.logits.shape == (*labels.shape, 5), f"logits are {tuple(outputs.logits.shape)} for 5 labels"
     expect_close(outputs.loss, cross_entropy(outputs.logits.flatten(0, 1), labels.flatten()), "loss")
+
+
+@check("AutoModelForMultipleChoice, loss")
+@torch.no_grad()
+def choices(subject: Subject) -> None:
+    model, labels = load_with_new_head(subject, "AutoModelForMultipleChoice"), torch.tensor([2])
+    outputs = model(**{name: rows[None] for name, rows in subject.batch().inputs().items()}, labels=labels)
+    expect_close(outputs.loss, cross_entropy(outputs.logits.view(1, 3), labels), "loss")
 
 
 @check("AutoModelForQuestionAnswering, loss")
@@ -318,9 +325,8 @@ def bfloat16(subject: Subject) -> None:
 def device_map(subject: Subject) -> None:
     if importlib.util.find_spec("accelerate") is None:
         raise NotApplicable("accelerate is not installed")
-    inputs = subject.batch().inputs()
-    mapped = main_output(subject.load_main(device_map="cpu")(**inputs))
-    expect_close(mapped, main_output(subject.load_main()(**inputs)), "with and without device_map")
+    outputs = [main_output(subject.load_main(**by)(**subject.batch().inputs())) for by in ({"device_map": "cpu"}, {})]
+    expect_close(*outputs, "with and without device_map")
 
 
 @check("gradient checkpointing")

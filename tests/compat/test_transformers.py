@@ -31,8 +31,9 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for num
 HEADS = {
     "AutoConfig": "NeoBERTConfig",
     "AutoModel": "NeoBERT",
-    "AutoModelForMaskedLM": "NeoBERTLMHead",
+    "AutoModelForMaskedLM": "NeoBERTForMaskedLM",
     "AutoModelForSequenceClassification": "NeoBERTForSequenceClassification",
+    "AutoModelForMultipleChoice": "NeoBERTForMultipleChoice",
     "AutoModelForTokenClassification": "NeoBERTForTokenClassification",
     "AutoModelForQuestionAnswering": "NeoBERTForQuestionAnswering",
 }
@@ -72,7 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     models = {
         "eurobert": EuroBertForMaskedLM(eurobert),
         "llama": LlamaModel(LlamaConfig(**LLAMA_LIKE, is_causal=False)),
-        "neobert": modeling_neobert.NeoBERTLMHead(neobert),
+        "neobert": modeling_neobert.NeoBERTForMaskedLM(neobert),
     }
     written = {layout: write(place / layout, model) for layout, model in models.items()}
     shutil.copy(modeling_neobert.__file__, written["neobert"])
@@ -112,9 +113,10 @@ def missing(layout: str, version: str) -> set[str]:
         return set(CHECKS) - {"tokenizer"}
     gone = {"pipeline question-answering"} if Version(version).major >= 5 else set()
     if layout == "eurobert":
-        gone |= {"AutoModelForQuestionAnswering, loss"}
+        gone |= {"AutoModelForQuestionAnswering, loss", "AutoModelForMultipleChoice, loss"}
     if layout == "llama":
-        gone |= {"AutoModelForMaskedLM, loss", "pipeline fill-mask", "Trainer, masked language model"}
+        gone |= {f"AutoModelFor{head}, loss" for head in ("MaskedLM", "MultipleChoice")}
+        gone |= {"pipeline fill-mask", "Trainer, masked language model"}
     return gone
 
 

@@ -26,7 +26,7 @@ from checkpoint_conversion.mapping import (
     to_published,
 )
 from megatron_neobert.config.schema import ModelConfig
-from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTLMHead
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96}
@@ -52,7 +52,7 @@ def build(layout: str, weights: dict[str, Tensor], *, attention: str = "sdpa", *
     else:
         width = 96 * 3 // 2  # of which SwiGLU has two thirds
         own = {"intermediate_size": width, "norm_eps": CONFIG.norm_epsilon, "rope_theta": CONFIG.rotary_base}
-        model = NeoBERTLMHead(NeoBERTConfig(**{**COMMON, **own, **changes})).eval()
+        model = NeoBERTForMaskedLM(NeoBERTConfig(**{**COMMON, **own, **changes})).eval()
     model.load_state_dict(weights)
     model.set_attn_implementation(attention)
     return model
@@ -75,7 +75,7 @@ def compare(reference: ReferenceNeoBERT, model: Any) -> list[Comparison]:
     """On a padded batch, and of NeoBERT on a packed row too."""
     assert not PROMPTS.attention_mask_bs.all(), "the prompts must be padded"
     found = [model(*PROMPTS).logits]
-    if isinstance(model, NeoBERTLMHead):
+    if isinstance(model, NeoBERTForMaskedLM):
         tokens_t, starts_n = PROMPTS.packed
         found.append(PROMPTS.unpack(model(tokens_t[None], cu_seqlens=starts_n).logits[0]))
     return [compare_logits(reference(*PROMPTS), logits, PROMPTS.attention_mask_bs) for logits in found]

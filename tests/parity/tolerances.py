@@ -28,7 +28,7 @@ EUROBERT_LOGITS = Tolerance(
 )
 MODELING_LOGITS = Tolerance(
     1.4e-6,
-    "reference vs NeoBERTLMHead, 4 layers x 64, padded and packed, sdpa and eager, logits up to 4.9",
+    "reference vs NeoBERTForMaskedLM, 4 layers x 64, padded and packed, sdpa and eager, logits up to 4.9",
     "2026-11",
     8,
 )

@@ -23,7 +23,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, EuroBertConfig, Eu
 from checkpoint_conversion.convert import import_folder
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
-from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTLMHead
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"abcdefghijk"]
 TINY = {
@@ -145,11 +145,11 @@ def test_code_beside_a_model_that_transformers_has_is_left_alone(folder: Path, c
 def test_code_that_a_neobert_folder_brings_is_left_alone(folder: Path, canary: Canary):
     config = NeoBERTConfig(**TINY, intermediate_size=12, dim_head=8)
     (folder / "model.safetensors").unlink()
-    NeoBERTLMHead(config).save_pretrained(folder)
+    NeoBERTForMaskedLM(config).save_pretrained(folder)
     (folder / "own_code.py").write_text(
-        f"{canary.source}from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTLMHead\n"
+        f"{canary.source}from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM\n"
     )
-    classes = {"AutoConfig": "own_code.NeoBERTConfig", "AutoModelForMaskedLM": "own_code.NeoBERTLMHead"}
+    classes = {"AutoConfig": "own_code.NeoBERTConfig", "AutoModelForMaskedLM": "own_code.NeoBERTForMaskedLM"}
     change_json(folder / "config.json", auto_map=classes, trust_remote_code=True)
     assert_imported(folder, run_command)  # which registers our class, in a process of its own
     assert not canary.has_run

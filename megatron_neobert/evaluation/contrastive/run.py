@@ -31,7 +31,12 @@ from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.evaluation.contrastive.config import DatasetSource, TrainingSettings
 from megatron_neobert.evaluation.contrastive.data import digest_of
 from megatron_neobert.evaluation.contrastive.sampling import PairCollator, SamplingPlan, TaskBatchSampler
-from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint, load_sentence_transformer
+from megatron_neobert.evaluation.encoders import (
+    LoadOptions,
+    fingerprint,
+    fingerprint_modules,
+    load_sentence_transformer,
+)
 from megatron_neobert.evaluation.pages import to_csv
 from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.evaluation.records import refuse_changed_settings
@@ -157,7 +162,9 @@ def finetune(
     loading = LoadOptions(attention=options.attention)
     model = load_sentence_transformer(model_folder, loading, max_length=training.max_length)
     by_column = build_prompts({key: sources[key] for key in pairs}, training)
-    model.prompts = {**model.prompts, **{key: prompts["query"] for key, prompts in by_column.items()}}  # for its users
+    # For users: encode_query and encode_document take the prompts of the data set that is drawn most often.
+    usual = by_column.get(max(pairs, key=lambda key: len(pairs[key])), {})
+    model.prompts = {**model.prompts, **usual, **{key: prompts["query"] for key, prompts in by_column.items()}}
     plan = SamplingPlan(
         names=tuple(pairs),
         sizes=tuple(len(rows) for rows in pairs.values()),
@@ -218,6 +225,7 @@ def settings_of(
     del own["resume"]
     return {
         "model": fingerprint(model_folder),
+        "modules": fingerprint_modules(model_folder),
         **asdict(training),
         **own,
         "processes": processes,

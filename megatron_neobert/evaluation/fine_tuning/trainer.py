@@ -92,7 +92,7 @@ class PaperTrainer(transformers.Trainer):
     Args:
         collator: Makes batches of rows.
         metric: Of the `compute` metrics, the one that chooses the weights.
-        evaluations: In an epoch, at least; they are never more than 500 steps apart.
+        eval_strategy: "steps" evaluates as the paper does, "epoch" at the end of each epoch.
         more: Further arguments of transformers.Trainer.
     """
 
@@ -107,13 +107,13 @@ class PaperTrainer(transformers.Trainer):
         collator: Any,
         metric: str,
         compute: Callable[[Any], dict[str, float]],
-        evaluations: int = 10,
+        eval_strategy: str = "steps",
         **more: Any,
     ) -> None:
-        interval = evaluation_interval(-(-len(train) // run.point.batch_size), evaluations)
+        interval = evaluation_interval(-(-len(train) // run.point.batch_size))
         super().__init__(
             model=model,
-            args=_arguments(run, interval=interval, metric=metric),
+            args=_arguments(run, eval_strategy=eval_strategy, interval=interval, metric=metric),
             train_dataset=train,
             eval_dataset=validation,
             processing_class=tokenizer,
@@ -144,9 +144,9 @@ def rate_factor(step: int, *, total: int) -> float:
     return 1 - (1 - FLOOR) * (step - warmup) / (decayed - warmup)
 
 
-def evaluation_interval(batches: int, evaluations: int = 10) -> int:
-    """Steps between two evaluations, from the batches of an epoch."""
-    return max(1, min(500, batches // evaluations))
+def evaluation_interval(batches: int) -> int:
+    """Return the steps between two evaluations, from the batches of an epoch."""
+    return max(1, min(500, batches // 10))
 
 
 def shortest_first(rows: Dataset) -> Dataset:
@@ -155,7 +155,7 @@ def shortest_first(rows: Dataset) -> Dataset:
     return rows.select(sorted(range(len(lengths)), key=lengths.__getitem__))
 
 
-def _arguments(run: Run, *, interval: int, metric: str) -> transformers.TrainingArguments:
+def _arguments(run: Run, *, eval_strategy: str, interval: int, metric: str) -> transformers.TrainingArguments:
     protocol, point = run.protocol, run.point
     on_cpu = torch.device(protocol.device).type == "cpu"
     return transformers.TrainingArguments(
@@ -170,7 +170,7 @@ def _arguments(run: Run, *, interval: int, metric: str) -> transformers.Training
         adam_epsilon=1e-8,
         max_grad_norm=0.0,
         seed=point.seed,
-        eval_strategy="steps",
+        eval_strategy=eval_strategy,
         eval_steps=interval,
         save_strategy="best",
         save_total_limit=1,

@@ -8,7 +8,7 @@ comparison by accident: what is not defined counts as 0, with a warning.
 
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,6 @@ def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
         num_labels=task.num_outputs,
         # Given, because the config of a fine-tuned folder may name another.
         problem_type="regression" if task.is_regression else "single_label_classification",
-        ignore_mismatched_sizes=True,
     )
     if isinstance(model, GenericForSequenceClassification):
         raise ConversionError(
@@ -121,11 +120,15 @@ def write_submission(name: str, weights: Path, data_dir: Path, output: Path, pro
     return written
 
 
-def zip_submission(folder: Path) -> tuple[Path, list[str]]:
-    """FOLDER.zip for the server of the answers in `folder`, and the files that it wants besides."""
+def zip_submission(folder: Path, written: Collection[Path]) -> tuple[Path, list[str]]:
+    """Write FOLDER.zip for the server from answers in `folder`, and return its path and the file names that it lacks.
+
+    Args:
+        written: Answers of this command; files that an earlier command left may be of other weights.
+    """
     tests = [(task, split) for task in (*TASKS.values(), DIAGNOSTIC) for split in task.rows if split.startswith("test")]
     wanted = [_FILE_NAMES.get(split, f"{task.title}.tsv") for task, split in tests]
-    there = [name for name in wanted if (folder / name).is_file()]
+    there = [name for name in wanted if folder / name in written]
     with replacing(folder.with_suffix(".zip")) as path, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in there:
             archive.write(folder / name, name)

@@ -25,7 +25,7 @@ _NAMES = {
 SPLITS = tuple(_NAMES)
 _ENDS = ("", ".txt", ".conll", ".bio", ".iob", ".iob2", ".tsv")
 _TAG = re.compile(r"O|[BIES]-.+")
-_LANGUAGE = re.compile(r"[a-z-]+:(?=.)")
+_LANGUAGE = re.compile(r"[a-z-]+:")
 _WORDS, _TAGS = ("tokens", "words"), ("ner_tags", "tags", "labels")
 
 
@@ -140,8 +140,9 @@ def _read_text(path: Path) -> Iterator[Sentence]:
     prefix = languages.pop() if len(languages) == 1 else ""
     for is_sentence, group in groupby(rows, key=bool):
         if is_sentence:
-            words, tags = zip(*filter(None, group), strict=True)
-            yield Sentence([word.removeprefix(prefix) for word in words], list(tags))
+            pairs = [(word.removeprefix(prefix), tag) for word, tag in filter(None, group)]
+            if kept := [pair for pair in pairs if pair[0]]:  # WikiANN has words that are the language alone
+                yield Sentence(*map(list, zip(*kept, strict=True)))
 
 
 def _read_line(line: str, place: str) -> tuple[str, str] | None:

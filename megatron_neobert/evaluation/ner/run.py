@@ -56,7 +56,7 @@ class NerRun(Run):
             validation=validation.rows,
             collator=transformers.DataCollatorForTokenClassification(tokenizer),
             metric="f1",
-            evaluations=1,  # F1 is 0 for many steps, until the first entity is found; small sets would end there
+            eval_strategy="epoch",  # F1 is 0 until the first entity is found; the patience of small sets would end
             compute=lambda evaluated: validation.score(evaluated.predictions),
             preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         )

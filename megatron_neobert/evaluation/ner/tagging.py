@@ -42,7 +42,6 @@ def load_tagger(folder: Path, labels: Sequence[str], options: LoadOptions) -> An
         num_labels=len(labels),
         id2label=dict(enumerate(labels)),
         label2id={label: number for number, label in enumerate(labels)},
-        ignore_mismatched_sizes=True,
     )
 
 

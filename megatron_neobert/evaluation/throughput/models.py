@@ -84,23 +84,32 @@ def build_batch(
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
-def time_step(step: Callable[[], None], device: torch.device) -> tuple[float, int]:
-    """Runs the step once, from an idle device to an idle device: seconds, and bytes without those of the weights."""
+def time_step(step: Callable[[], None], device: torch.device) -> float:
+    """Run the step once, from an idle device to an idle device, and return the seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure_memory(step: Callable[[], None], device: torch.device) -> int:
+    """Run the step once and return the bytes that it needs at most, without those of the weights.
+
+    On a CPU the heap is trimmed before, so the step also pays for its pages; it is never the one that is timed.
+    """
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     else:
         ctypes.CDLL(None).malloc_trim(0)  # gives the system what was freed but kept for later
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew
         before = _own_status("VmRSS")
-    start = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _own_status("VmHWM")
-    return seconds, max(0, peak - before)
+    return max(0, peak - before)
 
 
 def has_memory_for(work: Callable[[], None], device: torch.device) -> bool:

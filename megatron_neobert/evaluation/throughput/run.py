@@ -35,6 +35,7 @@ from megatron_neobert.evaluation.throughput.models import (
     find_kernels,
     has_memory_for,
     make_step,
+    measure_memory,
     prepare,
     time_step,
 )
@@ -144,7 +145,8 @@ class _Turn:
     ) -> None:
         self.variant, self.subject, self.sweep, self.documents = variant, subject, sweep, documents
         self.device, self.fits, self.slots = device, True, 0
-        self.steps: list[tuple[float, int]] = []  # seconds and bytes
+        self.peak_bytes = 0  # without the weights
+        self.seconds: list[float] = []  # of each timed step
         self.kernels: list[str] = []
         self.step: Callable[[], None] | None = None
 
@@ -169,24 +171,26 @@ class _Turn:
         self.slots = inputs["input_ids"].numel()
         self.step = make_step(self.subject, inputs, self.variant.passes)
         self.kernels = find_kernels(self.subject, self.step)
-        for _ in range(self.sweep.warmup):
+        prepare(self.subject, self.variant.passes)
+        self.peak_bytes = measure_memory(self.step, self.device)  # the first step of the warm-up
+        for _ in range(self.sweep.warmup - 1):
             prepare(self.subject, self.variant.passes)
             self.step()
 
     def time(self) -> None:
         assert self.step is not None, f"{self.variant} was not warmed up"
-        self.steps.append(time_step(self.step, self.device))
+        self.seconds.append(time_step(self.step, self.device))
 
     def outcome(self) -> dict[str, Any]:
-        model, grown = self.subject.model, max((grown for _, grown in self.steps), default=0)
+        model = self.subject.model
         weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
         return {
             "tokens": sum(self.documents),
             "slots": self.slots,
             "kernels": self.kernels,
             "outcome": MEASURED if self.fits else OUT_OF_MEMORY,
-            "seconds": [seconds for seconds, _ in self.steps] if self.fits else [],
-            "peak_bytes": weights + grown if self.fits else None,
+            "seconds": self.seconds if self.fits else [],
+            "peak_bytes": weights + self.peak_bytes if self.fits else None,
         }
 
 

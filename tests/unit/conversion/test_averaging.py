@@ -47,6 +47,25 @@ def test_a_conversion_writes_the_mean_and_names_what_it_is_of(run, tmp_path, int
     torch.testing.assert_close(written["decoder.bias"], 2 * internal[BIAS][: len(written["decoder.bias"])])
     report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
     assert report["source"]["averaged_iterations"] == [50, 40, 30]
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "weights were equal to the mean of the weights of iterations 50, 40, 30, rounded" in card
+    assert "the checkpoint's" not in card
+
+
+def test_every_checkpoint_with_enough_before_it_is_averaged(run, tmp_path, internal):
+    options = ("--format", "neobert", "--all-iterations", "--average", 2)
+    code, output, error = call("convert", "megatron-to-hf", "--load", run, "--output", tmp_path / "models", *options)
+    assert code == 0, error
+    assert "without iter_0000030: too few before them to average" in output
+    found = {path.name: load_file(path / "model.safetensors") for path in (tmp_path / "models").iterdir()}
+    assert found.keys() == {"iter_0000040", "iter_0000050"}
+    for name, times in (("iter_0000040", 1.5), ("iter_0000050", 2.5)):
+        bias = found[name]["decoder.bias"]
+        torch.testing.assert_close(bias, times * internal[BIAS][: len(bias)])
+    code, _, error = call(
+        "convert", "megatron-to-hf", "--load", run, "--output", tmp_path / "none", "--all-iterations", "--average", 4
+    )
+    assert code == 66 and "holds 3 checkpoints up to iteration 50, and 4 are to be averaged" in error
 
 
 def test_more_checkpoints_than_there_are_and_those_of_other_models_are_refused(run, saved):

@@ -82,9 +82,12 @@ def to_hf(saved, output, *flags):
     return call("convert", "megatron-to-hf", "--load", saved.save, "--output", output, *flags)
 
 
-def test_command_fills_an_empty_folder_and_prints_the_comparison(saved, tmp_path):
+@pytest.mark.parametrize("load", ["checkpoints", "checkpoints/iter_0000030"])
+def test_command_fills_an_empty_folder_and_prints_the_comparison(saved, tmp_path, load):
     (tmp_path / "model").mkdir()
-    code, shown, complaints = to_hf(saved, tmp_path / "model")
+    code, shown, complaints = call(
+        "convert", "megatron-to-hf", "--load", tmp_path / load, "--output", tmp_path / "model"
+    )
     assert (code, complaints) == (0, "")
     assert "iter_0000030" in shown and "same token" in shown
     assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", shown)

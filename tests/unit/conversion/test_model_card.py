@@ -74,7 +74,7 @@ def copy(originals: dict[str, Path], tmp_path: Path) -> Any:
         if report is not None:
             (folder / "conversion_report.json").write_text(json.dumps(report))
         if sentences:
-            write_sentence_transformers_files(folder, layout, MODEL)
+            write_sentence_transformers_files(folder, layout, MODEL, max_seq_length=64)
         return folder
 
     return make

@@ -8,11 +8,12 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 from saved_model import MODEL, WORDS
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from checkpoint_conversion.hf_writer import write_sentence_transformers_files
+from megatron_neobert.huggingface.auto_classes import register_neobert
 
 TEXTS = ["the cat sat on a mat .", "a mat"]
 MAX_TOKENS = MODEL.max_position_embeddings
@@ -57,9 +58,22 @@ def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransf
     torch.testing.assert_close(encode(model, [text]), encode(model, [fitting]), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
+def test_sparse_encoder_reads_the_masked_language_model_of_a_folder_without_these_files(exported: Any, layout: str):
+    register_neobert()
+    model = SparseEncoder(str(exported(layout=layout)[0]), device="cpu", local_files_only=True)
+    assert [type(module).__name__ for module in model] == ["Transformer", "SpladePooling"]
+    tokenizer = AutoTokenizer.from_pretrained(exported(layout=layout)[0], trust_remote_code=False)
+    inputs = tokenizer(TEXTS[0], return_tensors="pt")
+    network = AutoModelForMaskedLM.from_pretrained(exported(layout=layout)[0], trust_remote_code=False).eval()
+    with torch.no_grad():
+        expected = network(**inputs).logits[0].relu().log1p().amax(dim=0)
+    torch.testing.assert_close(model.encode(TEXTS[:1], convert_to_sparse_tensor=False)[0], expected)
+
+
 @pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.48.0")])
 def test_versions_of_transformers_that_cannot_compute_it_are_refused(tmp_path: Path, layout: str, oldest: str):
-    write_sentence_transformers_files(tmp_path, layout, MODEL)
+    write_sentence_transformers_files(tmp_path, layout, MODEL, max_seq_length=64)
     settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
     supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])
     versions = ("4.47.1", "4.48.0", "4.57.3", "5.2.0", "5.3.0", "5.23.0")

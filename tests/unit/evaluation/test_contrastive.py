@@ -25,6 +25,7 @@ from megatron_neobert.evaluation.contrastive.run import (
     newest_checkpoint,
     prepare_folder,
     save_final,
+    settings_of,
 )
 from megatron_neobert.evaluation.contrastive.sampling import PairCollator
 from megatron_neobert.evaluation.encoders import load_sentence_transformer
@@ -126,6 +127,9 @@ def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
     model = SentenceTransformer(str(trained[0].final), device="cpu")
     assert {key: model.prompts[key] for key in KEYS} == {key: f"{text} " for key, text in INSTRUCTIONS.items()}
     assert model.default_prompt_name is None
+    assert model.prompts["query"] == f"{INSTRUCTIONS['LARGE']} ", "of the data set that is drawn most often"
+    assert (model.encode_query("ba ce di") == model.encode("find : ba ce di")).all()
+    assert (model.encode_document("ba ce di") == model.encode("ba ce di")).all()
     plain, prompted = model.encode("ba ce di"), model.encode("ba ce di", prompt_name="SMALL")
     assert abs(plain - prompted).max() > 1e-3
     assert (model.encode("similar : ba ce di") == prompted).all()
@@ -152,6 +156,19 @@ def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, train
     assert results["started_from"] == "checkpoint-50"
     assert weights_of(resumed) == weights_of(whole)
     assert resumed.file("_loss.csv").read_text() == whole.file("_loss.csv").read_text()
+
+
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "config_sentence_transformers.json", "modules.json"])
+def test_settings_of_a_run_tell_folders_with_other_modules_apart(place, trained, tmp_path, name):
+    config, folder = read_config(place / "run.yaml"), shutil.copytree(trained[0].final, tmp_path / "model")
+
+    def settings() -> dict:
+        return settings_of(folder, {}, config.datasets, config.training, RunOptions(), processes=1)
+
+    before = settings()
+    (folder / name).write_text((folder / name).read_text() + " ")
+    after = settings()
+    assert {key for key in before if before[key] != after[key]} == {"modules"}
 
 
 def test_checkpoints_are_not_gone_on_from_unasked_or_with_other_settings(trained, tmp_path):
@@ -194,10 +211,10 @@ def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
     [
         (
             '[{"idx": 0, "name": "0", "path": "", "type": "subprocess.Popen"}]',
-            r"'subprocess\.Popen' is no module that is loaded here",
+            r"modules\.json: the first module is 'subprocess\.Popen', not a Transformer",
         ),
-        ('["Transformer"]', "cannot load it as a SentenceTransformer"),
-        ("{", "cannot load it as a SentenceTransformer"),
+        ('["Transformer"]', r"modules\.json: the content is 'Transformer'"),
+        ("{", r"modules\.json: not JSON"),
     ],
 )
 def test_module_of_another_package_is_refused_before_it_is_imported(place, tmp_path, modules, reason):

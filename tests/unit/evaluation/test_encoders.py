@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from unit.evaluation.pseudo_perplexity_models import LONGEST, write_model
+from unit.evaluation.pseudo_perplexity_models import LONGEST, WORDS, write_model
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.evaluation import encoders
@@ -28,7 +28,7 @@ def change_config(folder: Path, **changes: object) -> None:
 def test_neobert_folder_is_loaded_with_this_projects_class_whatever_code_lies_in_it(tmp_path: Path):
     folder = write_model(tmp_path / "model", "neobert")
     (folder / "modeling_neobert.py").write_text("raise RuntimeError('this file was run')\n")
-    assert type(encoders.load_model(folder, "AutoModelForMaskedLM")) is modeling_neobert.NeoBERTLMHead
+    assert type(encoders.load_model(folder, "AutoModelForMaskedLM")) is modeling_neobert.NeoBERTForMaskedLM
 
 
 def test_options_decide_precision_and_attention(folder: Path):
@@ -84,7 +84,9 @@ def test_head_that_the_folder_does_not_hold_is_refused_and_not_drawn(tmp_path: P
     folder = write_model(tmp_path / "model", "EuroBert")
     weights = load_file(folder / "model.safetensors")
     save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, folder / "model.safetensors")
-    with pytest.raises(ConversionError, match=r"does not hold lm_head\.weight.*drawn weights would be measured"):
+    with pytest.raises(
+        ConversionError, match=r"lm_head\.weight is not there; AutoModelForMaskedLM would have random weights"
+    ):
         encoders.load_model(folder, "AutoModelForMaskedLM")
     assert encoders.load_model(folder, "AutoModel") is not None
 
@@ -94,8 +96,30 @@ def test_a_classification_head_may_be_new_and_the_encoder_may_not(folder: Path):
     weights = load_file(folder / "model.safetensors")
     lost = next(name for name in weights if "attention" in name)
     save_file({name: one for name, one in weights.items() if name != lost}, folder / "model.safetensors")
-    with pytest.raises(ConversionError, match="does not hold bert"):
+    with pytest.raises(ConversionError, match=f"{lost} is not there"):
         encoders.load_model(folder, "AutoModelForSequenceClassification", num_labels=3)
+
+
+@pytest.mark.parametrize(
+    "auto_class", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
+)
+@pytest.mark.parametrize("kind", ["Bert", "EuroBert", "neobert"])
+def test_encoder_whose_weights_have_another_shape_is_refused_and_not_drawn(tmp_path: Path, kind: str, auto_class: str):
+    folder = write_model(tmp_path / "model", kind)
+    change_config(folder, vocab_size=len(WORDS) + 8)
+    with pytest.raises(
+        ConversionError, match=rf"embed|encoder\.weight.*the shape \({len(WORDS)}, 32\) and not"
+    ) as refused:
+        encoders.load_model(folder, auto_class)
+    assert refused.value.exit_code == 78
+
+
+@pytest.mark.parametrize("kind", ["Bert", "neobert"])
+def test_classification_head_of_another_number_of_labels_is_drawn_anew(tmp_path: Path, kind: str):
+    folder = write_model(tmp_path / "model", kind)
+    encoders.load_model(folder, "AutoModelForSequenceClassification", num_labels=3).save_pretrained(folder)
+    model = encoders.load_model(folder, "AutoModelForSequenceClassification", num_labels=5)
+    assert model.config.num_labels == 5
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "abacus"])

@@ -15,10 +15,11 @@ from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.encoders import load_tokenizer
+from megatron_neobert.evaluation.fine_tuning import trainer
 from megatron_neobert.evaluation.fine_tuning.settings import Grid, Protocol
 from megatron_neobert.evaluation.fine_tuning.study import BEST
 from megatron_neobert.evaluation.ner.data import Sentence, find_data_sets, labels_of, read_split
-from megatron_neobert.evaluation.ner.run import NerEvaluation, evaluate
+from megatron_neobert.evaluation.ner.run import NerEvaluation, NerRun, evaluate
 from megatron_neobert.evaluation.ner.tagging import score, to_rows
 from megatron_neobert.evaluation.records import read_record
 
@@ -111,6 +112,13 @@ def test_colon_in_a_word_is_no_language_unless_every_word_has_it(tmp_path):
     sentences = [Sentence(["en:a", "b"], ["O", "O"])]
     write_text(tmp_path / "set", {"train": sentences})
     assert read_split(tmp_path, "set", "train") == sentences
+
+
+def test_word_that_is_the_language_alone_is_left_out(tmp_path):
+    sentences = [Sentence(["a", "", "b"], ["B-THING", "I-THING", "O"]), Sentence([""], ["O"]), Sentence(["c"], ["O"])]
+    write_text(tmp_path / "set", {"train": sentences}, between="\t", before="en:")
+    expected = [Sentence(["a", "b"], ["B-THING", "O"]), Sentence(["c"], ["O"])]
+    assert read_split(tmp_path, "set", "train") == expected
 
 
 @pytest.mark.parametrize(
@@ -248,6 +256,22 @@ def test_scores_are_seqevals_of_the_tags_that_are_written(place):
     assert "test_f1" not in results["untested"]["metrics"]
     page = (evaluation.folder / "ner.md").read_text()
     assert "| animals |" in page and "ANIMAL " in page
+
+
+def test_validation_set_is_looked_at_after_every_epoch(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "evaluation_interval", lambda *_: 5)  # as in an epoch of more than 500 batches
+    point = build(place, "animals").grid.points((0,))[0]
+    run = NerRun(
+        task="animals",
+        point=point,
+        start=place / "model",
+        data_dir=place / "data",
+        folder=tmp_path / "run",
+        protocol=Protocol(epochs=2),
+    )
+    training = run.build_trainer()
+    training.train()
+    assert [entry["step"] for entry in training.state.log_history if "eval_f1" in entry] == [12, 24]
 
 
 def test_interrupted_evaluation_resumes_and_ends_with_the_same_results(place):

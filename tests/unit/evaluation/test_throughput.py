@@ -1,6 +1,8 @@
 """The sweep: turns, memory that ends, and going on after a kill. Nothing is timed."""
 
+import ctypes
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from throughput_subjects import Module, subject_of, variant_of
 
 from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.evaluation.throughput import models
 from megatron_neobert.evaluation.throughput.run import Sweep, measure, open_log, summarise
 
 CPU = torch.device("cpu")
@@ -35,6 +38,14 @@ def test_models_take_turns_and_none_always_comes_first(path):
     run([subject_of(Module(name, calls), name) for name in "ab"], sweep_of(), path)
     before = ["a", "a", "b", "b"]  # each once to see its kernels, once to warm up
     assert calls == [*before, "a", "b", "b", "a", "a", "b"]
+
+
+def test_heap_is_trimmed_before_the_warm_up_and_never_before_a_timed_step(path, monkeypatch):
+    calls, library = [], ctypes.CDLL(None)
+    watched = SimpleNamespace(malloc_trim=lambda pad: calls.append("trim") or library.malloc_trim(pad))
+    monkeypatch.setattr(models.ctypes, "CDLL", lambda name: watched)
+    run([subject_of(Module("a", calls), "a")], sweep_of(warmup=2), path)
+    assert calls == ["a", "trim", "a", "a", *["a"] * 3]  # kernels; memory and warm-up; timed
 
 
 def test_a_model_out_of_memory_takes_no_part_in_larger_batches_and_the_others_go_on(path):

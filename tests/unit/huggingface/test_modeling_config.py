@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_neobert import build_config, build_model
 
-from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTLMHead, SwiGLU
+from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTForMaskedLM, SwiGLU
 
 PUBLISHED_PARAMETERS = 245_136_954
 
@@ -16,7 +16,7 @@ PUBLISHED_PARAMETERS = 245_136_954
 def test_default_is_the_published_model_name_by_name(shared_data: Path):
     lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text(encoding="utf-8").splitlines()
     with torch.device("meta"):
-        model = NeoBERTLMHead(NeoBERTConfig())
+        model = NeoBERTForMaskedLM(NeoBERTConfig())
     found = [f"{name}\t{tuple(weight.shape)}\t{weight.dtype}" for name, weight in sorted(model.state_dict().items())]
     assert found == sorted(lines)
     assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED_PARAMETERS
@@ -57,12 +57,20 @@ def test_width_of_swiglu_is_two_thirds_rounded_up_to_eights(intermediate_size: i
         ({"dim_head": 16}, ["dim_head 16", "hidden_size 32"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "rope_theta"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "rope_theta"]),
+        ({"rope_parameters": {"rope_theta": 5e3}, "rope_theta": 1e4}, ["rope_theta 5000", "rope_theta 10000"]),
     ],
 )
 def test_shape_that_the_model_does_not_have_is_refused(settings: dict[str, Any], parts: list[str]):
     with pytest.raises(ValueError) as caught:
         build_config(**settings)
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rotary_base_is_read_from_where_transformers_5_writes_it(name: str):
+    assert build_config(**{name: {"rope_type": "default", "rope_theta": 5000.0}}).rope_theta == 5000.0
+    assert build_config(**{name: {"type": "default"}}).rope_theta == 10_000.0
+    assert build_config(**{name: None}).rope_theta == 10_000.0
 
 
 def test_code_kept_in_another_repository_stays_there():
@@ -76,7 +84,7 @@ def test_weights_are_drawn_as_published():
 
     torch.manual_seed(0)
     changes = {"embedding_init_range": 0.05, "decoder_init_range": 0.03, "classifier_init_range": 0.2}
-    language_model = NeoBERTLMHead(build_config(**changes))
+    language_model = NeoBERTForMaskedLM(build_config(**changes))
     classifier = NeoBERTForSequenceClassification(build_config(**changes))
     embedding = language_model.model.encoder.weight
     assert 0.049 < embedding.abs().max() <= 0.05

@@ -1,6 +1,7 @@
 """A saved folder loads by itself, as every class and bit for bit; what users do to a loaded model works."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,8 @@ from megatron_neobert.huggingface.modeling_neobert import (
     AUTO_MAP,
     EncoderBlock,
     NeoBERT,
+    NeoBERTForMaskedLM,
     NeoBERTForSequenceClassification,
-    NeoBERTLMHead,
 )
 
 DOCUMENTS = build_documents()
@@ -60,7 +61,7 @@ def test_folder_saved_as_one_class_loads_as_every_other_and_saves_its_code_again
     assert type(model).__module__.startswith("transformers_modules.")
     assert {name.split(".")[0] for name in info["missing_keys"]} <= {"dense", "classifier", "qa_outputs"}
     expected = build_model(NeoBERT)(**BATCH).last_hidden_state
-    assert torch.equal(model.eval()(**BATCH, output_hidden_states=True).hidden_states[-1], expected)
+    assert torch.equal(model.eval().base_model(**BATCH).last_hidden_state, expected)
 
     model.save_pretrained(tmp_path)
     own_code = Path(sys.modules[NeoBERT.__module__].__file__ or "")
@@ -68,6 +69,18 @@ def test_folder_saved_as_one_class_loads_as_every_other_and_saves_its_code_again
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["auto_map"] == AUTO_MAP
     again = load(task, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.usefixtures("remote_code", "only_remote_code")
+def test_folder_that_names_the_masked_language_model_as_the_published_one_does_still_loads(saved: Path, tmp_path: Path):
+    folder = shutil.copytree(saved, tmp_path / "older")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = ["NeoBERTLMHead"]
+    config["auto_map"]["AutoModelForMaskedLM"] = "modeling_neobert.NeoBERTLMHead"
+    (folder / "config.json").write_text(json.dumps(config))
+    model, info = load("AutoModelForMaskedLM", folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(model.eval()(**BATCH).logits, build_model()(**BATCH).logits)
 
 
 def test_missing_weights_are_drawn_and_the_others_are_not(saved: Path):
@@ -88,7 +101,7 @@ def test_tied_weights_are_one_also_after_saving(tmp_path: Path):
     assert model.decoder.weight is model.model.encoder.weight
     expected = model(**BATCH).logits
     model.save_pretrained(tmp_path)
-    again = NeoBERTLMHead.from_pretrained(tmp_path, trust_remote_code=False).eval()
+    again = NeoBERTForMaskedLM.from_pretrained(tmp_path, trust_remote_code=False).eval()
     assert again.decoder.weight is again.model.encoder.weight
     assert torch.equal(again(**BATCH).logits, expected)
     assert build_model().decoder.weight is not build_model().model.encoder.weight
@@ -132,11 +145,11 @@ def test_model_can_be_spread_over_devices_block_by_block(saved: Path, tmp_path: 
     """Half of it lies on disk here, which a machine with one processor can do too."""
     blocks = {f"model.transformer_encoder.{layer}": where for layer, where in enumerate(("cpu", "disk"))}
     places = {"model.encoder": "cpu", **blocks, "model.layer_norm": "cpu", "decoder": "cpu"}
-    model = NeoBERTLMHead.from_pretrained(
+    model = NeoBERTForMaskedLM.from_pretrained(
         saved, device_map=places, offload_folder=tmp_path / "offloaded", trust_remote_code=False
     )
     assert model.model.transformer_encoder[1].qkv.weight.is_meta
     assert torch.equal(model(**BATCH).logits, build_model()(**BATCH).logits)
     assert set(model._no_split_modules) == {EncoderBlock.__name__}
-    automatic = NeoBERTLMHead.from_pretrained(saved, device_map="auto", trust_remote_code=False)
+    automatic = NeoBERTForMaskedLM.from_pretrained(saved, device_map="auto", trust_remote_code=False)
     assert torch.equal(automatic(**BATCH).logits.cpu(), build_model()(**BATCH).logits)

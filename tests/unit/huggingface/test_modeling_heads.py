@@ -11,17 +11,18 @@ from transformers import Trainer, TrainingArguments
 
 from megatron_neobert.huggingface.modeling_neobert import (
     NeoBERT,
+    NeoBERTForMaskedLM,
+    NeoBERTForMultipleChoice,
     NeoBERTForQuestionAnswering,
     NeoBERTForSequenceClassification,
     NeoBERTForTokenClassification,
-    NeoBERTLMHead,
 )
 
 DOCUMENTS = build_documents()
 BATCH = pad(DOCUMENTS)
 HEADS = (
     NeoBERT,
-    NeoBERTLMHead,
+    NeoBERTForMaskedLM,
     NeoBERTForSequenceClassification,
     NeoBERTForTokenClassification,
     NeoBERTForQuestionAnswering,
@@ -113,6 +114,22 @@ def test_sequence_classification_reads_the_first_token_of_every_document():
     assert gap(model(row["input_ids"], cu_seq_lens_q=row["cu_seqlens"]).logits, expected) < 1e-5
 
 
+@pytest.mark.parametrize("by", ["input_ids", "inputs_embeds"])
+def test_multiple_choice_gives_each_choice_the_value_of_its_row_and_the_cross_entropy(by: str):
+    model = build_model(NeoBERTForMultipleChoice)
+    rows = {name: torch.cat([tensor, tensor.flip(0)]) for name, tensor in BATCH.items()}  # two questions, three choices
+    batch = {name: tensor.unflatten(0, (2, 3)) for name, tensor in rows.items()}
+    if by == "inputs_embeds":
+        batch[by] = model.get_input_embeddings()(batch.pop("input_ids"))
+    labels = torch.tensor([2, 0])
+    output = model(**batch, labels=labels)
+    first = model.model(**rows).last_hidden_state[:, 0]
+    expected = model.classifier(model.dense(first).tanh()).view(2, 3)
+    assert torch.allclose(output.logits, expected, atol=1e-6)
+    assert torch.allclose(output.loss, F.cross_entropy(expected, labels))
+    assert torch.equal(model(**batch, return_dict=False)[0], output.logits)
+
+
 def test_classification_heads_drop_out_in_training_alone():
     model = build_model(NeoBERTForSequenceClassification)
     assert torch.equal(model(**BATCH).logits, model(**BATCH).logits)
@@ -134,10 +151,10 @@ def test_answers_outside_the_row_are_ignored():
     assert torch.allclose(output.loss, sum(both) / 2)
 
 
-@pytest.mark.parametrize("kind", [NeoBERTLMHead, NeoBERTForSequenceClassification])
+@pytest.mark.parametrize("kind", [NeoBERTForMaskedLM, NeoBERTForSequenceClassification])
 def test_trainer_takes_the_same_step_in_one_and_in_two_micro_batches(kind: type, tmp_path):
     """A model that takes **kwargs and ignores num_items_in_batch would take steps twice as large in two."""
-    labels = build_labels() if kind is NeoBERTLMHead else torch.tensor([0, 1, 1])
+    labels = build_labels() if kind is NeoBERTForMaskedLM else torch.tensor([0, 1, 1])
     rows = [
         {"input_ids": BATCH["input_ids"][row], "attention_mask": BATCH["attention_mask"][row], "labels": labels[row]}
         for row in (0, 2)

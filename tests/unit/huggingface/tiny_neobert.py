@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTLMHead
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 VOCABULARY = 101
 LENGTHS = (9, 1, 6)  # tokens of the documents
@@ -23,7 +23,7 @@ def build_config(**changes: Any) -> NeoBERTConfig:
     return NeoBERTConfig(**{**settings, **changes})
 
 
-def build_model(kind: type = NeoBERTLMHead, *, attention: str = "sdpa", **changes: Any) -> Any:
+def build_model(kind: type = NeoBERTForMaskedLM, *, attention: str = "sdpa", **changes: Any) -> Any:
     """One of the classes, the same weights on every call."""
     torch.manual_seed(0)
     model = kind(build_config(**changes)).eval()

@@ -9,6 +9,7 @@ from commands import call
 from unit.evaluation.throughput_subjects import POSITIONS, save_folders
 
 from megatron_neobert.evaluation.encoders import fingerprint
+from megatron_neobert.evaluation.records import hold
 from megatron_neobert.huggingface.modeling_neobert import NeoBERT
 
 SIZES = ("--lengths", POSITIONS, 40, "--steps", 2, "--warmup", 1)
@@ -17,6 +18,12 @@ SIZES = ("--lengths", POSITIONS, 40, "--steps", 2, "--warmup", 1)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return save_folders(tmp_path_factory.mktemp("encoders"))
+
+
+def test_second_command_with_the_same_output_is_refused_meanwhile(folders, tmp_path):
+    with hold(tmp_path / "throughput.lock"):
+        code, _, complaint = call("benchmark_throughput", "--model", folders[0], "--output", tmp_path, *SIZES)
+    assert (code, "another command is writing these results" in complaint) == (73, True)
 
 
 def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them(folders, tmp_path):
@@ -70,7 +77,7 @@ def test_a_model_without_a_head_is_measured_forward_and_refused_backward(tmp_pat
     NeoBERT.from_pretrained(tmp_path / "neobert").save_pretrained(folder)
     asked = ("--model", folder, "--output", tmp_path / "results", *SIZES, "--batch-sizes", 1)
     _, _, errors = call("benchmark_throughput", *asked, "--backward")
-    assert re.search("does not hold .* which AutoModelForMaskedLM has", errors)
+    assert re.search(r"decoder\.\w+ is not there.*AutoModelForMaskedLM would have random weights", errors)
     assert not (tmp_path / "results").exists()
     assert call("benchmark_throughput", *asked)[0] == 0
     assert (tmp_path / "results" / "headless" / "throughput.json").exists()

@@ -12,6 +12,8 @@ pytest.importorskip("mteb")
 
 from unit.evaluation.mteb_places import make_encoder, write_hub, write_pairs
 
+from megatron_neobert.evaluation.records import hold
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -32,6 +34,12 @@ def evaluate(place, monkeypatch):
         return call("evaluate_mteb", "--model", "model", "--output", "out", "--data-dir", "data", *arguments)
 
     return start
+
+
+def test_second_command_with_the_same_tasks_is_refused_meanwhile(place, evaluate):
+    with hold(place / "out" / "model" / "mteb_local-sts" / "mteb.lock"):
+        code, _, complaint = evaluate("--tasks", "local:sts")
+    assert (code, "another command is writing these results" in complaint) == (73, True)
 
 
 def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate, capfd):

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from commands import run
+from huggingface_hub import ModelCard
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 
@@ -44,7 +45,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """A folder of the eurobert layout, what the command made of it, and what the command shown."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
-    write_sentence_transformers_files(model, "eurobert", MODEL)
+    write_sentence_transformers_files(model, "eurobert", MODEL, max_seq_length=64)
     write_model_card(model, license="mit")
     code, shown, complaints = run("export_onnx", "--model", model, "--output", output, "--int8")
     assert code == 0, complaints
@@ -61,12 +62,28 @@ def test_command_writes_graphs_where_libraries_look_with_config_and_tokenizer_be
     found = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
     tokenizer = ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
     graphs = ["onnx/model.onnx", "onnx/model_quantized.onnx"]
-    pooling = ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"]
-    beside = [*tokenizer, *pooling, "config_sentence_transformers.json", "README.md"]
-    assert found == sorted(["config.json", *graphs, *beside])
-    for name in ("config.json", *beside):
+    assert found == sorted(["config.json", "README.md", *graphs, *tokenizer])
+    for name in ("config.json", *tokenizer):
         assert (output / name).read_text() == (model / name).read_text()
     assert list(output.parent.iterdir()) == [output], "no temporary folder is left"
+
+
+@pytest.mark.parametrize(("task", "count"), [("fill-mask", 0), ("feature-extraction", 4)])
+def test_files_of_sentence_transformers_accompany_a_graph_of_hidden_states_alone(exported, tmp_path, task, count):
+    model, _, _ = exported
+    tool.copy_companions(model, tmp_path, task)
+    pooling = {"modules.json", "1_Pooling", "sentence_bert_config.json", "config_sentence_transformers.json"}
+    assert len(pooling & {path.name for path in tmp_path.iterdir()}) == count
+
+
+def test_example_of_the_card_runs_with_the_files_of_the_folder(exported, monkeypatch):
+    _, output, _ = exported
+    card = ModelCard.load(output / "README.md")
+    assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
+    monkeypatch.chdir(output)
+    names: dict = {}
+    exec(card.text.split("```python\n")[1].split("```")[0], names)
+    assert names["logits"].shape[::2] == (2, len(WORDS))
 
 
 def test_text_through_the_written_tokenizer_and_graph_gives_the_logits_of_transformers(exported):
@@ -155,12 +172,13 @@ def test_llama_folder_has_no_graph_of_logits(folder_of):
         tool.load_for_task(folder_of("llama"), "fill-mask")
 
 
-def test_weights_above_2_gb_are_refused():
-    rows = tool.LARGEST_BYTES // 4 // 1000 + 1
-    with torch.device("meta"):
-        model = torch.nn.Embedding(rows, 1000)
-    with pytest.raises(ConversionError, match=r"2,000,004,000 bytes of weights .* 2,000,000,000"):
-        tool.write_graph(model, Path("big"), output="logits")
+def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "LARGEST_BYTES", 0)
+    argv = ["export_onnx.py", "--model", str(folder_of("eurobert")), "--output", str(tmp_path / "graphs"), "--int8"]
+    monkeypatch.setattr(sys, "argv", argv)
+    tool.main()  # runs both graphs
+    graphs = ["model.onnx", "model.onnx.data", "model_quantized.onnx", "model_quantized.onnx.data"]
+    assert sorted(path.name for path in (tmp_path / "graphs" / "onnx").iterdir()) == graphs
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -172,7 +190,7 @@ def test_modelling_file_is_ours_or_neither_copied_nor_named(folder_of, tmp_path,
         config = json.loads((model / "config.json").read_text())
         config["auto_map"] = {"AutoConfig": "model.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
         (model / "config.json").write_text(json.dumps(config))
-    tool.copy_companions(model, tmp_path)
+    tool.copy_companions(model, tmp_path, "fill-mask")
     assert [path.read_text() for path in tmp_path.glob("*.py")] == [ours] * is_ours
     assert ("auto_map" in json.loads((tmp_path / "config.json").read_text())) == is_ours
 
