@@ -142,7 +142,8 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         MissingInputError: An input or the tokenizer does not exist.
         OutputError: The corpus exists and may not be overwritten.
         DataError: The tokenizer is unusable, or some shards are, by their format, schema or footer; it names them all.
-        ConfigError: The output of an earlier run is among the inputs, or a fast back end is asked for and unusable.
+        ConfigError: The output of an earlier run is among the inputs, a table has no column for --record-key or
+            --source-key, or a fast back end is asked for and unusable.
     """
     files = settings.files
     if not (settings.resume or settings.merge):
@@ -175,13 +176,17 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = list(threads.map(shard_version, shards))
 
-        def look(shard: str, version: ShardVersion) -> list[ShardPart] | str:
+        def look(shard: str, version: ShardVersion) -> list[ShardPart] | str | ConfigError:
             try:
                 return known.find(shard, version) or split_into_parts(shard, settings.read)
             except DataError as error:
                 return str(error)
+            except ConfigError as error:
+                return error
 
         looks = list(threads.map(look, shards, versions))
+        if problems := [str(found) for found in looks if isinstance(found, ConfigError)]:
+            raise ConfigError(problems)
         plan = Plan(
             settings=settings,
             files=settings.files,
