@@ -235,7 +235,7 @@ def print_plan(plan: "Plan") -> None:
         compression = f", {parts[0].compression}" if parts[0].compression else ""
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
         size = with_prefix(plan.versions[path].bytes, "B")
-        print(f"{visible(path)} | {parts[0].format}{compression} | {size}{in_parts}")
+        print(f"{visible(plan.shard_name(path))} | {parts[0].format}{compression} | {size}{in_parts}")
     if len(shards) > _SHARDS_SHOWN:
         print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
     for reason in plan.damaged.values():
