@@ -225,7 +225,7 @@ def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None
         ChildProcessError: A worker process died.
     """
     corpora = _open_corpora(settings.prefixes)
-    folder = settings.output.with_name(f"{settings.output.name}.partial")
+    folder = settings.output.absolute().with_name(f"{settings.output.name}.partial")  # workers may stand elsewhere
     with JobFolder(folder, task=settings.shard_index) as job:
         continued = settings.overwrite or ((settings.resume or settings.merge) and job.has_begun)
         if settings.output.exists() and not continued:
@@ -335,7 +335,8 @@ def _parts(settings: FindSettings, corpora: Sequence[Corpus], folder: Path) -> l
             own = range(start, min(start + PART_DOCUMENTS, len(corpus)))
             sha256 = corpus.manifest.documents_sha256
             name = f"signatures-{before + start}"
-            parts.append(SignatureTask(folder, name, settings.minhash, prefix, sha256, own, before + start))
+            path = str(Path(prefix).absolute())
+            parts.append(SignatureTask(folder, name, settings.minhash, path, sha256, own, before + start))
         before += len(corpus)
     return parts
 

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,6 +198,23 @@ def test_finished_part_that_was_damaged_is_done_again_and_no_other(planted, expe
     find(output, planted.prefix, resume=True)
     assert done == [damaged.stem]
     assert output.read_bytes() == expected
+
+
+def test_tasks_of_relative_paths_can_be_done_from_another_folder(tmp_path, monkeypatch):
+    """Workers of a Ray cluster stand elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    write_corpus(tmp_path / "C", random_documents([50], 1000) * 2, numbered_tokenizer(1000))
+    monkeypatch.chdir(tmp_path)
+
+    def do_elsewhere(task, report, do=run.do_task):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir("elsewhere")
+            return do(task, report)
+
+    monkeypatch.setattr(run, "do_task", do_elsewhere)
+    run._open.cache_clear()
+    find(Path("list"), "C")
+    assert dropped(Path("list"), "C").tolist() == [1]
 
 
 @needs_ray

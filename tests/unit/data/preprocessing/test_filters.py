@@ -27,6 +27,9 @@ def name_the_shard(record):
 wrong = {"a": 1}
 def wrong_type(record):
     return True
+
+def no_text(record):
+    return record._replace(text=5)
 """
 ROWS = [("hello", "world"), ("mask", None), ("zy hello", "world"), ("xyz", "xy"), ("zy", None), ("[", "]")]
 
@@ -107,8 +110,42 @@ def test_failures_end_the_run_above_the_error_rate_or_at_the_first(place, filter
     for change in ({"max_error_rate": 0.09}, {"on_error": "fail"}):
         with pytest.raises(DataError, match=r"a\.jsonl, line 1: a filter failed .own_filters:rewrite: ZeroDiv"):
             place.run("other", filter=filters("rewrite"), record_keys=(), overwrite=True, **change)
-    with pytest.raises(DataError, match="returned bool, and not a record"):
-        place.run("third", filter=filters("wrong_type"), record_keys=(), max_error_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("wrong_type", "returned bool, and not a record"),
+        ("no_text", "returned a record whose text is of type int, and no str"),
+    ],
+)
+def test_answer_of_another_type_is_a_failure_of_the_filter(place, filters, function, message):
+    place.add_texts("a.jsonl", "hello")
+    with pytest.raises(DataError, match=rf"own_filters:{function}: TypeError: {message}"):
+        place.run(filter=filters(function, "rewrite"), record_keys=(), max_error_rate=0.5)
+
+
+def test_file_with_postponed_annotations_and_a_dataclass_is_a_filter(place):
+    file = place.folder / "own_filters.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Rule:\n    word: str\n"
+        "def no_masks(record):\n    return Rule('a mask').word if 'mask' in record.text else None\n"
+    )
+    place.add_texts("a.jsonl", "hello", "mask")
+    place.run(filter=(f"{file}:no_masks",), record_keys=(), workers=2)
+    assert place.corpus().manifest.dropped == {"own_filters:no_masks: a mask": 1}
+
+
+@pytest.mark.parametrize("where", ["own_filters.py", "other/own_filters.py"])
+def test_two_filters_that_the_manifest_would_call_alike_are_refused(place, filters, where):
+    place.add_texts("a.jsonl", "hello")
+    file = place.folder / where
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(FILTERS)
+    both = (*filters("no_masks", "rewrite"), f"{file}:rewrite")
+    with pytest.raises(ConfigError, match=rf"{where}:rewrite: another filter is called own_filters:rewrite too"):
+        plan_preprocessing(place.settings(filter=both, record_keys=()))
 
 
 def test_finished_parts_of_other_code_are_not_continued(place, filters):
