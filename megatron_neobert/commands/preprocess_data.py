@@ -325,7 +325,7 @@ class ProgressLine:
         megabytes = new / 1e6 / seconds
         left = (progress.input_bytes - done) * seconds / new if new else 0.0
         return (
-            f"{percent(done / progress.input_bytes):>7} | {counts.documents:,} documents | "
+            f"{percent(progress.read_share):>7} | {counts.documents:,} documents | "
             f"{counts.tokens / 1e6:,.1f} M tokens | {megabytes:.2f} MB/s read | {duration(left)} left | "
             f"{counts.errors:,} rejected"
         )
