@@ -11,7 +11,7 @@ from megatron_neobert.data.shards.find import find_shards
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
 from megatron_neobert.data.shards.reading import ReadSettings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.text import counted, percent
 
 _FLAG = "--probe-data-path"
@@ -38,7 +38,7 @@ class LabelledTexts:
         firsts = self.ends_n[documents] - self.lengths[documents] + starts
         return np.concatenate([self.ids[first : first + count] for first, count in zip(firsts, lengths, strict=True)])
 
-    def will_need(self, documents: NDArray[np.int64]) -> None:
+    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
         """Nothing: they are in memory."""
 
 
@@ -97,6 +97,6 @@ def _read(path: str) -> Iterator[tuple[str, str | int]]:
                         yield text, label
     except MissingInputError as error:
         raise MissingInputError(f"{_FLAG} {error}") from error
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         reason = str(error).partition("; choose ")[0]  # between columns, by flags of preprocessing
         raise DataError(f"{_FLAG} {reason}; {_RULE}.") from error
