@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from megatron_neobert.text import visible
+from megatron_neobert.text import visible, without_credentials
 
 EXIT_UNAVAILABLE = 69  # a package is missing; or another rank has gone or does not answer: start again
 EXIT_IO_ERROR = 74  # this and those below 79 are named by sysexits.h
@@ -52,9 +52,12 @@ _SECONDS_TO_BE_ENDED = 10.0  # torchrun looks ten times a second, but ranks that
 
 
 class NeoBERTError(Exception):
-    """Base of the errors below; never raised itself."""
+    """Base of the errors below; never raised itself. Messages lose the credentials of URLs here, for all uses."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_credentials(message))
 
 
 class ConfigError(NeoBERTError):
@@ -63,7 +66,7 @@ class ConfigError(NeoBERTError):
     exit_code = 2
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = list(map(without_credentials, [problems] if isinstance(problems, str) else problems))
         if len(self.problems) == 1:
             super().__init__(self.problems[0])
         else:
@@ -270,7 +273,7 @@ def _missing_package(module: str) -> str | None:
 
 
 def _print_trace() -> None:
-    print(visible(traceback.format_exc(), keep=_KEPT), end="", file=sys.stderr)
+    print(visible(without_credentials(traceback.format_exc()), keep=_KEPT), end="", file=sys.stderr)
 
 
 def _print_error(error: Exception | str, code: int) -> None:
@@ -282,4 +285,5 @@ def _print_error(error: Exception | str, code: int) -> None:
         time.sleep(_SECONDS_TO_BE_ENDED)
     rank = os.environ.get("RANK", "0")
     place = "" if rank == "0" else f" on rank {rank}"
-    print(f"error{place}: {visible(str(error), keep=_KEPT)}", file=sys.stderr, flush=True)
+    sentence = visible(without_credentials(str(error)), keep=_KEPT)  # of an OSError, whose message is not ours
+    print(f"error{place}: {sentence}", file=sys.stderr, flush=True)

@@ -5,10 +5,18 @@ look like another. The two joiners stay: whole scripts and many emoji are writte
 resemble each other stay too.
 """
 
+import re
 import unicodedata
 from collections.abc import Iterable
 
 _JOINERS = ("\u200c", "\u200d")
+# The `@` of an Azure address follows the name of the container, which is no secret.
+_USER = re.compile(r"(?<=://)(?<!abfs://)(?<!abfss://)(?<!az://)[^/\s'\"]*@")
+# In an object store's address, `?` may belong to a glob: there only `?name=` begins a query. "url: /" is urllib3's.
+_QUERY = re.compile(
+    r"((?:https?://|url: /)[^?'\"\n]*|(?:s3a?|gs|gcs|abfss?|az|adl)://[^?'\"\n]*(?=\?[\w.~%-]+=))"
+    r"\?[^\s'\"]+?(?=[;:,.)\]]*(?:[\s'\"]|$))"
+)
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format, half a surrogate pair, separators of lines, of paragraphs
 
 
@@ -24,6 +32,11 @@ def visible(text: str, *, keep: str = "") -> str:
         else character
         for character in text
     )
+
+
+def without_credentials(text: str) -> str:
+    """Return the text with every URL in it stripped of user, password and query, which may hold a signature."""
+    return _QUERY.sub(r"\1", _USER.sub("", text)) if "/" in text else text
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:

@@ -39,7 +39,7 @@ def _parse() -> Any:
     add = parser.add_argument
     add("prefixes", nargs="+", metavar="PREFIX", help="path of a corpus without .bin; of duplicates the earlier wins")
     add("--output", type=Path, required=True, metavar="FILE", help="the drop list, one for all of these corpora")
-    add("--threshold", type=float, default=0.8, metavar="J", help="estimated Jaccard index of near-duplicates (0.8)")
+    add("--threshold", type=float, default=0.8, metavar="J", help="least Jaccard index of near-duplicates (0.8)")
     add("--ngram", type=positive, default=5, metavar="N", help="tokens of a shingle (5)")
     add("--bands", type=positive, default=14, metavar="B", help="of which one must agree (14)")
     add("--rows", type=positive, default=8, metavar="R", help="permutations of a band (8)")

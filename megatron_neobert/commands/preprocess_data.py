@@ -235,7 +235,7 @@ def print_plan(plan: "Plan") -> None:
         compression = f", {parts[0].compression}" if parts[0].compression else ""
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
         size = with_prefix(plan.versions[path].bytes, "B")
-        print(f"{visible(path)} | {parts[0].format}{compression} | {size}{in_parts}")
+        print(f"{visible(plan.shard_name(path))} | {parts[0].format}{compression} | {size}{in_parts}")
     if len(shards) > _SHARDS_SHOWN:
         print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
     for reason in plan.damaged.values():
@@ -325,7 +325,7 @@ class ProgressLine:
         megabytes = new / 1e6 / seconds
         left = (progress.input_bytes - done) * seconds / new if new else 0.0
         return (
-            f"{percent(done / progress.input_bytes):>7} | {counts.documents:,} documents | "
+            f"{percent(progress.read_share):>7} | {counts.documents:,} documents | "
             f"{counts.tokens / 1e6:,.1f} M tokens | {megabytes:.2f} MB/s read | {duration(left)} left | "
             f"{counts.errors:,} rejected"
         )

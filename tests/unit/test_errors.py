@@ -17,6 +17,16 @@ CASES = {
     "CheckpointError('a')": (78, "error: a\n"),
     "ConversionError('a')": (78, "error: a\n"),
     "KeyboardInterrupt()": (130, "interrupted\n"),
+    "DataError('http://me:secret@h/a?sig=secret: no')": (65, "error: http://h/a: no\n"),
+    "ConfigError(['http://me:secret@h/a', 's3://b/c?sig=secret.'])": (
+        2,
+        "error: cannot start:\n  - http://h/a\n  - s3://b/c.\n",
+    ),
+    "OSError(\"404, url='https://h/a?sig=secret'\")": (74, "error: 404, url='https://h/a'\n"),
+    "OSError('too many tries with url: /a?sig=secret (refused)')": (
+        74,
+        "error: too many tries with url: /a (refused)\n",
+    ),
     "DataError('\\x1b[2J\\x07\\u202e of a stranger')": (65, "error: \\x1b[2J\\x07\\u202e of a stranger\n"),
 }
 

@@ -2,7 +2,8 @@
 
 The order is a permutation that is computed, not stored: any index of a billion documents costs the same few
 operations and no memory, on every rank and in every worker alike (about 7 M indices per second on one core). A corpus
-that the page cache cannot hold is shuffled in blocks of neighbouring documents, which a disk reads in one go.
+that the page cache cannot hold is shuffled in blocks of neighbouring documents, which a disk reads in one go and which
+are spread over the next windows.
 """
 
 from itertools import pairwise
@@ -18,6 +19,10 @@ from megatron_neobert.errors import ConfigError
 # documents or windows, above it 2^14 components.
 COMPONENT_SHIFT = 48
 
+# A block's documents are spread over so many windows: with blocks of 256, each of 1,024 blocks gives 4 of a window's
+# 4,096 documents. The page cache or cache folder has to hold these windows, 0.25 GB of documents of 1 kB.
+_SPREAD_WINDOWS = 64
+
 _ROUNDS = 12  # at 8, the orders of six documents are visibly uneven; from 12 on they are not
 
 
@@ -32,22 +37,38 @@ def documents_of_window(
 ) -> NDArray[np.int64]:
     """Indices in [0, documents) of a window's documents, in the order of an epoch.
 
+    Above a block size of 1 the blocks are permuted and cut into groups, one per window. The documents of a group are
+    permuted and dealt to _SPREAD_WINDOWS windows, from the group's own one on, around the end of the epoch. So a window
+    has documents of that many groups, of which it is the first to read one.
+
     Args:
-        window_documents: How many a window holds; fewer at the end of the epoch, or where the last block is incomplete.
-        block_size: Neighbours that stay in one window. Above 1 the blocks are permuted, and the documents of a window
-            among themselves. One block is the least that a window holds.
+        window_documents: How many a window holds; fewer at the end of the epoch, or where a group is incomplete.
+        block_size: Neighbours that are read together. One block is the least that a window holds.
         component: Which part of a blend; each has an order of its own. At least 0, below 2^14.
     """
     item = component << COMPONENT_SHIFT
     blocks, per_window = -(-documents // block_size), _blocks_per_window(window_documents, block_size)
-    places = np.arange(window * per_window, min((window + 1) * per_window, blocks))
-    chosen = permute(places, size=blocks, seed=seed, epoch=epoch, item=item)
+    windows = -(-blocks // per_window)
+    spread = min(_SPREAD_WINDOWS, windows, block_size)
+    groups = (window - np.arange(spread)) % windows
+    places = groups[:, None] * per_window + np.arange(per_window)
+    chosen = permute(np.minimum(places, blocks - 1).reshape(-1), size=blocks, seed=seed, epoch=epoch, item=item)
     if block_size == 1:
-        return chosen
-    members = (chosen[:, None] * block_size + np.arange(block_size)).reshape(-1)
-    members = members[members < documents]
-    within = permute(np.arange(len(members)), size=len(members), seed=seed, epoch=epoch, item=item + window + 1)
-    return members[within]
+        return chosen[places[0] < blocks]
+    chosen = np.where(places < blocks, chosen.reshape(places.shape), blocks)
+    chosen.sort(axis=1)  # the incomplete block comes last in its group, and what is no block behind it
+    sizes = np.clip(documents - chosen * block_size, 0, block_size).sum(axis=1)
+    begins, ends = (sizes * part // spread for part in (np.arange(spread), np.arange(1, spread + 1)))
+    dealt = ends - begins
+    group_of = np.repeat(np.arange(spread), dealt)
+    within = np.arange(dealt.sum()) - np.repeat(np.cumsum(dealt) - dealt, dealt)  # counted in each group's part
+    position = within + begins[group_of]
+    for size in np.unique(sizes).tolist():  # one, but for the group that is incomplete
+        own = sizes[group_of] == size
+        items = item + groups[group_of[own]] + 1
+        position[own] = permute(position[own], size=size, seed=seed, epoch=epoch, item=items)
+    found = chosen[group_of, position // block_size] * block_size + position % block_size
+    return found[np.lexsort((group_of, within))]  # the groups take turns
 
 
 def _blocks_per_window(window_documents: int, block_size: int) -> int:
@@ -59,7 +80,7 @@ def documents_between(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Documents [first, stop) of a component's order without an end, which is one epoch after another.
 
-    An epoch comes in the order of `documents_of_window`, but for the documents behind the last whole block: they come
+    An epoch comes in the order of `documents_of_window`, but for the documents behind the last whole window: they come
     last, shuffled among themselves. So every place of the order is found by a division.
 
     Args:
@@ -68,8 +89,8 @@ def documents_between(
     Returns:
         Indices in [0, documents), and the epoch of each.
     """
-    in_blocks = documents - documents % block_size
     window_documents = _blocks_per_window(window_documents, block_size) * block_size
+    in_blocks = documents if block_size == 1 else documents - documents % window_documents
     indices, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     while first < stop:
         epoch, place = divmod(first, documents)
@@ -95,7 +116,9 @@ def documents_between(
     return np.concatenate(indices), np.concatenate(epochs)
 
 
-def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, item: int = 0) -> NDArray[np.int64]:
+def permute(
+    indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, item: int | NDArray[np.int64] = 0
+) -> NDArray[np.int64]:
     """The documents that stand at `indices` in the order of an epoch.
 
     A Feistel network on pairs (x // width, x % width) of a grid that holds at least `size` cells. Images outside
@@ -105,7 +128,7 @@ def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, ite
     Args:
         indices: Each in [0, size).
         size: Number of documents, below 2^62.
-        item: Gives another order of the same seed and epoch; at least 0, below 2^62.
+        item: Gives another order of the same seed and epoch; at least 0, below 2^62. One, or one per index.
 
     Returns:
         Same shape; distinct indices give distinct documents in [0, size).
@@ -114,13 +137,16 @@ def permute(indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, ite
     """
     height = isqrt(size - 1) + 1
     width = -(-size // height)
-    keys = draw_words(Stream.DOCUMENT_ORDER, seed=seed, epoch=epoch, item=item, index=np.arange(_ROUNDS)).view(
-        np.uint64
-    )
-    images = _shuffle_grid(indices.astype(np.uint64), height=height, width=width, keys=keys[:, 0])
+    items, item_of = np.unique(item, return_inverse=True)
+    rounds = np.tile(np.arange(_ROUNDS), len(items))
+    words = draw_words(Stream.DOCUMENT_ORDER, seed=seed, epoch=epoch, item=np.repeat(items, _ROUNDS), index=rounds)
+    # Shape [rounds, 1], or [rounds, indices] where each has an item.
+    keys = words.view(np.uint64)[:, 0].reshape(-1, _ROUNDS).T[:, item_of.reshape(-1)]
+    images = _shuffle_grid(indices.astype(np.uint64), height=height, width=width, keys=keys)
     outside = np.flatnonzero(images >= size)
     while len(outside):
-        images[outside] = _shuffle_grid(images[outside], height=height, width=width, keys=keys[:, 0])
+        own = keys[:, outside] if keys.shape[1] > 1 else keys
+        images[outside] = _shuffle_grid(images[outside], height=height, width=width, keys=own)
         outside = outside[images[outside] >= size]
     return images.astype(np.int64)
 

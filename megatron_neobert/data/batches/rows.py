@@ -61,8 +61,8 @@ class Documents(Protocol):
     ) -> NDArray[Any]:
         """The ids of lengths[i] tokens from token starts[i] of documents[i], for all i end to end."""
 
-    def will_need(self, documents: NDArray[np.int64]) -> None:
-        """Starts to read documents that `gather` will soon be asked for."""
+    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
+        """Start to read documents that `gather` will soon be asked for."""
 
 
 @dataclass(frozen=True)

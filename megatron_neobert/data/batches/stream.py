@@ -166,7 +166,8 @@ class BatchStream:
         """Has this rank's part of a global batch read into page cache or cache folder, without waiting for it."""
         for part in self.own_micro_batches(rows):
             for corpus, members in _group_by_corpus(self.sources, part.segments):
-                corpus.will_need(part.segments.numbers_n[members])
+                in_blocks = self.settings.document_block_size > 1
+                corpus.will_need(part.segments.numbers_n[members], with_neighbours=in_blocks)
 
     def own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
         """The rows of each of this rank's micro-batches of a global batch."""

@@ -162,12 +162,12 @@ class Corpus:
             raise self.volumes[volumes[first]].wrong_place(int(numbers[first]))
         return _Places(volumes, begins, lengths)
 
-    def will_need(self, documents: NDArray[np.int64]) -> None:
-        """Has the operating system, or threads, start to read these documents, which does not wait for them."""
+    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
+        """Have the operating system, or threads, start to read these documents, which does not wait for them."""
         at = np.searchsorted(self._ends, documents, side="right")
         for number in np.unique(at).tolist():
             volume = self.volumes[number]
-            volume.will_need(documents[at == number] - self._firsts[number])
+            volume.will_need(documents[at == number] - self._firsts[number], with_neighbours=with_neighbours)
 
     def length_arrays(self) -> list[NDArray[np.int32]]:
         """Tokens of each document, volume by volume, where they lie."""

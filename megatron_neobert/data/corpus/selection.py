@@ -121,6 +121,11 @@ def _tables_of_lengths(corpus: Corpus, documents: range) -> list[tuple[int, NDAr
     return [(document, table) for document, table in tables if table.size]
 
 
+def _fits(name: str, names: str) -> bool:
+    """Match a name against `*` and `?`. File names may have brackets, which fnmatch would read as a set of letters."""
+    return fnmatchcase(name, names.replace("[", "[[]"))
+
+
 def documents_of_inputs(corpus: Corpus, names: str, documents: range) -> list[range]:
     """Those of a range that came from the inputs that `names` fits, as ranges that do not touch.
 
@@ -135,7 +140,7 @@ def documents_of_inputs(corpus: Corpus, names: str, documents: range) -> list[ra
                 "none; preprocess it again, or leave that out"
             )
         stop = first + record.documents
-        if fnmatchcase(name, names):
+        if _fits(name, names):
             fits, own = True, range(max(first, documents.start), min(stop, documents.stop))
             if own and ranges and ranges[-1].stop == own.start:
                 ranges[-1] = range(ranges[-1].start, own.stop)
@@ -163,7 +168,7 @@ def names_of_sources(corpus: Corpus, names: str) -> list[str]:
             f"{corpus.prefix} does not have the sources of its documents, so :sources={names} finds none; preprocess "
             "it again with --source-key, or leave that out"
         )
-    if not (fitting := [name for name in manifest.sources if fnmatchcase(name, names)]):
+    if not (fitting := [name for name in manifest.sources if _fits(name, names)]):
         raise DataError(
             f"{corpus.prefix}: none of its {len(manifest.sources):,} sources is called {names}; they are "
             f"{', '.join(list(manifest.sources)[:3])} and so on (neobert inspect data --sources); * stands for any "

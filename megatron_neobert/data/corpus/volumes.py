@@ -36,6 +36,7 @@ _CHUNK = 1 << 20  # documents handled at a time
 _SCANNED_BYTES = 2 << 20  # of ids, at a time
 _ORDERED_CHUNKS = 8  # of those ids, where they are remote
 _READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
+_NEIGHBOURS_BYTES = 256 << 10  # read around a document whose neighbours are soon needed; the size of a remote block
 
 
 def write_volume(
@@ -204,11 +205,18 @@ class MappedVolume:
         ends = self.pointers[begin:end] // item + self.lengths[begin:end]
         return ends[(ends >= first) & (ends < stop)]
 
-    def will_need(self, documents: NDArray[np.int64]) -> None:
-        """Has the operating system or threads start to read these documents, neighbours in one go."""
+    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
+        """Have the operating system, or threads, start to read these documents, adjacent ones in one go.
+
+        Args:
+            with_neighbours: Read what is around them too, if the file is local. A remote one is read by blocks anyway.
+        """
         first = np.sort(documents)
         begins = self.pointers[first]
         ends = begins + self.lengths[first].astype(np.int64) * self.dtype.itemsize
+        if with_neighbours and not isinstance(self.content, RemoteFile):
+            begins = begins - begins % _NEIGHBOURS_BYTES
+            ends = np.minimum(-(-ends // _NEIGHBOURS_BYTES) * _NEIGHBOURS_BYTES, self.end)
         gaps = np.flatnonzero(begins[1:] - ends[:-1] > _READ_THROUGH_BYTES)
         starts, stops = np.append(0, gaps + 1), np.append(gaps, len(first) - 1)
         for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):

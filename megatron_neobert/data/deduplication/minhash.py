@@ -1,10 +1,11 @@
-"""MinHash: how alike two documents are, from a few numbers of each.
+"""MinHash: which documents may be alike, from a few numbers of each, and how alike two documents are.
 
 A document is the set of its n-grams of token ids, and two are as alike as the Jaccard index of their sets, |A and B| /
-|A or B|. Under a random order of all n-grams the first one is the same for both with just that probability, so of many
-orders the share of equal firsts estimates it (Broder, 1997). Orders are cut into bands of `rows` each; documents equal
+|A or B|. Under a random order of all n-grams the first one is the same for both with just that probability (Broder,
+1997). Orders are cut into bands of `rows` each; documents equal
 in all rows of a band are candidates: 1 - (1 - J^rows)^bands of the pairs with index J (Leskovec, Rajaraman and Ullman,
-Mining of Massive Datasets, chapter 3). Pure numpy, of one core; nothing is read or written here.
+Mining of Massive Datasets, chapter 3). N-grams are hashed to 32 bits for the orders; the index of a candidate pair is
+exact. Of one core; nothing is read or written here.
 """
 
 import hashlib
@@ -17,7 +18,6 @@ _BLOCK_TOKENS = 1 << 16  # at a time, as 32-bit numbers in the second-level cach
 _BASE = np.uint32(0x9E3779B1)  # 2^32 / golden ratio, a prime: of the polynomial over an n-gram
 _MIX_32 = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's last step, by Austin Appleby, public domain
 _MIX_64 = np.uint64(0xD6E8FEB86659FD93)
-_SKETCH_VALUES = 256  # an uint8 is what two documents are compared by
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MinHashSettings:
     bands: int = 14
     rows: int = 8
     ngram: int = 5  # tokens
-    threshold: float = 0.8  # of the estimated Jaccard index
+    threshold: float = 0.8  # least Jaccard index of near-duplicates
 
     @property
     def permutations(self) -> int:
@@ -71,18 +71,16 @@ def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
     return keys
 
 
-def sketches(minima_pn: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """What is kept of each document, [documents, permutations]: one byte of each minimum."""
-    return np.ascontiguousarray(minima_pn.T, dtype=np.uint32).astype(np.uint8)
+def shingles(ids: bytes, ngram: int) -> set[bytes]:
+    """Return the n-grams of a document, given as 32-bit token ids; of a shorter document its whole."""
+    step = 4 * ngram
+    return {ids[begin : begin + step] for begin in range(0, max(4, len(ids) - step + 4), 4)}
 
 
-def estimated_jaccard(first_np: NDArray[np.uint8], second_np: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Of pairs of sketches, less what different minima have in common by chance (Li and König, b-bit minwise hashing).
-
-    Standard deviation sqrt(J (1 - J) / permutations), 0.038 at J = 0.8 and 112 of them.
-    """
-    equal = np.count_nonzero(first_np == second_np, axis=1) / first_np.shape[1]
-    return (equal * _SKETCH_VALUES - 1) / (_SKETCH_VALUES - 1)
+def jaccard(one: set[bytes], other: set[bytes]) -> float:
+    """Return the Jaccard index of two sets that are not empty."""
+    both = len(one & other)
+    return both / (len(one) + len(other) - both)
 
 
 def _hash_ngrams(

@@ -1,23 +1,23 @@
 """Near-duplicates of finished corpora, in three stages: signatures, pairs, and one drop list of all corpora.
 
-Signatures are taken part by part: of each document a sketch and, per band, a key, sorted by key. So all documents whose
-keys lie in a range are one slice of each part, and documents of equal key are compared range by range and band by band.
-Pairs that are alike by their sketches are joined to clusters, of which the first document stays. Documents are numbered
-through all corpora in the order given.
+Signatures are taken part by part: of each document a key per band, sorted by key. So all documents whose keys lie in a
+range are one slice of each part, and documents of equal key are compared range by range and band by band, by their
+n-grams of token ids. Pairs that are alike are joined to clusters, of which the first document stays. Documents are
+numbered through all corpora in the order given.
 
 The result is the same for any number of workers and any size of a range. Parts and ranges wait in OUTPUT.partial with
-their checksums, as those of preprocessing do. Disk: 12 bytes per band and one per permutation of each document, 280 by
-default. Memory of a worker: 0.5 kB for each document of a part, 2^18 of them, and 80 bytes for each document of a
-range, and of those that share one key, which no range divides. At the end: 5 bytes per document, 20 per duplicate.
+their checksums, as those of preprocessing do. Disk: 12 bytes per band of each document, 168 by default. Memory of a
+worker: 0.5 kB for each document of a part, 2^18 of them, and 80 bytes for each document of a range, and of those that
+share one key, which no range divides. At the end: 5 bytes per document, 20 per duplicate.
 """
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -31,9 +31,9 @@ from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.data.deduplication.minhash import (
     MinHashSettings,
     band_keys,
-    estimated_jaccard,
+    jaccard,
     minima,
-    sketches,
+    shingles,
 )
 from megatron_neobert.data.preprocessing.job import JobFolder
 from megatron_neobert.data.preprocessing.workers import Report, run_tasks
@@ -41,8 +41,8 @@ from megatron_neobert.errors import ConfigError, DataError, MissingInputError, O
 from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of
 
 PART_DOCUMENTS = 1 << 18  # what a kill makes a worker do again
-_BATCH_TOKENS = 1 << 20  # read at a time; a longer document is read whole
-_PAIRS_AT_ONCE = 1 << 17  # compared: 60 MB
+_BATCH_TOKENS = 1 << 20  # read at a time; a longer document, or pair, is read whole
+_PAIRS_AT_ONCE = 1 << 17  # whose lengths are looked up together: 40 MB
 _JOINED_AT_ONCE = 1 << 20  # documents
 _PAIR = np.dtype("<i8")
 
@@ -98,9 +98,9 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class SignatureTask(Task):
-    """Sketches and keys of some documents of a corpus."""
+    """Keys of some documents of a corpus."""
 
-    kinds = ("sketches", "keys")
+    kinds = ("keys",)
     prefix: str
     documents_sha256: str
     documents: range  # of the corpus
@@ -110,21 +110,13 @@ class SignatureTask(Task):
         """Keys of each band sorted, and then in this order the documents, counted from the part's first."""
         corpus = _open(self.prefix, self.documents_sha256)
         lengths = corpus.lengths[np.arange(self.documents.start, self.documents.stop)]
-        ends = np.cumsum(lengths, dtype=np.int64)
         keys = np.empty((self.minhash.bands, len(lengths)), dtype=np.uint64)
-        first = 0
-        with replacing(self.file("sketches")) as path, path.open("wb") as stream:
-            while first < len(lengths):
-                begin = int(ends[first - 1]) if first else 0
-                stop = max(first + 1, int(np.searchsorted(ends, begin + _BATCH_TOKENS, side="right")))
-                own = lengths[first:stop]
-                numbers = np.arange(self.documents.start + first, self.documents.start + stop)
-                ids = corpus.gather(numbers, np.zeros_like(numbers), own.astype(np.int64))
-                found = minima(ids, own, self.minhash)
-                keys[:, first:stop] = band_keys(found, self.minhash.rows)
-                stream.write(sketches(found).data)
-                report(None)
-                first = stop
+        for some in _batches(lengths):
+            own = lengths[some]
+            numbers = np.arange(self.documents.start + some.start, self.documents.start + some.stop)
+            ids = corpus.gather(numbers, np.zeros_like(numbers), own.astype(np.int64))
+            keys[:, some] = band_keys(minima(ids, own, self.minhash), self.minhash.rows)
+            report(None)
         with replacing(self.file("keys")) as path, path.open("wb") as stream:
             for key in keys:
                 order = np.argsort(key, kind="stable")
@@ -141,11 +133,6 @@ class SignatureTask(Task):
         begin = int(np.searchsorted(keys, np.uint64(low)))
         end = count if high == 2**64 else int(np.searchsorted(keys, np.uint64(high)))
         return np.array(keys[begin:end]), self.first + order[begin:end].astype(np.int64)
-
-    def read_sketches(self, documents: NDArray[np.int64]) -> NDArray[np.uint8]:
-        shape = len(self.documents), self.minhash.permutations
-        content: NDArray[np.uint8] = np.memmap(self.file("sketches"), np.uint8, "r", 0, shape)
-        return content[documents - self.first]
 
 
 @dataclass(frozen=True)
@@ -187,17 +174,41 @@ class PairTask(Task):
         with replacing(self.file("pairs")) as path, path.open("wb") as stream:
             for first in range(0, len(pairs), _PAIRS_AT_ONCE):
                 some = pairs[first : first + _PAIRS_AT_ONCE]
-                alike = estimated_jaccard(self._sketches(some[:, 0]), self._sketches(some[:, 1]))
-                stream.write(some[alike >= self.minhash.threshold].astype(_PAIR).tobytes())
-                report(None)
+                lengths = np.empty(some.shape, dtype=np.int64)
+                for own, corpus, numbers in self._by_corpus(some):
+                    lengths[own] = corpus.lengths[numbers]
+                for batch in _batches(lengths.sum(axis=1)):
+                    stream.write(some[batch][self._are_alike(some[batch])].astype(_PAIR).tobytes())
+                    report(None)
 
-    def _sketches(self, documents: NDArray[np.int64]) -> NDArray[np.uint8]:
-        content = np.empty((len(documents), self.minhash.permutations), dtype=np.uint8)
-        part_of = np.searchsorted([part.first for part in self.parts], documents, side="right") - 1
-        for number in np.unique(part_of).tolist():
-            own = np.flatnonzero(part_of == number)
-            content[own] = self.parts[number].read_sketches(documents[own])
-        return content
+    def _by_corpus(self, documents: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
+        """Yield the places of each corpus' documents as a mask, the corpus, and the documents' numbers in it."""
+        firsts = [part for part in self.parts if part.documents.start == 0]
+        corpus_of = np.searchsorted([part.first for part in firsts], documents, side="right") - 1
+        for number, part in enumerate(firsts):
+            own = corpus_of == number
+            if own.any():
+                yield own, _open(part.prefix, part.documents_sha256), documents[own] - part.first
+
+    def _are_alike(self, pairs: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Compare the exact Jaccard index of each pair with the threshold.
+
+        Cost: 2 us of one core for a pair of equal documents, 0.1 us per token of both for any other pair.
+        """
+        documents, places = np.unique(pairs.ravel(), return_inverse=True)
+        contents: list[bytes] = []  # of the documents, which are sorted, so those of a corpus follow each other
+        for _, corpus, numbers in self._by_corpus(documents):
+            lengths = corpus.lengths[numbers].astype(np.int64)
+            ids = corpus.gather(numbers, np.zeros_like(numbers), lengths).astype("<u4").tobytes()
+            ends = (4 * np.cumsum(lengths)).tolist()
+            contents += [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        sets = lru_cache(maxsize=2)(lambda place: shingles(contents[place], self.minhash.ngram))  # neighbours share one
+
+        def are_alike(one: int, other: int) -> bool:
+            same = contents[one] == contents[other]
+            return same or jaccard(sets(one), sets(other)) >= self.minhash.threshold
+
+        return np.array([are_alike(one, other) for one, other in places.reshape(-1, 2).tolist()], dtype=np.bool_)
 
 
 def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None]) -> dict[str, Any] | None:
@@ -214,7 +225,7 @@ def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None
         ChildProcessError: A worker process died.
     """
     corpora = _open_corpora(settings.prefixes)
-    folder = settings.output.with_name(f"{settings.output.name}.partial")
+    folder = settings.output.absolute().with_name(f"{settings.output.name}.partial")  # workers may stand elsewhere
     with JobFolder(folder, task=settings.shard_index) as job:
         continued = settings.overwrite or ((settings.resume or settings.merge) and job.has_begun)
         if settings.output.exists() and not continued:
@@ -273,6 +284,17 @@ def join(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:
     return parents
 
 
+def _batches(lengths: NDArray[np.integer]) -> Iterator[slice]:
+    """Yield consecutive slices of at most _BATCH_TOKENS tokens each, or of one element that has more."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    first = 0
+    while first < len(lengths):
+        begin = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, begin + _BATCH_TOKENS, side="right")))
+        yield slice(first, stop)
+        first = stop
+
+
 def do_task(task: Task, report: Report) -> Task:
     """What a worker does."""
     task.record.unlink(missing_ok=True)  # of files that were found damaged
@@ -313,7 +335,8 @@ def _parts(settings: FindSettings, corpora: Sequence[Corpus], folder: Path) -> l
             own = range(start, min(start + PART_DOCUMENTS, len(corpus)))
             sha256 = corpus.manifest.documents_sha256
             name = f"signatures-{before + start}"
-            parts.append(SignatureTask(folder, name, settings.minhash, prefix, sha256, own, before + start))
+            path = str(Path(prefix).absolute())
+            parts.append(SignatureTask(folder, name, settings.minhash, path, sha256, own, before + start))
         before += len(corpus)
     return parts
 

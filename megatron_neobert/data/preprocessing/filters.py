@@ -10,6 +10,7 @@ A filter must depend on the record alone, or the corpus would depend on the numb
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -49,9 +50,9 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
     """Those given as MODULE:FUNCTION or FILE.py:FUNCTION, with their code as it is now.
 
     Raises:
-        ConfigError: There is no such file, module or function.
+        ConfigError: There is no such file, module or function, or the manifest could not tell two filters apart.
     """
-    sources = []
+    sources: list[FilterSource] = []
     for name in names:
         place, _, function = name.rpartition(":")
         if place.endswith(".py"):
@@ -66,6 +67,11 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
             ) from error
         if not is_filter:
             raise ConfigError(f"--filter {name}: {function} is no function; name one that takes a record")
+        if source.label in (earlier.label for earlier in sources):
+            raise ConfigError(
+                f"--filter {name}: another filter is called {source.label} too, by which the manifest counts what a "
+                "filter drops; name each once, and give functions or files of one name different names"
+            )
         sources.append(source)
     return tuple(sources)
 
@@ -84,6 +90,7 @@ def load_filter(source: FilterSource) -> Filter:
     spec = importlib.util.spec_from_file_location(f"filters_{source.sha256[:16]}", source.place)
     assert spec and spec.loader, source.place
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up annotations that are strings
     spec.loader.exec_module(module)
     return cast(Filter, getattr(module, source.function))
 
@@ -115,6 +122,8 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], shard: st
                 answer = function(record)
                 if not isinstance(answer, Record | str | None):
                     raise TypeError(f"returned {type(answer).__name__}, and not a record, a reason to drop it or None")
+                if isinstance(answer, Record) and not isinstance(answer.text, str):
+                    raise TypeError(f"returned a record whose text is of type {type(answer.text).__name__}, and no str")
             except Exception as error:
                 detail = f"{label}: {type(error).__name__}: {error}"
                 reject(left, FILTER_FAILED, origin.number, detail, text.encode())

@@ -18,7 +18,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -26,7 +26,7 @@ from typing import IO, Any, Literal, get_args
 from megatron_neobert import __version__
 from megatron_neobert.data.corpus.format import describe_reasons
 from megatron_neobert.data.preprocessing.filters import FilterSource
-from megatron_neobert.data.shards.find import ShardVersion
+from megatron_neobert.data.shards.find import ShardVersion, shard_label
 from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of
@@ -219,22 +219,23 @@ class KnownParts:
             content = json.loads((folder / _PARTS).read_bytes())
             if content["read"] == self._read:
                 self._parts = {
-                    (path, ShardVersion(*version)): [ShardPart(path, *part) for part in parts]
-                    for path, version, parts in content["shards"]
+                    (label, ShardVersion(*version)): [ShardPart(label, *part) for part in parts]
+                    for label, version, parts in content["shards"]
                 }
 
     def find(self, path: str, version: ShardVersion) -> list[ShardPart] | None:
-        return self._parts.get((path, version))
+        parts = self._parts.get((shard_label(path), version))
+        return parts and [replace(part, path=path) for part in parts]
 
     def write(self, folder: Path, parts: Sequence[ShardPart], versions: Mapping[str, ShardVersion]) -> None:
         """Keeps these for others, unless they are there."""
         by_path: dict[str, list[ShardPart]] = {}
         for part in parts:
             by_path.setdefault(part.path, []).append(part)
-        if (folder / _PARTS).exists() and all((path, versions[path]) in self._parts for path in by_path):
+        if (folder / _PARTS).exists() and all(self.find(path, versions[path]) for path in by_path):
             return
         shards = [
-            (path, versions[path], [(part.format, part.compression, part.start, part.end) for part in own])
+            (shard_label(path), versions[path], [(part.format, part.compression, part.start, part.end) for part in own])
             for path, own in by_path.items()
         ]
         replace_file(folder / _PARTS, json.dumps({"read": self._read, "shards": shards}), sync=False)

@@ -18,14 +18,21 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files, read_manifest, token_dtype
+from megatron_neobert.data.corpus.format import (
+    CorpusFiles,
+    Manifest,
+    corpus_files,
+    read_manifest,
+    token_dtype,
+    validation_files,
+)
 from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters, find_filters
 from megatron_neobert.data.preprocessing.job import JobFolder, KnownParts, PartTask, TaskSettings
-from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_version
+from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_sha256, shard_version
 from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
+from megatron_neobert.data.shards.reading import ReadSettings, ShardPart, is_url
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, OutputError
@@ -142,7 +149,8 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         MissingInputError: An input or the tokenizer does not exist.
         OutputError: The corpus exists and may not be overwritten.
         DataError: The tokenizer is unusable, or some shards are, by their format, schema or footer; it names them all.
-        ConfigError: The output of an earlier run is among the inputs, or a fast back end is asked for and unusable.
+        ConfigError: The output of an earlier run is among the inputs, a table has no column for --record-key or
+            --source-key, or a fast back end is asked for and unusable.
     """
     files = settings.files
     if not (settings.resume or settings.merge):
@@ -175,13 +183,17 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = list(threads.map(shard_version, shards))
 
-        def look(shard: str, version: ShardVersion) -> list[ShardPart] | str:
+        def look(shard: str, version: ShardVersion) -> list[ShardPart] | str | ConfigError:
             try:
                 return known.find(shard, version) or split_into_parts(shard, settings.read)
             except DataError as error:
                 return str(error)
+            except ConfigError as error:
+                return error
 
         looks = list(threads.map(look, shards, versions))
+        if problems := [str(found) for found in looks if isinstance(found, ConfigError)]:
+            raise ConfigError(problems)
         plan = Plan(
             settings=settings,
             files=settings.files,
@@ -220,23 +232,21 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 
 
 def is_complete(plan: Plan) -> bool:
-    """True where the corpus of this plan is there, whole, so that --resume has nothing left to do."""
+    """Return True if the corpora of this plan exist, whole, so that --resume has nothing left to do."""
     files, settings = plan.files, plan.settings
-    if not files.manifest.exists() or JobFolder(files.partial).has_begun:
+    manifest = None if JobFolder(files.partial).has_begun else _read_whole(files)
+    if manifest is None or (settings.split_validation and not _read_whole(validation_files(files))):
         return False
     sizes = {plan.shard_name(path): version.bytes for path, version in plan.versions.items()}
-    try:
-        manifest = read_manifest(files.manifest)
-    except DataError:
-        return False
-    shards = [Path(path) for path in plan.versions if "://" not in path]
-    volumes = [
-        (file, record.bytes)
-        for volume in manifest.volumes
-        for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
-    ]
-    if manifest.source_key is not None:
-        volumes.append((files.sources, SOURCE_DTYPE.itemsize * manifest.documents))
+    written = files.manifest.stat().st_mtime_ns
+
+    def is_unchanged(path: str, version: ShardVersion) -> bool:
+        # A file server's clock may be ahead of this machine's, so a later time alone is no change.
+        if is_url(path) or int(version.version) < written:
+            return True
+        record = manifest.inputs.get(plan.shard_name(path))
+        return record is not None and shard_sha256(path) == record.sha256
+
     largest = max(volume.bin.bytes for volume in manifest.volumes)
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
@@ -244,11 +254,26 @@ def is_complete(plan: Plan) -> bool:
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
-        and all(shard.stat().st_mtime_ns < files.manifest.stat().st_mtime_ns for shard in shards)
         and (len(manifest.volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
         and largest <= (settings.shard_size or largest)
-        and all(file.exists() and file.stat().st_size == size for file, size in volumes)
+        and all(is_unchanged(*shard) for shard in plan.versions.items())
     )
+
+
+def _read_whole(files: CorpusFiles) -> Manifest | None:
+    """Return the manifest of a corpus all of whose files have the recorded sizes, or None."""
+    try:
+        manifest = read_manifest(files.manifest)
+    except (FileNotFoundError, DataError):
+        return None
+    recorded = [
+        (file, record.bytes)
+        for volume in manifest.volumes
+        for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
+    ]
+    if manifest.source_key is not None:
+        recorded.append((files.sources, SOURCE_DTYPE.itemsize * manifest.documents))
+    return manifest if all(file.exists() and file.stat().st_size == size for file, size in recorded) else None
 
 
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:

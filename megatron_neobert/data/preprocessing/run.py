@@ -75,6 +75,11 @@ class Progress:
         parts = ((self.plan.parts[number], part.fraction) for number, part in self.in_work.items())
         return self.finished_bytes + sum(fraction * self.plan.input_bytes(part) for part, fraction in parts)
 
+    @property
+    def read_share(self) -> float:
+        """Of the inputs; all of them where they are empty."""
+        return self.read_bytes / self.input_bytes if self.input_bytes else 1.0
+
     def report(self, news: PartProgress) -> None:
         """Takes note of a part in work.
 
@@ -116,7 +121,7 @@ class Progress:
         self.on_progress(self)
         if self.plan.settings.shard_index is not None:
             return  # the other tasks' parts may be better; the merge sees them all
-        counts, read = self.counts, self.read_bytes / self.input_bytes if self.input_bytes else 1.0
+        counts, read = self.counts, self.read_share
         if counts.records >= _HOPELESS_AFTER_RECORDS and read > 0:
             expected_records = counts.records / min(read, 1.0)
             check_error_rate(

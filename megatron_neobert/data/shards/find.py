@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 from megatron_neobert.data.shards.reading import BYTE_ORDER_MARK, is_url, named_errors, open_shard
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.text import without_credentials
 
 # Found in folders of shards, and read only where they are named themselves.
 _ABOUT_THE_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)(\.(md|txt|rst|html))?", re.IGNORECASE
 )
-# In a URL, also where others are put in front of it (`simplecache::https://`).
-_CREDENTIALS = re.compile("(?<!abfs:)(?<!abfss:)(?<!az:)//[^/]*@")
-_WITH_QUERY = re.compile(r"(?:^|::)(?:https?|s3a?|gs|gcs|abfss?|az|adl)://")
 # What the file systems of fsspec call it, the surest first.
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "last_modified", "created")
 
@@ -212,11 +210,5 @@ def _saved_shards(path: PurePosixPath, state: bytes) -> list[str]:
 
 
 def shard_label(path: str) -> str:
-    """The name for people: a URL without its user, password and query, which may hold a signature.
-
-    What stands before the `@` of an Azure address is the container, and stays.
-    """
-    if not is_url(path):
-        return path
-    label = _CREDENTIALS.sub("//", path)
-    return label.partition("?")[0] if _WITH_QUERY.search(label) else label
+    """Return the name of an input file for people: a URL without its credentials, or the path as it is."""
+    return without_credentials(path) if is_url(path) else path

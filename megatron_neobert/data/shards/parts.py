@@ -77,6 +77,7 @@ def split_into_parts(path: str, settings: ReadSettings, *, part_bytes: int = PAR
 
     Raises:
         DataError: The format is none that is read here, the shard is damaged, or its schema has no such text column.
+        ConfigError: Its schema has no column for --record-key or --source-key.
     """
     whole = recognise(path, settings)
     edges = [0, *_cuts(whole, settings, part_bytes), None]
@@ -86,7 +87,7 @@ def split_into_parts(path: str, settings: ReadSettings, *, part_bytes: int = PAR
 def _cuts(whole: ShardPart, settings: ReadSettings, part_bytes: int) -> list[int]:
     """Where to cut a shard: rows of a table, bytes of uncompressed lines or separated texts."""
     if whole.format in ("parquet", "arrow"):
-        return row_cuts(row_groups(whole, settings.text_key), part_bytes=part_bytes)
+        return row_cuts(row_groups(whole, settings), part_bytes=part_bytes)
     separator = {"jsonl": "\n", "text": settings.text_separator}.get(whole.format)
     if whole.compression is not None or separator is None:
         return []

@@ -27,7 +27,7 @@ from megatron_neobert.data.shards.reading import (
     open_shard,
     reject,
 )
-from megatron_neobert.errors import DataError
+from megatron_neobert.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,11 +57,17 @@ class Rows(NamedTuple):
     progress: float
 
 
-def row_groups(part: ShardPart, text_key: str) -> list[RowGroup]:
-    """The units that a shard consists of; none for a remote Arrow shard, which would have to be fetched for it."""
+def row_groups(part: ShardPart, settings: ReadSettings) -> list[RowGroup]:
+    """Return the units of a shard; an empty list for a remote Arrow shard, whose units only a download would show.
+
+    Raises:
+        DataError: The shard is damaged, or has no text column of that name.
+        ConfigError: The shard has no column for --record-key or --source-key.
+    """
+    text_key = settings.text_key
     if part.format == "parquet":
         with _open_parquet(part.path) as shard:
-            _find_column(part.path, shard.schema_arrow, text_key)
+            _find_columns(part.path, shard.schema_arrow, settings)
             groups = (shard.metadata.row_group(number) for number in range(shard.num_row_groups))
             return [
                 RowGroup(
@@ -75,6 +81,7 @@ def row_groups(part: ShardPart, text_key: str) -> list[RowGroup]:
                 for group in groups
             ]
     with _open_arrow(part.path, text_key) as arrow:
+        _find_columns(part.path, arrow.schema, settings)
         return [] if is_url(part.path) else [RowGroup(len(column), column.nbytes) for column in arrow.columns]
 
 
@@ -229,6 +236,7 @@ def parquet_rows(part: ShardPart, key: str, *, of_text: bool = True) -> Iterator
 
 
 class _Arrow(NamedTuple):
+    schema: "pa.Schema"
     columns: "Iterator[pa.Array]"  # the text column of each record batch
     progress: Callable[[], float]
     forget: Callable[[], None]  # gives back the memory of what has been read; the file still has it
@@ -267,7 +275,7 @@ def _open_arrow(path: str, key: str, *, of_text: bool = True) -> Iterator[_Arrow
                 batch.validate()  # damage might end the process otherwise
                 yield _take_column(batch, names)
 
-        yield _Arrow(columns(), lambda: source.tell() / size, forget)
+        yield _Arrow(schema, columns(), lambda: source.tell() / size, forget)
 
 
 def arrow_rows(part: ShardPart, key: str, *, of_text: bool = True) -> Iterator[Rows]:
@@ -325,13 +333,22 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
     return pc.struct_field(column, list(names[1:])) if names[1:] else column
 
 
+def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> None:
+    """Raise as `_find_column` does unless a shard has all columns that the settings name."""
+    _find_column(path, schema, settings.text_key)
+    for key in settings.field_keys or ():
+        _find_column(path, schema, key, of_text=False)
+
+
 def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = True) -> "tuple[list[str], pa.DataType]":
     """The names that lead to the column (its own, or those of the structs around it before it), and its type.
 
     Of a column that is called `a.b` and one `b` within the struct `a`, the first is meant.
 
     Raises:
-        DataError: There is no such column, or it should hold text and holds something else than strings.
+        DataError: There is no text column of that name, or it holds something else than strings.
+        ConfigError: There is no column of that name for --record-key or --source-key. Not a DataError, which
+            --quarantine would answer by leaving the shard out.
     """
     import pyarrow as pa
 
@@ -342,9 +359,12 @@ def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = Tr
         if pa.types.is_struct(arrow_type):
             waiting += [([*names, field.name], field.type) for field in arrow_type]
     texts = [name for name, (_, arrow_type) in found.items() if _holds_text(arrow_type)]
+    if key not in found and not of_text:
+        raise ConfigError(
+            f"{path} has no column '{key}'; its columns: {', '.join(found)}; choose among them with --record-key or "
+            "--source-key"
+        )
     remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
-    if not of_text:
-        remedy = f"its columns: {', '.join(found)}; choose among them with --record-key or --source-key"
     if key not in found:
         raise DataError(f"{path} has no column '{key}'; {remedy}")
     names, arrow_type = found[key]

@@ -150,7 +150,7 @@ SOURCES = ("news/a", "news/b", "law")
 def three_inputs(tmp_path):
     """A corpus of three shards and several volumes, and where each shard's documents lie; their sources take turns."""
     place = Place(tmp_path)
-    for shard in ("a-web", "b-wiki", "c-web"):
+    for shard in ("a-web", "b-wiki[a]", "c-web"):
         records = ({"content": f"{shard} {'hello ' * n}", "of": SOURCES[n % 3]} for n in range(1, 301))
         place.add_lines(f"{shard}.jsonl", *map(json.dumps, records))
     place.run(deduplicate="exact", shard_size=10_000, source_key="of")
@@ -158,13 +158,17 @@ def three_inputs(tmp_path):
     for name, record in place.corpus().manifest.inputs.items():
         places[Path(name).stem] = range(first, first + record.documents)
         first += record.documents
-    assert list(places) == ["a-web", "b-wiki", "c-web"] and len(place.corpus().volumes) > 1
+    assert list(places) == ["a-web", "b-wiki[a]", "c-web"] and len(place.corpus().volumes) > 1
     return place, places
 
 
 @pytest.mark.parametrize(
     ("names", "shards", "ranges"),
-    [("*-wiki.jsonl", ["b-wiki"], 1), ("*/[ab]-*", ["a-web", "b-wiki"], 1), ("*-web.json?", ["a-web", "c-web"], 2)],
+    [
+        ("*-wiki[a].jsonl", ["b-wiki[a]"], 1),  # brackets of a file name stand for themselves
+        ("*/?-w*", ["a-web", "b-wiki[a]", "c-web"], 1),
+        ("*-web.json?", ["a-web", "c-web"], 2),
+    ],
 )
 def test_a_component_may_take_some_inputs_alone(three_inputs, names, shards, ranges):
     place, places = three_inputs

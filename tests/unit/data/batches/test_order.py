@@ -62,15 +62,19 @@ def test_windows_of_blocks_hold_every_document_once(documents, block_size):
     assert np.array_equal(np.sort(found), np.arange(documents))
 
 
-def test_a_window_is_whole_blocks_from_all_over_the_corpus_shuffled_together():
-    """16 blocks of 256: documents jump between blocks, and the reader needs 16 places on disk and not 4,096."""
-    window = windows(1_000_000, block_size=256)[5]
-    assert len(window) == 4096
-    blocks = np.unique(window // 256)
-    assert len(blocks) == 16
+def test_a_window_has_few_documents_of_each_of_many_blocks_and_begins_to_read_few_blocks():
+    """64 groups of 16 blocks, 4 documents of each block on average; without blocks 1 of each of 2,500."""
+    found = windows(1_000_000, block_size=256)
+    blocks, counts = np.unique(found[100] // 256, return_counts=True)
+    assert len(found[100]) == pytest.approx(4096, abs=32)
+    assert 950 < len(blocks) <= 1024 and counts.max() < 16
     assert blocks.max() - blocks.min() > 1_000_000 / 256 / 2
-    assert (np.diff(window // 256) != 0).mean() > 0.8  # 15 of 16 if all orders are equally likely
-    assert len(np.unique(windows(1_000_000, block_size=1)[5] // 256)) > 2000  # without blocks
+    assert (np.diff(found[100] // 256) != 0).mean() > 0.99
+    windows_of = {number: np.unique(window // 256) for number, window in enumerate(found)}
+    begun = np.setdiff1d(windows_of[100], np.concatenate([windows_of[number] for number in range(37, 100)]))
+    assert len(begun) <= 16
+    holding = [number for number, held in windows_of.items() if begun[0] in held]
+    assert 50 < len(holding) <= 64 and (min(holding), max(holding)) >= (100, 155)
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ def volumes(tmp_path_factory) -> Corpus:
     return corpus
 
 
-def asked(corpus: Corpus, documents: np.ndarray, monkeypatch) -> list[list[tuple[int, int]]]:
+def asked(corpus: Corpus, documents: np.ndarray, monkeypatch, **options) -> list[list[tuple[int, int]]]:
     """The ranges of bytes of each volume that are asked for."""
     maps = [RecordingMap() for _ in corpus.volumes]
     for volume, recording in zip(corpus.volumes, maps, strict=True):
         monkeypatch.setattr(volume, "content", recording)
-    corpus.will_need(documents)
+    corpus.will_need(documents, **options)
     return [recording.asked for recording in maps]
 
 
@@ -70,6 +70,16 @@ def test_neighbours_are_asked_for_in_one_go(volumes, monkeypatch):
     _, begin, _ = bytes_of(volumes, 50)
     _, _, end = bytes_of(volumes, 149)
     assert ranges == [[(begin - begin % PAGE, end)], [], [], [], []]
+
+
+def test_neighbours_that_are_needed_later_are_read_with_a_document(volumes, monkeypatch):
+    monkeypatch.setattr("megatron_neobert.data.corpus.volumes._NEIGHBOURS_BYTES", 8 * PAGE)
+    _, begin, end = bytes_of(volumes, 50)
+    assert begin // (8 * PAGE) == (end - 1) // (8 * PAGE), "the document is inside of one such stretch"
+    start = begin - begin % (8 * PAGE)
+    ranges = asked(volumes, np.array([50, len(volumes.volumes[0].lengths) - 1]), monkeypatch, with_neighbours=True)
+    last = volumes.volumes[0].end
+    assert ranges == [[(start, start + 8 * PAGE), (last - last % (8 * PAGE), last)], [], [], [], []]
 
 
 @pytest.mark.usefixtures("windows_of_40_documents")

@@ -35,7 +35,7 @@ class MemoryCorpus:
     def length_arrays(self) -> list[NDArray[np.int32]]:
         return [self.lengths]
 
-    def will_need(self, documents: NDArray[np.int64]) -> None:
+    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
         self.announced.append(documents)
 
     def gather(

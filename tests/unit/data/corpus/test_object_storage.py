@@ -96,6 +96,24 @@ def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
     assert sorted(fetched(server, ".idx").values()) == [2, 2, 2, 3]
 
 
+@pytest.mark.parametrize("ending", [".idx", ".json", ".sources"])
+def test_damaged_copy_of_an_index_or_manifest_is_fetched_again(tmp_path, storage, ending):
+    place = Place(tmp_path / "bucket")
+    place.write(shard_bytes=20)
+    with ObjectServer(tmp_path / "bucket").running() as running:
+        Corpus(f"{running.url}/P", storage)
+        paths = list(storage.folder.rglob(f"P*{ending}"))
+        assert paths
+        for path in paths:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        check_content(Corpus(f"{running.url}/P", storage))
+        assert {path.read_bytes() for path in paths} == {
+            (tmp_path / "bucket" / path.name).read_bytes() for path in paths
+        }
+
+
 def test_resumed_run_reads_only_what_it_has_still_to_train_on(server, storage, original):
     local = Corpus(original / "P")
     steps = list(islice(stream(local, document_block_size=8).global_batches(), 40))

@@ -3,11 +3,14 @@
 import importlib.util
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.data.deduplication.planted import plant, read_books
+from unit.data.deduplication.planted import Planted, jaccard, plant, read_books
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 from unit.tools.commands import ENVIRONMENT
 
@@ -48,7 +51,7 @@ def chance(alike, bands=14, rows=8):
     return 1 - (1 - alike**rows) ** bands
 
 
-def test_planted_duplicates_are_found_as_often_as_the_formula_says_and_nothing_else(planted, tmp_path):
+def test_planted_duplicates_are_found_as_often_as_the_formula_says(planted, tmp_path):
     """Of 200 copies with Jaccard indices 0.57 to 0.99; the threshold is low, so that the bands alone decide.
 
     Measured: 146 found where 149.7 are expected, standard deviation 4.7; the most alike that is missed has 0.80.
@@ -59,19 +62,46 @@ def test_planted_duplicates_are_found_as_often_as_the_formula_says_and_nothing_e
     hits = sum(later in numbers for _, later, _ in planted.pairs)
     assert abs(hits - chances.sum()) < 4 * np.sqrt((chances * (1 - chances)).sum()) + 1
     assert all(later in numbers for _, later, alike in planted.pairs if alike > 0.93)
-    assert numbers <= {later for _, later, _ in planted.pairs}, "precision 1: no passage but the copies"
+    assert numbers <= {later for _, later, _ in planted.pairs}
     assert found["clusters"] == len(numbers) and found["largest_cluster"] == 2
 
 
-def test_threshold_leaves_out_candidates_that_are_not_alike_enough(planted, tmp_path):
-    """0.9 is three standard deviations of the estimate, 0.03 each, above 0.8 and below 0.99."""
-    find(tmp_path / "list", planted.prefix, minhash=MinHashSettings(threshold=0.9))
-    numbers = set(dropped(tmp_path / "list", planted.prefix).tolist())
-    indices = [alike for _, later, alike in planted.pairs if later in numbers]
-    assert min(indices) > 0.8
-    assert all(later in numbers for _, later, alike in planted.pairs if alike > 0.97)
-    candidates = [alike for *_, alike in planted.pairs if 0.6 < alike < 0.8]
-    assert sum(map(chance, candidates)) > 10, "the control: the bands alone find many of these"
+def test_every_dropped_document_reaches_the_threshold_and_most_that_do_are_dropped(tmp_path):
+    """3,000 documents of 30 to 200 tokens, half of them copies with one to eight tokens changed, against brute force.
+
+    Measured: recall 0.988, precision 1. With an index estimated from 112 bytes they were 0.900 and 0.898.
+    """
+    generator = np.random.default_rng(0)
+    documents = random_documents(generator.integers(30, 201, 1500).tolist(), 30_000)
+    for original in documents[:1500]:
+        copy = original.copy()
+        at = generator.choice(len(copy), generator.integers(1, 9), replace=False)
+        copy[at] = generator.integers(5, 30_000, len(at))
+        documents.append(copy)
+    documents = [documents[number] for number in generator.permutation(3000).tolist()]
+    prefix = tmp_path / "C"
+    write_corpus(prefix, documents, numbered_tokenizer(30_000))
+    everyone = Planted(str(prefix), documents, [])
+    sets = [everyone.shingles(number) for number in range(3000)]
+    holders = defaultdict(list)
+    for number, own in enumerate(sets):
+        for shingle in own:
+            holders[shingle].append(number)
+    pairs = {pair for some in holders.values() for pair in combinations(some, 2)}  # all others have index 0
+    expected = {later for earlier, later in pairs if jaccard(sets[earlier], sets[later]) >= 0.8}
+    find(tmp_path / "list", prefix)
+    found = set(dropped(tmp_path / "list", prefix).tolist())
+    assert found <= expected
+    assert len(found) > 0.95 * len(expected) > 300
+
+
+def test_unrelated_documents_no_longer_than_an_ngram_are_all_kept(tmp_path, monkeypatch):
+    """Of 200,000 such documents about five share the 32 bits that one of their n-grams is hashed to."""
+    documents = list(random_documents([1_000_000], 30_000)[0].reshape(-1, 5))
+    write_corpus(tmp_path / "C", documents, numbered_tokenizer(30_000))
+    monkeypatch.setattr(run, "PART_DOCUMENTS", 1 << 18)
+    minhash = MinHashSettings(bands=1, rows=1)
+    assert find(tmp_path / "list", tmp_path / "C", minhash=minhash)["clusters"] == 0
 
 
 def test_text_without_copies_loses_nothing(shared_data, tmp_path):
@@ -106,6 +136,7 @@ def test_list_is_the_same_for_any_processes_parts_and_bound_of_memory(
 ):
     monkeypatch.setattr(run, "PART_DOCUMENTS", parts)
     monkeypatch.setattr(run, "_PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr(run, "_BATCH_TOKENS", 3000)
     monkeypatch.setattr(run, "_JOINED_AT_ONCE", 100)
     find(tmp_path / "list", planted.prefix, **changes)
     assert (tmp_path / "list").read_bytes() == expected
@@ -148,7 +179,7 @@ def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected,
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("kind", ["keys", "sketches", "pairs"])
+@pytest.mark.parametrize("kind", ["keys", "pairs"])
 def test_finished_part_that_was_damaged_is_done_again_and_no_other(planted, expected, tmp_path, kind, monkeypatch):
     output = tmp_path / "list"
     monkeypatch.setattr(run, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -167,6 +198,23 @@ def test_finished_part_that_was_damaged_is_done_again_and_no_other(planted, expe
     find(output, planted.prefix, resume=True)
     assert done == [damaged.stem]
     assert output.read_bytes() == expected
+
+
+def test_tasks_of_relative_paths_can_be_done_from_another_folder(tmp_path, monkeypatch):
+    """Workers of a Ray cluster stand elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    write_corpus(tmp_path / "C", random_documents([50], 1000) * 2, numbered_tokenizer(1000))
+    monkeypatch.chdir(tmp_path)
+
+    def do_elsewhere(task, report, do=run.do_task):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir("elsewhere")
+            return do(task, report)
+
+    monkeypatch.setattr(run, "do_task", do_elsewhere)
+    run._open.cache_clear()
+    find(Path("list"), "C")
+    assert dropped(Path("list"), "C").tolist() == [1]
 
 
 @needs_ray

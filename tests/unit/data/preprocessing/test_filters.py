@@ -27,6 +27,9 @@ def name_the_shard(record):
 wrong = {"a": 1}
 def wrong_type(record):
     return True
+
+def no_text(record):
+    return record._replace(text=5)
 """
 ROWS = [("hello", "world"), ("mask", None), ("zy hello", "world"), ("xyz", "xy"), ("zy", None), ("[", "]")]
 
@@ -107,8 +110,42 @@ def test_failures_end_the_run_above_the_error_rate_or_at_the_first(place, filter
     for change in ({"max_error_rate": 0.09}, {"on_error": "fail"}):
         with pytest.raises(DataError, match=r"a\.jsonl, line 1: a filter failed .own_filters:rewrite: ZeroDiv"):
             place.run("other", filter=filters("rewrite"), record_keys=(), overwrite=True, **change)
-    with pytest.raises(DataError, match="returned bool, and not a record"):
-        place.run("third", filter=filters("wrong_type"), record_keys=(), max_error_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("wrong_type", "returned bool, and not a record"),
+        ("no_text", "returned a record whose text is of type int, and no str"),
+    ],
+)
+def test_answer_of_another_type_is_a_failure_of_the_filter(place, filters, function, message):
+    place.add_texts("a.jsonl", "hello")
+    with pytest.raises(DataError, match=rf"own_filters:{function}: TypeError: {message}"):
+        place.run(filter=filters(function, "rewrite"), record_keys=(), max_error_rate=0.5)
+
+
+def test_file_with_postponed_annotations_and_a_dataclass_is_a_filter(place):
+    file = place.folder / "own_filters.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Rule:\n    word: str\n"
+        "def no_masks(record):\n    return Rule('a mask').word if 'mask' in record.text else None\n"
+    )
+    place.add_texts("a.jsonl", "hello", "mask")
+    place.run(filter=(f"{file}:no_masks",), record_keys=(), workers=2)
+    assert place.corpus().manifest.dropped == {"own_filters:no_masks: a mask": 1}
+
+
+@pytest.mark.parametrize("where", ["own_filters.py", "other/own_filters.py"])
+def test_two_filters_that_the_manifest_would_call_alike_are_refused(place, filters, where):
+    place.add_texts("a.jsonl", "hello")
+    file = place.folder / where
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(FILTERS)
+    both = (*filters("no_masks", "rewrite"), f"{file}:rewrite")
+    with pytest.raises(ConfigError, match=rf"{where}:rewrite: another filter is called own_filters:rewrite too"):
+        plan_preprocessing(place.settings(filter=both, record_keys=()))
 
 
 def test_finished_parts_of_other_code_are_not_continued(place, filters):
@@ -156,12 +193,26 @@ def test_what_is_no_filter_is_refused_before_anything_is_read(place, monkeypatch
         plan_preprocessing(place.settings(filter=(name,), record_keys=()))
 
 
-def test_fields_without_a_filter_and_columns_that_do_not_exist_are_refused(place, filters):
-    write_parquet(place)
+def test_fields_without_a_filter_are_refused(place):
     with pytest.raises(ConfigError, match="--record-key language is for filters"):
         place.settings(record_keys=("language",))
-    with pytest.raises(DataError, match=r"no column 'url'; its columns: content, language, score; .* --record-key"):
-        place.run(filter=filters("rewrite"), record_keys=("url",))
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+@pytest.mark.parametrize("setting", ["record_keys", "source_key"])
+def test_column_that_a_table_lacks_is_refused_by_the_plan_and_never_quarantined(place, filters, write, setting):
+    write_lines(place)
+    for name in ("b", "c"):
+        write(place)
+        next(place.shards.glob("a.[!j]*")).rename(place.shards / f"{name}.table")
+    settings = {"filter": filters("no_masks"), "record_keys": ("url",)} if setting == "record_keys" else {}
+    settings = settings or {"source_key": "url"}
+    with pytest.raises(ConfigError) as caught:
+        plan_preprocessing(place.settings(quarantine=True, **settings))
+    columns = "content, language, score" if write is write_parquet else "language, content"
+    message = f"has no column 'url'; its columns: {columns}; choose among them with --record-key or --source-key"
+    assert caught.value.problems == [f"{place.shards / name}.table {message}" for name in ("b", "c")]
+    assert not (place.folder / "out").exists()
 
 
 def test_the_command_takes_filters_and_its_dry_run_applies_them(place, filters):

@@ -11,6 +11,7 @@ import pytest
 from unit.data.preprocess_place import WORDS, add_mixed_shards, cut_small, decoded
 from unit.data.small_corpus import write_vocabulary
 
+from megatron_neobert.commands.preprocess_data import ProgressLine
 from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.job import read_result
@@ -34,6 +35,14 @@ def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place,
     assert min(map(len, found["1"].values())) > 100
     assert found["1"] == found["2"] == found["4"] == found["parts"]
     check_content(place.corpus("1"))
+
+
+def test_progress_of_inputs_without_a_byte_is_shown(place, capsys):
+    (place.shards / "a.jsonl").touch()
+    with ProgressLine() as line, pytest.raises(DataError, match=r"no document in 1 shard \(0 records"):
+        line._interval_seconds = 0.0
+        preprocess(plan_preprocessing(place.settings()), on_progress=line.show)
+    assert "100.0 % | 0 documents" in capsys.readouterr().err
 
 
 def test_every_document_arrives_in_order_with_the_tokenizers_ids(place):

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from unit.data.preprocess_place import cut_small, decoded
+from unit.tools.commands import call
 
 from megatron_neobert.data.corpus.format import BackendRecord
 from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
@@ -97,6 +98,31 @@ def test_plan_names_every_unusable_table_at_once(place):
     with pytest.raises(DataError, match="(?s)3 of 4 shards .*" + ".*\n.*".join(reasons)):
         plan_preprocessing(place.settings())
     assert not (place.folder / "out").exists()
+
+
+def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(place, server):
+    """The server ignores them. Planning finds the one damaged file; the preview and the run find the other."""
+    place.add_texts("a.jsonl", *["hello"] * 20)
+    (place.shards / "b.parquet").write_bytes(b"PAR1" + bytes(100))
+    (place.shards / "c.gz").write_bytes(gzip.compress(b'{"content": "hello"}\n' * 1000)[:-20])
+    address = server.replace("http://", "http://me:secret@") + "/shards/"
+    inputs = [f"{address}{name}?sig=secret" for name in ("a.jsonl", "b.parquet", "c.gz")]
+    command = ["--output-prefix", place.folder / "out" / "run", "--tokenizer-model", place.vocab]
+    command += ["--max-error-rate", "1", "--input", *inputs]
+    endings = {("--quarantine", "--dry-run"): 65, (): 65, (f"{address}gone?sig=secret",): 66, ("--quarantine",): 0}
+    said = ""
+    for more, expected in endings.items():
+        code, *screen = call("preprocess_data", *command, *more)
+        assert code == expected, screen
+        said += "".join(screen)
+    place.run("task", inputs=tuple(inputs), quarantine=True, shard_index=0, num_shards=2)  # leaves its partial folder
+    files = [file for file in (place.folder / "out").rglob("*") if file.suffix in (".json", ".done", ".damaged")]
+    said += "".join(file.read_text() for file in files)
+    assert len(files) >= 4 and list(place.corpus().manifest.quarantined) == [
+        f"{server}/shards/{name}" for name in ("b.parquet", "c.gz")
+    ]
+    assert f"{server}/shards/b.parquet: damaged parquet file" in said and f"{server}/shards/gone" in said
+    assert "secret" not in said
 
 
 # --- a fast back end that is wrong

@@ -1,5 +1,7 @@
 """A run that resumes where another one stopped: the same bytes, and nothing done twice without need."""
 
+import os
+
 import pytest
 from unit.data.preprocess_place import add_mixed_shards, decoded
 
@@ -128,6 +130,26 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     else:
         place.add_texts("a.jsonl", "hallo")
     assert not is_complete(plan_preprocessing(place.settings(**same)))
+
+
+def test_unchanged_input_whose_file_server_has_a_clock_ahead_of_ours_is_complete(place):
+    place.add_texts("a.jsonl", "hello")
+    os.utime(place.shards / "a.jsonl", times=(2**31, 2**31))
+    place.run()
+    assert is_complete(plan_preprocessing(place.settings(resume=True)))
+    place.add_texts("a.jsonl", "hallo")
+    os.utime(place.shards / "a.jsonl", times=(2**31, 2**31))
+    assert not is_complete(plan_preprocessing(place.settings(resume=True)))
+
+
+@pytest.mark.parametrize("end", ["bin", "idx", "json"])
+def test_corpus_whose_validation_documents_are_missing_is_not_complete(place, end):
+    place.add_texts("a.jsonl", *(f"hello {'world ' * number}" for number in range(100)))
+    settings = {"split_validation": 0.3, "resume": True}
+    place.run(**settings)
+    assert is_complete(plan_preprocessing(place.settings(**settings)))
+    (place.folder / "out" / f"run_content_document_validation.{end}").unlink()
+    assert not is_complete(plan_preprocessing(place.settings(**settings)))
 
 
 def test_finished_corpus_is_recognised_and_another_one_is_not(place):

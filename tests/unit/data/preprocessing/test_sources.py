@@ -16,7 +16,7 @@ from megatron_neobert.data.corpus import sources
 from megatron_neobert.data.corpus.format import SourceRecord
 from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
-from megatron_neobert.errors import DataError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, OutputError
 
 RECORDS = 60
 VALUES = ["wiki", "web", "b\u00fccher", None, 7]
@@ -202,7 +202,7 @@ def test_more_sources_than_may_be_are_refused_in_one_sentence(place, monkeypatch
 
 def test_source_with_a_long_name_and_a_column_that_no_table_has_are_refused(place):
     with pytest.raises(
-        DataError, match=r"b\.parquet has no column 'kind'; its columns: .*with --record-key or --source"
+        ConfigError, match=r"b\.parquet has no column 'kind'; its columns: .*with --record-key or --source"
     ):
         place.run(source_key="kind")
     place.add_lines("d.jsonl", json.dumps({"content": "hello", "meta": {"from": "x" * 201}}))

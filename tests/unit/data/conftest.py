@@ -1,0 +1,23 @@
+"""What the tests of data share."""
+
+import functools
+import http.server
+import threading
+
+import pytest
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Print nothing: requests have queries that a test wants to find nowhere."""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A web server that knows no ranges: files come from their beginning or not at all."""
+    pytest.importorskip("aiohttp")
+    handler = functools.partial(_QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
