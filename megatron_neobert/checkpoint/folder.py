@@ -21,7 +21,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
 
@@ -130,8 +130,10 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
     if save:
         try:
             if create:
-                for made in make_folder(save):
-                    made.rmdir()
+                made = make_folder(save)
+                with suppress(OSError):  # another run has claimed it meanwhile, which `claim` finds out
+                    for folder in made:
+                        folder.rmdir()
             else:
                 _refuse_what_mkdir_would(save)
         except OSError as error:
@@ -147,10 +149,13 @@ def has_stop_file(save: str | None) -> bool:
 
 def _refuse_what_mkdir_would(folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not there.is_dir():
+    is_dir, may_write = there.is_dir(), os.access(there, os.W_OK | os.X_OK)
+    if not os.path.lexists(there):  # another node tries at this moment whether it can be created
+        return
+    if not is_dir:
         code = errno.EEXIST if there == folder else errno.ENOTDIR
         raise OSError(code, os.strerror(code))
-    if there != folder and not os.access(there, os.W_OK | os.X_OK):
+    if there != folder and not may_write:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
