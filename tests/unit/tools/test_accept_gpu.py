@@ -239,7 +239,7 @@ def test_fast_kernels_that_compute_something_else_fail(tmp_path, monkeypatch):
     assert phase.problems == [
         "Transformer Engine, cuDNN: its loss differs from that of the first kernels by 0.02, more than 0.01"
     ]
-    assert len(phase.tables["steps"]) >= 6
+    assert len(phase.tables["steps"]) >= 3
 
 
 @pytest.mark.slow
