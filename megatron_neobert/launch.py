@@ -117,8 +117,6 @@ def check_restarts(checkpoint: CheckpointConfig, *, nodes: int) -> None:
             f"MAX_RESTARTS is set, but --save is {checkpoint.save} and --load is {checkpoint.load}; give both the same "
             "folder, or a restarted run could not resume."
         )
-    if checkpoint.resume == "never":
-        raise ConfigError("MAX_RESTARTS is set, but --resume never would begin anew after a crash; drop one of them.")
 
 
 if __name__ == "__main__":

@@ -109,8 +109,8 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
 
     Raises:
         ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
-        MissingInputError: --load holds no checkpoint although it must: by --resume must, or because it is neither
-            --save nor replaced by --continue-from; or the latter holds none.
+        MissingInputError: --load holds no checkpoint, and is neither --save nor replaced by --continue-from; or the
+            latter holds none.
         CheckpointError: --load holds remains of checkpoints, but none that counts.
         OutputError: --save holds checkpoints and is not continued, or cannot be created.
     """
@@ -118,15 +118,16 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
         raise ConfigError(
             f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
         )
-    resumes = config.load is not None and config.resume != "never"
-    load = Path(config.load).resolve() if config.load is not None and resumes else None
+    load = Path(config.load).resolve() if config.load is not None else None
     save = Path(config.save).resolve() if config.save is not None else None
     is_unfinished = save is not None and bool(_sealed_folders(save))  # first: rank 0 may be publishing it meanwhile
     if load is None or not (list_checkpoints(load) or (is_unfinished and load == save)):
         _refuse_fresh_start(config, load, is_save=load == save)
     if save and save != load and (list_checkpoints(save) or is_unfinished):
-        go_on = "" if config.resume == "never" else f"give --load {config.save} to continue it, or "
-        raise OutputError(f"--save {config.save} already holds checkpoints of a run; {go_on}name another folder.")
+        raise OutputError(
+            f"--save {config.save} already holds checkpoints of a run; give --load {config.save} to continue it, or "
+            "name another folder."
+        )
     if save:
         try:
             if create:
@@ -162,8 +163,6 @@ def _refuse_what_mkdir_would(folder: Path) -> None:
 def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save: bool) -> None:
     """Refuses it unless it is what the user meant: never from scratch where there was something."""
     if load is not None:
-        if config.resume == "must":
-            raise MissingInputError(f"--resume must: --load {config.load} holds no checkpoint (iter_*/{MANIFEST}).")
         remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(POINTER)))
         if remains:
             raise CheckpointError(

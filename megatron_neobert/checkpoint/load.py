@@ -51,7 +51,7 @@ def load_checkpoint(run: Run) -> Path | None:
     Collective: all ranks.
     """
     config = run.settings.checkpoint
-    folder = _choose(run.settings, config.load) if config.load is not None and config.resume != "never" else None
+    folder = _choose(run.settings, config.load) if config.load is not None else None
     has_new_data = folder is None
     if folder is None and config.continue_from is not None:
         folder = _choose(run.settings, config.continue_from)

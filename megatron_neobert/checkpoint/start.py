@@ -79,7 +79,7 @@ def first_iteration(config: CheckpointConfig) -> int:
 
 def _newest_checkpoints(config: CheckpointConfig) -> list[Path | None]:
     """Return the newest checkpoint of --load and that of --continue-from."""
-    places = (None if config.resume == "never" else config.load, config.continue_from)
+    places = (config.load, config.continue_from)
     return [next(iter(list_checkpoints(Path(place))), None) if place is not None else None for place in places]
 
 

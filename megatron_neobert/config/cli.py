@@ -47,6 +47,7 @@ _NOW_IGNORED = {
     "profile_step_start",
     "recompute_method",
     "recompute_num_layers",
+    "resume",
     "sequence_parallel",
     "tensorboard_dir",
     "wandb_exp_name",

@@ -57,7 +57,6 @@ NEEDS = (
     Need("exit_interval", "save", _RESUMABLE),
     Need("exit_duration_in_mins", "save", _RESUMABLE),
     Need("keep_every", "keep_last", "alone it does nothing, because all checkpoints are kept"),
-    Need("resume", "load", "the folder of the run to continue", value="must"),
 )
 
 

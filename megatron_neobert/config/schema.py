@@ -268,11 +268,6 @@ class CheckpointConfig:
         "folder of another run, or one of its checkpoints (RUN/iter_0001000), used while --load is empty: weights, "
         "optimizer state, iteration and, in the same data, the position are taken; other data begin at their start",
     )
-    resume: str = setting(
-        "auto",
-        "resume from --load: if it has a checkpoint (auto), it must have one, or never, from fresh weights",
-        choices=("auto", "must", "never"),
-    )
     allow_changed: tuple[str, ...] = setting(
         (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
     )

@@ -81,7 +81,7 @@ def test_the_initial_weights_are_a_checkpoint_from_which_the_same_run_begins(set
     trained, initial = list_checkpoints(Path(run.checkpoint.save))
     assert (trained.name, initial.name) == (f"iter_{ITERATIONS:07}", "iter_0000000")
     again = settings("again", **sections)
-    again = again.with_section("checkpoint", load=again.checkpoint.save, resume="must")
+    again = again.with_section("checkpoint", load=again.checkpoint.save)
     shutil.copytree(initial, Path(again.checkpoint.save) / initial.name)
     train_on_ranks(again, world_size=2)
     assert read_metrics(again.checkpoint.save) == read_metrics(run.checkpoint.save)
@@ -293,14 +293,6 @@ def test_a_run_that_branches_off_does_not_write_over_its_own_progress(settings):
     train_on_ranks(branch.with_section("training", exit_interval=STOP + 1))
     with pytest.raises(OutputError, match="already holds checkpoints"):
         check_folders(branch.checkpoint)
-
-
-def test_a_run_beside_one_that_could_be_continued_starts_from_fresh_weights_if_it_is_told_to(settings):
-    first = settings("first", training={"exit_interval": 1})
-    train_on_ranks(first)
-    fresh = settings("fresh", training={"exit_interval": 1})
-    train_on_ranks(fresh.with_section("checkpoint", load=first.checkpoint.save, resume="never"))
-    assert read_metrics(fresh.checkpoint.save) == read_metrics(first.checkpoint.save)
 
 
 def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_rate(settings):

@@ -22,7 +22,6 @@ MEGATRON_NAMES = dict.fromkeys(
         "phases",
         "loss_spike_sigma",
         "continue_from",
-        "resume",
         "allow_changed",
         "save_initial",
         "keep_last",

@@ -17,7 +17,6 @@ from megatron_neobert.runtime import signals, torchrun
         (CheckpointConfig(save="run"), 1, "--save is run and --load is None"),
         (CheckpointConfig(save="run", load="other"), 1, "--save is run and --load is other"),
         (CheckpointConfig(), 1, "--save is None and --load is None"),
-        (CheckpointConfig(save="run", load="run", resume="never"), 1, "--resume never would begin anew"),
     ],
 )
 def test_restarts_that_could_not_resume_are_refused(checkpoint, nodes, problem):

@@ -28,7 +28,7 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.config.schema import CheckpointConfig
-from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
+from megatron_neobert.errors import CheckpointError, ConfigError, OutputError
 
 FILES = ("train_state.json", "settings.yaml", *(f"rank_{rank:05d}.safetensors" for rank in range(4)))
 TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
@@ -166,10 +166,9 @@ def test_a_first_checkpoint_that_was_not_yet_published_is_neither_forgotten_nor_
     with monkeypatch.context() as crash:
         crash.setattr(checkpoint_files, "publish", lambda *_, **__: None)
         save_files(tmp_path, 7)
-    check_folders(config(tmp_path, resume="must"))
-    for refused in ({"resume": "never"}, {"load": None}):
-        with pytest.raises(OutputError, match="already holds checkpoints"):
-            check_folders(config(tmp_path, **refused))
+    check_folders(config(tmp_path))
+    with pytest.raises(OutputError, match="already holds checkpoints"):
+        check_folders(config(tmp_path, load=None))
     with claim(str(tmp_path)):
         assert find_good_checkpoint(tmp_path) == (iteration_folder(tmp_path, 7), [])
     assert is_newest(iteration_folder(tmp_path, 7))
@@ -297,14 +296,6 @@ def config(folder: Path, **changes: object) -> CheckpointConfig:
     return CheckpointConfig(**{"save": str(folder), "load": str(folder), **changes})
 
 
-def test_a_run_starts_fresh_in_an_empty_folder_unless_it_must_resume(tmp_path):
-    check_folders(config(tmp_path))
-    with pytest.raises(MissingInputError, match=r"--resume must: --load .* holds no checkpoint"):
-        check_folders(config(tmp_path, resume="must"))
-    save_files(tmp_path, 1)
-    check_folders(config(tmp_path, resume="must"))
-
-
 def test_no_run_starts_in_a_folder_with_a_stop_file(tmp_path):
     (tmp_path / "STOP").touch()
     with pytest.raises(ConfigError, match=f"{tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove"):
@@ -313,11 +304,8 @@ def test_no_run_starts_in_a_folder_with_a_stop_file(tmp_path):
 
 def test_a_folder_with_checkpoints_is_never_started_anew(tmp_path):
     save_files(tmp_path, 1)
-    with pytest.raises(OutputError, match="already holds checkpoints of a run; name another folder"):
-        check_folders(config(tmp_path, resume="never"))
     with pytest.raises(OutputError, match=r"already holds checkpoints of a run; give --load .* to continue it"):
         check_folders(config(tmp_path, load=None))
-    check_folders(config(tmp_path / "other", load=str(tmp_path), resume="never"))
 
 
 @pytest.mark.parametrize("create", [True, False])
