@@ -97,6 +97,12 @@ class WorkerError(NeoBERTError):
     exit_code = EXIT_UNAVAILABLE
 
 
+class MissingPackageError(NeoBERTError):
+    """A package that is not installed, and that no extra of this project brings."""
+
+    exit_code = EXIT_UNAVAILABLE
+
+
 class DivergenceError(NeoBERTError):
     """Numbers that a run cannot continue with: not finite, or not the same on all replicas."""
 
@@ -165,7 +171,8 @@ class CommandParser(argparse.ArgumentParser):
         """Raises a ConfigError with every unknown flag, and with what argparse found unless that adds nothing."""
         problems = self._unknown_flags()
         if not (problems and message.startswith("unrecognized arguments")):
-            problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}. See --help.")
+            hint = " Quote a value that has a space." if message.startswith("unrecognized arguments") else ""
+            problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}.{hint} See --help.")
         raise ConfigError(problems)
 
     def _unknown_flags(self) -> list[str]:

@@ -82,4 +82,10 @@ def _print_summary(found: dict[str, Any]) -> None:
             f"({percent(documents / corpus['documents'], digits=2)}), with "
             f"{percent(tokens / corpus['tokens'], digits=2)} of the tokens"
         )
+        if documents == corpus["documents"]:
+            print(
+                f"warning: the list drops all {documents:,} documents of {corpus['prefix']}, and training refuses a "
+                "corpus without documents; leave it out of --data-path",
+                file=sys.stderr,
+            )
     print(f"{found['clusters']:,} clusters of near-duplicates, the largest of {found['largest_cluster']:,} documents")

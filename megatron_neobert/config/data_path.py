@@ -13,7 +13,10 @@ from fractions import Fraction
 
 from megatron_neobert.errors import ConfigError
 
-_FORM = "name one corpus, or give each a weight before it, such as 0.2 PREFIX_A 0.8 PREFIX_B:min=1024:max=4096"
+_FORM = (
+    "name one corpus, or give each a weight before it, such as 0.2 PREFIX_A 0.8 PREFIX_B:min=1024:max=4096; quote a "
+    "path that has a space"
+)
 _MOST_COMPONENTS = 1024  # each is opened by every process
 _LONGEST_LIMIT = 18  # digits
 # A number has no slash, so that a folder may be called x:y=z; a drop list, the names of inputs and

@@ -155,6 +155,7 @@ def test_wordpiece_model_that_the_library_would_fail_at_is_refused(corpus, chang
 
 TEXTS = [
     (b"\x1f\x8b\x08" + bytes(100), ["line 1: not UTF-8"]),
+    (b'{"content": "hello"}\n{"content": "world"}\n', ["line 1: a JSON object and no piece of a vocab.txt"]),
     ("".join(f"{name}\n" for name in NAMES).encode("utf-16"), ["line 1: not UTF-8"]),
     ("\r".join(NAMES).encode(), ["missing among 1 ids"]),
     ("\r\n".join([*NAMES, "a", "a"]).encode(), ["line 7: 'a' stands on line 6 too"]),

@@ -166,10 +166,14 @@ def _choose(component: Component, corpus: Corpus, documents: range, purpose: str
             f"{component}: none of the {len(documents):,} documents for {purpose} has at least {component.minimum:,}"
             + (f" and at most {component.maximum:,}" if component.maximum is not None else "")
             + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}"
-            + (f", and {component.drop} drops others" if component.drop is not None else "")
+            + (
+                f", and {component.drop} drops {kept.drop_list.of.dropped_documents:,} of its {len(corpus):,} documents"
+                if kept.drop_list is not None
+                else ""
+            )
             + (f", and {component.inputs} takes some inputs alone" if component.inputs is not None else "")
             + (f", and {component.sources} some sources" if component.sources is not None else "")
-            + ". Change min, max, inputs and sources, or --split, or leave the component out."
+            + ". Change min, max, drop, inputs and sources, or --split, or leave the component out."
         )
     return kept
 

@@ -27,7 +27,7 @@ from megatron_neobert import __version__
 from megatron_neobert.data.corpus.format import describe_reasons
 from megatron_neobert.data.preprocessing.filters import FilterSource
 from megatron_neobert.data.shards.find import ShardVersion, shard_label
-from megatron_neobert.data.shards.reading import ReadSettings, ShardPart
+from megatron_neobert.data.shards.reading import FILTER_FAILED, ReadSettings, ShardPart
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of
 from megatron_neobert.text import percent
@@ -81,11 +81,14 @@ def check_error_rate(
         records: That the rate is of; None: those counted.
     """
     if counts.errors > max_error_rate * (counts.records if records is None else records):
+        remedy = "Fix the shards, check --text-key"
+        if max(counts.rejected, key=counts.rejected.__getitem__) == FILTER_FAILED:
+            remedy = "Correct the filter, name every field that it reads by --record-key"
         raise DataError(
             f"{counts.errors:,} of {counts.records:,} records have no usable text "
             f"({percent(counts.errors / counts.records, digits=2)}), more than --max-error-rate {max_error_rate} "
             f"allows ({describe_reasons(counts.rejected)}); for example: {first_error}. "
-            "Fix the shards, check --text-key, or allow more"
+            f"{remedy}, or allow more"
         )
 
 

@@ -142,7 +142,8 @@ def file_system_of(url: str) -> tuple[Any, str]:
     """What fsspec reads a URL with, and the path for it; the same in all threads of a process.
 
     Raises:
-        ConfigError: Nothing reads such URLs, or its package is not installed.
+        ConfigError: Nothing reads such URLs.
+        MissingPackageError: What reads them is not installed.
     """
     with named_errors(url):
         import fsspec

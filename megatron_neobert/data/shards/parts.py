@@ -116,7 +116,7 @@ def read_part(part: ShardPart, settings: ReadSettings, digest: ShardDigest | Non
 
     Raises:
         DataError: The shard is damaged, or a parquet or Arrow shard has no text column of that name.
-        ConfigError: A package that the address needs is not installed.
+        MissingPackageError: A package that the address needs is not installed.
         ModuleNotFoundError: One that the format needs is not.
     """
     numbers = 0

@@ -12,6 +12,7 @@ import io
 import lzma
 import os
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from megatron_neobert.errors import ConfigError, MissingInputError, NeoBERTError
+from megatron_neobert.errors import MissingInputError, MissingPackageError, NeoBERTError
 
 MALFORMED_JSON = "malformed JSON"
 MISSING_KEY = "missing key"
@@ -216,8 +217,11 @@ def named_errors(path: str) -> Iterator[None]:
             raise
         if isinstance(error, FileNotFoundError):
             raise MissingInputError(f"{path}: no such file ({error}); check the address") from error
-        if isinstance(error, ImportError):
-            raise ConfigError(f"{path}: {error}; install the package that this kind of address needs") from error
+        if isinstance(error, ImportError):  # fsspec raises it anew, without the name of the module
+            package = getattr(error.__cause__, "name", None) or error.name or "PACKAGE"
+            raise MissingPackageError(
+                f"{path}: {error}; this kind of address needs it: {sys.executable} -m pip install {package}"
+            ) from error
         # Every store's client has exception classes of its own.
         problem = f"{path}: {type(error).__name__}: {error}; check the address, the network and the credentials"
         raise OSError(problem) from error
@@ -228,7 +232,7 @@ def open_shard(path: str) -> BinaryIO:
 
     Raises:
         MissingInputError: The URL has no content.
-        ConfigError: The package for this kind of URL is not installed.
+        MissingPackageError: The package for this kind of URL is not installed.
     """
     if not is_url(path):
         return Path(path).open("rb", buffering=0)

@@ -5,6 +5,7 @@ Every problem names the file and, where there is one, the line. Nothing is downl
 
 import base64
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,11 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
         raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); is it a vocab.txt at all?") from error
     if not pieces[-1]:
         pieces.pop()
+    if pieces and re.match(r'\s*\{\s*"', pieces[0]):
+        raise DataError(
+            f"{path}, line 1: a JSON object and no piece of a vocab.txt, which has one on each line; name a "
+            "tokenizer's file (a tokenizer.json by a name that ends in .json)"
+        )
     vocabulary: dict[str, int] = {}
     for id_, piece in enumerate(piece.removesuffix("\r") for piece in pieces):
         if not piece:

@@ -43,6 +43,7 @@ def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
     [
         ([], "--data-path is missing"),
         (["a", "b"], "'a', where the weight of b should stand, is no number"),
+        (["my", "corpus/web"], ":max=4096; quote a path that has a space."),
         (["0.5", "a", "0.5"], "3 entries, 0.5 a 0.5; several corpora need a weight each"),
         (["0", "a", "1", "b"], "the weight 0 of a is not above 0"),
         (["-0.5", "a", "1", "b"], "the weight -0.5 of a is not above 0"),

@@ -154,7 +154,8 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
         ("convert", "hf-to-megatron --load x --output y --no-verfication",
          ["unknown flag --no-verfication; did you mean '--no-verification'?"]),
         ("validate", "corpus --xyz", ["unknown flag --xyz; see --help for the list."]),
-        ("validate", "corpus another", ["unrecognized arguments: another. See --help."]),
+        ("validate", "corpus another",
+         ["unrecognized arguments: another. Quote a value that has a space. See --help."]),
         (
             "replay", "--load x --iteratoin=5 --micro-batch-size 2",
             ["unknown flag --iteratoin; did you mean '--iteration'?",

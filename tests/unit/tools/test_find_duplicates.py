@@ -30,6 +30,13 @@ def test_summary_has_documents_clusters_and_shares(prefix, tmp_path):
     assert f"wrote {tmp_path / 'list'}" in output
 
 
+def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_path):
+    write_corpus(tmp_path / "Q", random_documents([30, 70], 1000)[1:], numbered_tokenizer(1000))
+    code, output = run_forked("find_duplicates", prefix, tmp_path / "Q", "--output", tmp_path / "list")
+    assert code == 0 and output.count("warning") == 1
+    assert f"warning: the list drops all 1 documents of {tmp_path / 'Q'}, and training refuses a corpus" in output
+
+
 def test_array_of_tasks_is_told_what_comes_next(prefix, tmp_path):
     task = ("find_duplicates", prefix, "--output", tmp_path / "list", "--shard-index")
     assert "start the array again for its pairs" in run_forked(*task, 0, "--num-shards", 1).output

@@ -112,6 +112,19 @@ def test_failures_end_the_run_above_the_error_rate_or_at_the_first(place, filter
             place.run("other", filter=filters("rewrite"), record_keys=(), overwrite=True, **change)
 
 
+def test_filter_whose_field_is_not_read_is_answered_with_the_flag_that_reads_it(place, filters):
+    write_lines(place)
+    file = place.folder / "own_filters.py"
+    file.write_text(FILTERS + "def needs(record):\n    return record.fields['language']\n")
+    with pytest.raises(
+        DataError, match=r"KeyError: 'language'.*\. Correct the filter, name every field .* --record-key"
+    ):
+        place.run(filter=filters("needs"), record_keys=(), max_error_rate=0.5)
+    place.add_lines("a.jsonl", '{"text": "hello"}')
+    with pytest.raises(DataError, match=r"\. Fix the shards, check --text-key, or allow more$"):
+        place.run("other", max_error_rate=0.5)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

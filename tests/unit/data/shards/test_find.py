@@ -14,7 +14,7 @@ from unit.data.shards.reading import TEXTS, texts_of
 
 from megatron_neobert.data.shards.find import find_shards, shard_label, shard_sha256, shard_version
 from megatron_neobert.data.shards.reading import open_shard
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, MissingPackageError
 
 
 def touch(folder, *names):
@@ -228,12 +228,17 @@ def test_url_without_content_is_missing_input(memory):
         open_shard("memory://bucket/gone")
 
 
-def test_kind_of_address_that_nothing_here_can_open_is_a_setting_to_fix(monkeypatch):
+def test_kind_of_address_that_nothing_can_open_is_a_setting_to_fix():
     with pytest.raises(ConfigError, match=r"nowhere://bucket/shard cannot be opened .Protocol not known"):
         find_shards(["nowhere://bucket/shard"])
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
-    with pytest.raises(ConfigError, match=r"gs://bucket/shard: .*gcsfs.*; install the package"):
-        find_shards(["gs://bucket/shard"])
+
+
+@pytest.mark.parametrize(("url", "package"), [("gs://bucket/shard", "gcsfs"), ("abfs://bucket@host/shard", "adlfs")])
+def test_missing_package_of_an_address_ends_with_69_and_the_command_that_installs_it(monkeypatch, url, package):
+    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    with pytest.raises(MissingPackageError, match=rf"^{url}: .*: {sys.executable} -m pip install {package}$") as caught:
+        find_shards([url])
+    assert caught.value.exit_code == 69
 
 
 def test_shard_on_a_web_server_is_read(server, tmp_path):
