@@ -40,7 +40,7 @@ def test_blend_of_urls_is_that_of_the_local_corpora(server, tiny_corpus, tmp_pat
             BatchStream(sources, batch_settings(settings, inputs.tokenizer))
             for sources in (inputs.training, *inputs.validation.values())
         ]
-        return inputs.identity, [contents(islice(stream.steps(), 8)) for stream in streams]
+        return inputs.identities, [contents(islice(stream.steps(), 8)) for stream in streams]
 
     assert opened(url_of(server, tiny_corpus)) == opened(tiny_corpus.prefix)
 
