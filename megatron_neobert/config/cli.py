@@ -91,7 +91,10 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
             flag = _one_line(word.split("=", 1)[0])
             problems.append(f"unknown flag {flag}{flag_meant(flag)}")
         elif not before.startswith("-"):  # what stands right after an unknown flag is that flag's value
-            problems.append(f"{_shown.repr(word)} is not the value of any flag; check the spelling before it.")
+            problems.append(
+                f"{_shown.repr(word)} is not the value of any flag; check the spelling before it, and quote a value "
+                "that has a space."
+            )
     given = {name: value for name, value in vars(parsed).items() if name in _SECTION_OF}
 
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}

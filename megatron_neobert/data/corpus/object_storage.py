@@ -2,9 +2,8 @@
 
 Manifest and indexes are copied there whole, compared with the manifest's checksums, and then mapped like those of a
 local corpus; a copy that differs is fetched again when a corpus is opened. Of a .bin come the blocks that batches need,
-each into a file of its own; the files used longest ago are removed before all blocks together exceed a limit. All
-processes of a node share the folder, and one fetches what several want. A process that misses a file fetches it again,
-so any file may be removed at any time.
+each into a file of its own; those used longest ago are removed before all together exceed a limit. The processes of a
+node share the folder, one fetches what several want, and any file may be removed at any time: it is fetched again.
 """
 
 import fcntl

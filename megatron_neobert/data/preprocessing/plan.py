@@ -183,16 +183,14 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = list(threads.map(shard_version, shards))
 
-        def look(shard: str, version: ShardVersion) -> list[ShardPart] | str | ConfigError:
+        def look(shard: str, version: ShardVersion) -> list[ShardPart] | DataError | ConfigError:
             try:
                 return known.find(shard, version) or split_into_parts(shard, settings.read)
-            except DataError as error:
-                return str(error)
-            except ConfigError as error:
+            except (DataError, ConfigError) as error:
                 return error
 
-        looks = list(threads.map(look, shards, versions))
-        if problems := [str(found) for found in looks if isinstance(found, ConfigError)]:
+        looks = dict(zip(shards, threads.map(look, shards, versions), strict=True))
+        if problems := [str(found) for found in looks.values() if isinstance(found, ConfigError)]:
             raise ConfigError(problems)
         plan = Plan(
             settings=settings,
@@ -201,9 +199,9 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             encoder=encoder,
             filter_sources=find_filters(settings.filter),
             versions=dict(zip(shards, versions, strict=True)),
-            parts=[part for parts in looks if isinstance(parts, list) for part in parts],
+            parts=[part for parts in looks.values() if isinstance(parts, list) for part in parts],
             known=known,
-            damaged={shard: reason for shard, reason in zip(shards, looks, strict=True) if isinstance(reason, str)},
+            damaged={shard: str(found) for shard, found in looks.items() if isinstance(found, DataError)},
         )
     names = Counter(map(plan.shard_name, shards))
     if len(names) < len(shards):
