@@ -13,6 +13,7 @@ from tests_tiny import TinyCorpus, build_corpus
 # A job that a shell starts in the background ignores Ctrl-C, and so would every process that these tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("HF_HUB_OFFLINE", None)  # exported on many clusters; tests that need it set it
+os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported: before a command, which starts a cluster so
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -47,7 +47,8 @@ READERS = (
     Reader("inspect batch", ("checkpoint", "corpus", "settings"), lambda the, out: [
         "--load", the.checkpoint, "--iteration", 2, "--data-path", good.prefix_in(the.corpus),
         "--config", the.settings / "train.yaml", *good.TRAINING.split(), "--tokenizer-model", the.tokenizer]),
-    Reader("replay", ("checkpoint",), lambda the, out: ["--load", the.checkpoint, "--iteration", 2]),
+    Reader("replay", ("checkpoint",), lambda the, out: [
+        "--load", the.checkpoint, "--iteration", 2, "--train-iters", 2]),
     Reader("average", ("checkpoint",), lambda the, out: [
         "--load", the.checkpoint, "--last", 1, "--output", out / "mean"]),
     Reader("convert", ("checkpoint",), lambda the, out: [

@@ -291,7 +291,7 @@ def check_resume(phase: Phase) -> None:
     every = ("--log-interval", 1, "--save-interval", 10, "--async-save")
     whole = phase.train("whole", 20, *every)
     phase.hand_over("whole", 10, to="resumed")
-    resumed = phase.train("resumed", 20, *every, "--resume", "must")
+    resumed = phase.train("resumed", 20, *every)
     found = gaps(whole, resumed, range(11, 21))
     phase.tables["losses after resuming"] = [
         {"iterations": len(found), "bit for bit": found.count(0.0), "largest gap": max(found)}
@@ -308,9 +308,9 @@ def check_move(phase: Phase) -> None:
     small = ("--micro-batch-size", 2, "--global-batch-size", 2, "--log-interval", 1, "--save-interval", 2)
     here = phase.train("here", 6, *small, bf16=False)
     phase.hand_over("here", 2, to="on_cpu")
-    on_cpu = phase.train("on_cpu", 4, *small, "--resume", "must", bf16=False, device="cpu")
+    on_cpu = phase.train("on_cpu", 4, *small, bf16=False, device="cpu")
     phase.hand_over("on_cpu", 4, to="back")
-    back = phase.train("back", 6, *small, "--resume", "must", bf16=False)
+    back = phase.train("back", 6, *small, bf16=False)
     there, home = gaps(here, on_cpu, range(3, 5)), gaps(here, back, range(5, 7))
     phase.tables["largest gaps of the losses"] = [{"on the CPU": max(there), "back": max(home)}]
     expect("losses on the CPU or after it differ", there + home, MOVED_LOSS)

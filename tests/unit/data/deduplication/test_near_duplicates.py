@@ -1,6 +1,5 @@
 """Near-duplicates planted in real text: which are found, by however many processes, and after any kill."""
 
-import importlib.util
 import subprocess
 import sys
 from collections import defaultdict
@@ -20,9 +19,6 @@ from megatron_neobert.data.deduplication import run
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
 from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates, join
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
-
-# Importing Ray would fix its settings before a command has chosen them.
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra [ray] is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -217,15 +213,15 @@ def test_tasks_of_relative_paths_can_be_done_from_another_folder(tmp_path, monke
     assert dropped(Path("list"), "C").tolist() == [1]
 
 
-@needs_ray
 @pytest.mark.slow  # two clusters are started; preprocessing's tests start one
 def test_ray_gives_the_same_list(planted, expected, tmp_path):
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
     find(tmp_path / "list", planted.prefix, executor="ray", ray_address="local", workers=2)
     assert (tmp_path / "list").read_bytes() == expected
 
 
-@needs_ray
 def test_cluster_that_the_settings_name_is_asked(planted, tmp_path):
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
     with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"):
         find(tmp_path / "list", planted.prefix, executor="ray", ray_address="127.0.0.1:1")
 

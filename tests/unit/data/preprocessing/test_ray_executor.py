@@ -1,6 +1,6 @@
 """Preprocessing on Ray: a real cluster on this machine, whose workers may die."""
 
-import importlib.util
+import os
 import shutil
 import signal
 import socket
@@ -20,8 +20,7 @@ from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import ConfigError
 
-if importlib.util.find_spec("ray") is None:  # which must not be imported before a command chooses its settings
-    pytest.skip("the extra [ray] is not installed", allow_module_level=True)
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 psutil = pytest.importorskip("psutil")
 
 ON_RAY = {"executor": "ray", "ray_address": "local", "workers": 2}
@@ -97,6 +96,17 @@ def test_cluster_that_another_user_has_left_in_the_temporary_folder_is_not_joine
         assert str(canonicalize_bootstrap_address("auto")).endswith(f":{port}")  # control: Ray would have gone there
     assert "Ray: started a cluster for this command at " in capsys.readouterr().out
     assert len(place.corpus("ray")) == 1
+
+
+def test_cluster_of_a_command_asks_for_a_token(place, monkeypatch):
+    place.add_texts("a.jsonl", "hello")
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    modes = []
+    monkeypatch.setattr(ray, "init", lambda *_, **__: modes.append(os.environ["RAY_AUTH_MODE"]) or 1 / 0)
+    with pytest.raises(ConfigError, match="no Ray cluster answers or starts"):
+        place.run("ray", executor="ray", workers=1)
+    assert modes == ["token"]
 
 
 @pytest.mark.parametrize("told_by", ["flag", "environment"])
