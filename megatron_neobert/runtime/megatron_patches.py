@@ -23,9 +23,9 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
 from typing import Any
 
-import megatron.core
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core import parallel_state
@@ -89,7 +89,7 @@ def refuse_other_upstream() -> None:
         problem = f"get_grad_norm_fp32 takes {', '.join(taken)}"
     if problem is not None:
         raise ConfigError(
-            f"megatron-core {megatron.core.__version__} is not a version that this project corrects: {problem}. "
+            f"megatron-core {version('megatron-core')} is not a version that this project corrects: {problem}. "
             "Install the version that setup.py names for this Python; another one can save or clip wrong numbers."
         )
 
