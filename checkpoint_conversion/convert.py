@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 import megatron_neobert
 from megatron_neobert.config.stretches import settings_at
-from megatron_neobert.errors import CommandParser, ConfigError, ConversionError, OutputError, positive, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, ConversionError, OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder, read_text, refuse_existing, require_folder, sha256_of
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -71,8 +71,6 @@ def _parse() -> argparse.Namespace:
     iterations.add_argument("--iteration", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
     every = "convert every checkpoint into a subfolder of --output; folders that are there already are kept"
     iterations.add_argument("--all-iterations", action="store_true", help=every)
-    average = "mean of the weights of N checkpoints, each with those before it (default: 1, no mean)"
-    add("--average", default=1, type=positive, metavar="N", help=average)
     datasets = "data on the Hub, for the model card"
     add("--dataset", dest="datasets", nargs="+", default=(), metavar="OWNER/NAME", help=datasets)
     hub = "upload the folder to this model on the Hub, created private where there is none"
@@ -114,7 +112,6 @@ class ExportOptions:
     dtype: str = "float32"
     max_shard_size: str = "5GB"
     sentence_transformers: bool = False
-    average: int = 1
     verified: bool = True
     license: str | None = None  # the Hub's identifier, for the model card
     base_model: str | None = None  # on the Hub, whose weights training began from; for the model card
@@ -124,7 +121,7 @@ class ExportOptions:
     @property
     def choices(self) -> dict[str, Any]:
         """What the files depend on besides layout and dtype."""
-        return {name: getattr(self, name) for name in ("max_shard_size", "sentence_transformers", "average")}
+        return {name: getattr(self, name) for name in ("max_shard_size", "sentence_transformers")}
 
 
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
@@ -148,17 +145,12 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,
         sentence_transformers=arguments.sentence_transformers,
-        average=arguments.average,
         verified=arguments.verified,
         **declared,
     )
     wanted = [(newest, arguments.output)]
     if arguments.all_iterations:
         wanted = [(one, arguments.output / one.name) for one in reversed(list_checkpoints(arguments.load))]
-        early = min(arguments.average, len(wanted)) - 1  # with too few before them
-        if early:
-            print(f"without {', '.join(one.name for one, _ in wanted[:early])}: too few before them to average")
-        wanted = wanted[early:]
     hub = None
     if arguments.model_id:
         from checkpoint_conversion.hub import HubModel
@@ -168,7 +160,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     for source, folder in wanted:
         iteration = iteration_of(source)
         if not _is_there(folder, source, options):
-            checkpoint = read_checkpoint(arguments.load, iteration=iteration, average=arguments.average)
+            checkpoint = read_checkpoint(arguments.load, iteration=iteration)
             tokenizer = _choose_tokenizer(arguments.tokenizer_model, checkpoint)
             print(f"converting {checkpoint.folder}")
             if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
@@ -293,7 +285,6 @@ def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Check
             "iteration": checkpoint.iteration,
             "consumed_rows": progress.consumed_samples,
             "consumed_tokens": progress.consumed_tokens,
-            **({"averaged_iterations": checkpoint.averaged} if checkpoint.averaged else {}),
             **({"continued_from": Path(continued).name} if continued else {}),
             "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
         },

@@ -2,12 +2,12 @@
 
 Listing tensors reads the files' headers alone; nothing is allocated for a size that a header only claims.
 
-What NeoBERT's own training code saves is a pickle. It is read by torch's weights-only loader, which creates tensors and
+NeoBERT's own training code saves a pickle. It is read by torch's weights-only loader, which creates tensors and
 plain values and nothing else, and mapped from the file, of which nothing may be compressed.
 """
 
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,7 @@ from megatron_neobert.errors import ConversionError, MissingInputError, short_re
 from megatron_neobert.huggingface.checks import INDEX, WEIGHTS, quote, read_weight_map
 
 MODELING_FILE = "modeling_neobert.py"  # in a folder of the neobert layout that we wrote
-# Of accelerate, and of DeepSpeed up to ZeRO-2, whose weights lie under "module" in the precision of the forward.
-DEEPSPEED_WEIGHTS = "mp_rank_00_model_states.pt"
-_STATE_DICTS = ("state_dict.pt", DEEPSPEED_WEIGHTS)
+_STATE_DICT = "state_dict.pt"  # what accelerate writes
 HEAD_FOLDER = "mlm_head"  # below a folder whose layout has no place for a masked-language-model head
 HEAD_NAMES = ("decoder.weight", "decoder.bias")  # of the tensors in it
 
@@ -41,20 +39,17 @@ class StoredTensor(NamedTuple):
 
 
 def list_tensors(folder: Path, *, layout: str) -> dict[str, StoredTensor]:
-    """Every tensor of model.safetensors, of the files that its index names, or of a state dict of NeoBERT's own code.
+    """List the tensors of model.safetensors, of the files that its index names, or of a state dict of NeoBERT's code.
 
     Args:
-        layout: Of a llama folder, the head beside the encoder is listed as well; of a neobert folder, the two halves of
-            a feed-forward, which the fork pszemraj/NeoBERT keeps apart, are listed as one published matrix.
+        layout: For a llama folder, the head beside the encoder is listed as well.
 
     Raises:
         MissingInputError: There are no weights, or a file that the index names is not there.
         ConversionError: The weights are pickled otherwise, a file is damaged, or index and files do not agree.
     """
     stored = _list_folder(folder)
-    if layout == "neobert":
-        return _join_halves(stored)
-    if layout == "eurobert":
+    if layout != "llama":
         return stored
     if not (folder / HEAD_FOLDER / WEIGHTS).is_file():
         raise ConversionError(
@@ -67,23 +62,6 @@ def list_tensors(folder: Path, *, layout: str) -> dict[str, StoredTensor]:
     return stored | head
 
 
-def _join_halves(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Halves that differ, or lie beside the whole matrix, keep their names, which no published model has."""
-    joined = dict(stored)
-    for name, gate in stored.items():
-        up, whole = (name.replace(".ffn.w1.", f".ffn.{one}.") for one in ("w2", "w12"))
-        if up == name or up not in stored or whole in stored or gate.shape == ():
-            continue
-        if (stored[up].shape, stored[up].dtype) == (gate.shape, gate.dtype):
-            read = partial(_read_joined, (joined.pop(name), joined.pop(up)))
-            joined[whole] = StoredTensor(gate.file, gate.dtype, (2 * gate.shape[0], *gate.shape[1:]), read)
-    return joined
-
-
-def _read_joined(entries: Iterable[StoredTensor]) -> Tensor:
-    return torch.cat([entry.read() for entry in entries])
-
-
 def _list_folder(folder: Path) -> dict[str, StoredTensor]:
     single, index_path = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index_path.is_file():
@@ -91,10 +69,9 @@ def _list_folder(folder: Path) -> dict[str, StoredTensor]:
     if single.is_file():
         return _list_file(single)
     if not index_path.is_file():
-        pickled = [folder / name for name in _STATE_DICTS if (folder / name).is_file()]
-        if len(pickled) != 1:
-            raise _no_weights(folder)
-        return _list_state_dict(pickled[0])
+        if (folder / _STATE_DICT).is_file():
+            return _list_state_dict(folder / _STATE_DICT)
+        raise _no_weights(folder)
     weight_map = read_weight_map(index_path)
     tensors: dict[str, StoredTensor] = {}
     for file in sorted({folder / name for name in weight_map.values()}):
@@ -120,9 +97,9 @@ def _no_weights(folder: Path) -> ConversionError | MissingInputError:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return ConversionError(
-            f"{folder}: the weights are pickled ({quote(pickles[0])}). Beside safetensors, one file of the names "
-            f"{' and '.join(_STATE_DICTS)} is read, as NeoBERT's own code writes them. Save the weights as {WEIGHTS}, "
-            "or name the file that holds a state dict so and move other weights away."
+            f"{folder}: the weights are pickled ({quote(pickles[0])}). Beside safetensors, only {_STATE_DICT} is read, "
+            f"as NeoBERT's own code writes it. Save the weights as {WEIGHTS}; a file that holds a plain state dict can "
+            f"also be renamed to {_STATE_DICT}."
         )
     return MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder that holds weights.")
 
@@ -160,8 +137,6 @@ def _list_state_dict(file: Path) -> dict[str, StoredTensor]:
         raise ConversionError(
             f"{file}: cannot be read safely ({short_reason(error)}); save the state dict alone as {WEIGHTS}."
         ) from error
-    if file.name == DEEPSPEED_WEIGHTS and isinstance(state, dict):
-        state = state.get("module")
     is_plain = isinstance(state, dict) and all(
         isinstance(name, str) and isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta
         for name, one in state.items()

@@ -18,11 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.hf_folder import (
-    DEEPSPEED_WEIGHTS,
-    StoredTensor,
-    list_tensors,
-)
+from checkpoint_conversion.hf_folder import StoredTensor, list_tensors
 from checkpoint_conversion.mapping import STRIP_PADDING, TABLES, published_shapes, shape_of
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -320,7 +316,7 @@ def _match_names(folder: Path, stored: Mapping[str, StoredTensor], shapes: Mappi
 
 
 def _unwrapped(name: str) -> str:
-    """A name without what DDP, DeepSpeed and torch.compile put before it."""
+    """Return a name without the prefixes that DDP and torch.compile add."""
     name = name.replace("_orig_mod.", "")
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -387,10 +383,4 @@ def _describe(stored: Mapping[str, StoredTensor], kept: Mapping[str, StoredTenso
         notes.append(f"left out {quote_names(left_out)}: rotary angles follow from the base")
     if wrapped := [name for name in kept if _unwrapped(name) != name]:
         notes.append(f"'module.' and '_orig_mod.' are left out of {len(wrapped)} names, such as {quote(wrapped[0])}")
-    entry = next(iter(kept.values()))
-    if entry.file.name == DEEPSPEED_WEIGHTS and entry.dtype != "F32":
-        notes.append(
-            f"the weights of {entry.file.name} are {entry.dtype}, as the forward rounds them; the optimizer's fp32 "
-            "weights lie in other files, out of which DeepSpeed's zero_to_fp32.py makes a state dict"
-        )
     return notes

@@ -7,7 +7,7 @@ and tokenizer, for --continue-from: training starts with fresh moments at iterat
 """
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,9 +31,7 @@ from megatron_neobert.checkpoint.contents import (
 )
 from megatron_neobert.checkpoint.folder import (
     iteration_folder,
-    iteration_of,
     latest_checkpoint,
-    list_checkpoints,
     publish,
     verify_files,
     write_manifest,
@@ -42,7 +40,7 @@ from megatron_neobert.config.cli import read_record, write_record
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import CheckpointError, ConversionError, MissingInputError
+from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import Progress
@@ -65,7 +63,6 @@ class MegatronCheckpoint:
     tensors: dict[str, Tensor]
     progress: Progress  # how far the run had come
     declared: dict[str, str] = field(default_factory=dict)  # licence and base_model of the weights that it began with
-    averaged: tuple[int, ...] = ()  # iterations whose weights' mean these are, where they are one
 
     @property
     def iteration(self) -> int:
@@ -117,40 +114,15 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
     )
 
 
-def read_checkpoint(save: Path, *, iteration: int | None = None, average: int = 1) -> MegatronCheckpoint:
-    """The newest checkpoint of a save folder, or that of one iteration.
-
-    Args:
-        average: Take the mean of the weights of so many checkpoints, this one the newest; the rest is this one's. Takes
-            the memory of two.
+def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
+    """Read the newest checkpoint of a save folder, or that of one iteration.
 
     Raises:
-        MissingInputError: There is none, or fewer than are to be averaged.
-        CheckpointError: One is damaged or incomplete.
-        ConversionError: Its layers are not NeoBERT's, or those averaged are of different models.
+        MissingInputError: There is none.
+        CheckpointError: The checkpoint is damaged or incomplete.
+        ConversionError: Its layers are not NeoBERT's.
     """
     folder = latest_checkpoint(save, iteration=iteration)
-    newest = _read_folder(folder)
-    if average == 1:
-        return newest
-    candidates = list_checkpoints(save)
-    candidates = candidates[candidates.index(folder) :]
-    if len(candidates) < average:
-        raise MissingInputError(
-            f"{save} holds {len(candidates)} checkpoints up to iteration {newest.iteration}, and {average} are to be "
-            "averaged; average fewer, or train with a smaller --save-interval."
-        )
-    for older in map(_read_folder, candidates[1:average]):
-        if older.settings.model != newest.settings.model or older.shape != newest.shape:
-            raise ConversionError(f"{older.folder} and {folder} are of different models; their mean is none.")
-        for name, tensor in newest.tensors.items():
-            tensor.add_(older.tensors[name])
-    for tensor in newest.tensors.values():
-        tensor.div_(average)
-    return replace(newest, averaged=tuple(iteration_of(folder) for folder in candidates[:average]))
-
-
-def _read_folder(folder: Path) -> MegatronCheckpoint:
     verify_files(folder)
     settings = read_record(folder / "settings.yaml")
     if not settings.model.is_neobert:

@@ -1,7 +1,7 @@
 """README.md of an exported folder: the model card that the Hub shows.
 
 Front matter and text (model_card_template.md) follow from the files of the folder (config.json, conversion_report.json,
-the headers of the weights) and from what only the user knows: licence, data, language, evaluations. Written anew, the
+the headers of the weights) and from what only the user knows: licence, data, language. Written anew, the
 card keeps what the user declared or added to its front matter before, and the text below its last line.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import TemplateError
@@ -54,7 +54,6 @@ def write_model_card(
     base_model: str | None = None,
     datasets: Sequence[str] = (),
     language: Sequence[str] = (),
-    evaluations: Sequence[EvalResult] = (),
 ) -> None:
     """Writes the card, or replaces it at once; what is not given stays as the present card has it.
 
@@ -82,7 +81,6 @@ def write_model_card(
     data.base_model = base_model or data.base_model
     data.datasets = list(datasets) or data.datasets
     data.language = list(language) or data.language
-    data.eval_results = list(evaluations) or data.eval_results
     data.model_name = title if data.eval_results else None  # part of the results, or a field of its own
     data.pipeline_tag = "fill-mask" if facts["has_head"] else "feature-extraction"
     tags = ["neobert", "encoder"]
@@ -100,7 +98,6 @@ def write_model_card(
             template_path=str(_TEMPLATE),
             title=title,
             model_id=model_id,
-            evaluations=data.eval_results,
             marker=MARKER,
             kept=present.text.partition(MARKER)[2] or "\n",
             **facts,

@@ -49,7 +49,7 @@ def _download(name: str) -> "DatasetDict":
     except (OSError, ValueError) as error:  # what the library raises without a network or the data set
         raise MissingInputError(
             f"{DATA_SET} {name} cannot be fetched ({' '.join(str(error).split())[:300]}); run this on a machine with "
-            "network, or put the benchmark's TSV files there."
+            "network."
         ) from error
 
 

@@ -181,13 +181,12 @@ def test_pickled_weights_are_refused(folder: Path, canary: Canary):
     assert canary.has_run
 
 
-@pytest.mark.parametrize("name", ["state_dict.pt", "mp_rank_00_model_states.pt"])
-def test_state_dict_of_training_code_that_runs_code_is_refused(folder: Path, canary: Canary, name: str):
+def test_state_dict_of_training_code_that_runs_code_is_refused(folder: Path, canary: Canary):
     (folder / "model.safetensors").unlink()
-    torch.save({"module": {"lm_head.bias": canary}}, folder / name)
-    assert_lie_refused(folder, name, "cannot be read safely", "posix.mkdir")
+    torch.save({"lm_head.bias": canary}, folder / "state_dict.pt")
+    assert_lie_refused(folder, "state_dict.pt", "cannot be read safely", "posix.mkdir")
     assert not canary.has_run
-    torch.load(folder / name, weights_only=False)
+    torch.load(folder / "state_dict.pt", weights_only=False)
     assert canary.has_run
 
 

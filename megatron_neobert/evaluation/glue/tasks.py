@@ -1,17 +1,15 @@
 """The nine GLUE tasks and the diagnostic set: their labels, metrics and sizes, and their rows out of local files.
 
-Names of tasks and columns are those of the data set on the Hub; the benchmark's own TSV files call some columns
-otherwise. Metrics: the first one chooses models, all of them are averaged for the table. Files are the benchmark's TSV,
-parquet as neobert fetch glue writes it, or saved data sets. Quotes in the TSV files are bare, so nothing is unquoted.
-Some distributions are cut otherwise (CoLA, RTE and WNLI with a part of the training set as val.tsv, SST-2 with the
-benchmark's dev set as a labelled test.tsv); they are put together as the benchmark has them.
+Names of tasks and columns are those of the data set on the Hub. Metrics: the first one chooses models, all of them are
+averaged for the table. Files are Parquet, as neobert fetch glue writes them, JSON lines, CSV with a header, or saved
+data sets.
 Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 """
 
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +18,18 @@ from megatron_neobert.evaluation.local_data import reading
 
 PAIR = ("sentence1", "sentence2")
 BINARY = ("0", "1")
-RTE_COLUMNS = ("index", *PAIR, "label")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlueTask:
-    """One task.
-
-    `rows` names every split and its size. `columns` are those of the benchmark's labelled TSV file, in its order;
-    `tsv_names` what it calls the columns that are read, where that is not the Hub's name.
-    """
+    """One task."""
 
     name: str
     title: str  # of folders and submissions, as the benchmark writes it
-    texts: tuple[str, ...]
+    texts: tuple[str, ...]  # names of their columns
     labels: tuple[str, ...]  # words by class; none: a number from 0 to 5
     metrics: tuple[str, ...]
-    columns: tuple[str, ...]
-    rows: dict[str, int]
-    tsv_names: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, int]  # by split
     validation: tuple[str, ...] = ("validation",)
     starts_from_mnli: bool = False
 
@@ -62,11 +53,6 @@ _TASKS = (
         texts=("premise", "hypothesis"),
         labels=("entailment", "neutral", "contradiction"),
         metrics=("accuracy", "accuracy_mismatched"),
-        columns=(
-            *("index", "promptID", "pairID", "genre", "sentence1_binary_parse", "sentence2_binary_parse"),
-            *("sentence1_parse", "sentence2_parse", *PAIR, "label1", "gold_label"),
-        ),
-        tsv_names={"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
         rows={
             "train": 392_702,
             "validation_matched": 9_815,
@@ -82,7 +68,6 @@ _TASKS = (
         texts=("question", "sentence"),
         labels=("entailment", "not_entailment"),
         metrics=("accuracy",),
-        columns=("index", "question", "sentence", "label"),
         rows=_rows(104_743, 5_463, 5_463),
         starts_from_mnli=True,
     ),
@@ -92,8 +77,6 @@ _TASKS = (
         texts=("question1", "question2"),
         labels=BINARY,
         metrics=("accuracy", "f1"),
-        columns=("id", "qid1", "qid2", "question1", "question2", "is_duplicate"),
-        tsv_names={"label": "is_duplicate"},
         rows=_rows(363_846, 40_430, 390_965),
     ),
     GlueTask(
@@ -102,7 +85,6 @@ _TASKS = (
         texts=PAIR,
         labels=("entailment", "not_entailment"),
         metrics=("accuracy",),
-        columns=RTE_COLUMNS,
         rows=_rows(2_490, 277, 3_000),
         starts_from_mnli=True,
     ),
@@ -112,7 +94,6 @@ _TASKS = (
         texts=("sentence",),
         labels=BINARY,
         metrics=("accuracy",),
-        columns=("sentence", "label"),
         rows=_rows(67_349, 872, 1_821),
     ),
     GlueTask(
@@ -121,8 +102,6 @@ _TASKS = (
         texts=PAIR,
         labels=BINARY,
         metrics=("accuracy", "f1"),
-        columns=("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"),
-        tsv_names={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
         rows=_rows(3_668, 408, 1_725),
         starts_from_mnli=True,
     ),
@@ -132,7 +111,6 @@ _TASKS = (
         texts=("sentence",),
         labels=BINARY,
         metrics=("matthews",),
-        columns=("source", "label", "star", "sentence"),
         rows=_rows(8_551, 1_043, 1_063),
     ),
     GlueTask(
@@ -141,8 +119,6 @@ _TASKS = (
         texts=PAIR,
         labels=(),
         metrics=("pearson", "spearman"),
-        columns=("index", "genre", "filename", "year", "old_index", "source1", "source2", *PAIR, "score"),
-        tsv_names={"label": "score"},
         rows=_rows(5_749, 1_500, 1_379),
         starts_from_mnli=True,
     ),
@@ -152,7 +128,6 @@ _TASKS = (
         texts=PAIR,
         labels=BINARY,
         metrics=("accuracy",),
-        columns=RTE_COLUMNS,
         rows=_rows(635, 71, 146),
     ),
 )
@@ -166,8 +141,6 @@ DIAGNOSTIC = GlueTask(
     texts=("premise", "hypothesis"),
     labels=TASKS["mnli"].labels,
     metrics=(),
-    columns=("index", *PAIR),
-    tsv_names={"premise": "sentence1", "hypothesis": "sentence2"},
     rows={"test": 1_104},
 )
 
@@ -186,17 +159,6 @@ def choose_tasks(names: Sequence[str] | None, default: Iterable[str]) -> list[st
 
 
 FETCH = "neobert fetch glue --output DIR"
-_TSV_SPLITS = {
-    "train": ("train.tsv",),
-    "validation": ("dev.tsv",),
-    "validation_matched": ("dev_matched.tsv",),
-    "validation_mismatched": ("dev_mismatched.tsv",),
-    "test": ("test.tsv", "diagnostic.tsv", "AX.tsv"),
-    "test_matched": ("test_matched.tsv",),
-    "test_mismatched": ("test_mismatched.tsv",),
-}
-
-Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -217,11 +179,11 @@ class GlueSplit:
 
 
 def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = True) -> GlueSplit:
-    """One split of a task.
+    """Read one split of a task.
 
     Raises:
         MissingInputError: The task or the split is not there.
-        DataError: A file has other columns or labels than the task, or one without labels has a row cut short.
+        DataError: A file has no rows, or other columns or labels than the task.
     """
     folder = find_task(data_dir, task)
     if folder is None:
@@ -229,38 +191,61 @@ def read_split(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = T
             f"--data-dir {data_dir} has no folder {task.title} or {task.name}; on a machine with network: {FETCH}"
         )
     with reading(folder):
-        columns, place = _read_columns(folder, task, split, labelled=labelled)
+        columns = _read_columns(folder, task, split)
     if missing := [name for name in task.texts if name not in columns]:
-        raise DataError(f"{place} has the columns {', '.join(columns)}, but no {', '.join(missing)}.")
+        raise DataError(f"{folder}: {split} has the columns {', '.join(columns)}, but no {', '.join(missing)}.")
     texts = list(zip(*(columns[name] for name in task.texts), strict=True))
+    if not texts:
+        raise DataError(f"{folder}: {split} has no rows; on a machine with network: {FETCH}")
     if not labelled:
         return GlueSplit(texts, None)
     if "label" not in columns:
-        raise DataError(f"{place}: {split} has no column of labels; only test sets may lack it.")
-    return GlueSplit(texts, [_to_label(value, task, place) for value in columns["label"]])
+        raise DataError(f"{folder}: {split} has no column label; only test sets may lack it.")
+    return GlueSplit(texts, [_to_label(value, task, folder) for value in columns["label"]])
 
 
-def _read_columns(folder: Path, task: GlueTask, split: str, *, labelled: bool) -> tuple[Columns, Path]:
-    """Return the columns of a split, and the file or folder that messages name."""
-    files = sorted(path for path in folder.iterdir() if re.fullmatch(rf"{split}(-\d+-of-\d+)?\.parquet", path.name))
-    if files:
-        import pyarrow.parquet
+def _read_columns(folder: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
+    """Return the values of every column in the files of a split."""
+    for ending in ("parquet", "jsonl", "csv"):
+        names = re.compile(rf"{split}(-\d+-of-\d+)?\.{ending}")
+        files = sorted(path for path in folder.iterdir() if names.fullmatch(path.name))
+        if files:
+            import pyarrow
 
-        return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in files]).to_pydict(), folder
+            return pyarrow.concat_tables([_read_table(path, task) for path in files]).to_pydict()
     if (folder / "dataset_dict.json").is_file():
         import datasets
 
         saved = datasets.load_from_disk(str(folder))
         if split not in saved:
             raise MissingInputError(f"{folder} has the splits {', '.join(saved)}, but no {split}; {FETCH}")
-        return saved[split].to_dict(), folder
-    return _read_tsv_files(folder, task, split, labelled=labelled)
+        return saved[split].to_dict()
+    raise MissingInputError(
+        f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; on a machine with network: {FETCH}. TSV files "
+        "are not read: docs/evaluation.md has the line that makes CSV of them."
+    )
+
+
+def _read_table(path: Path, task: GlueTask) -> Any:
+    """Return a file's rows as a table of pyarrow."""
+    import pyarrow
+    from pyarrow import csv, json, parquet
+
+    if path.suffix == ".parquet":
+        return parquet.read_table(path)
+    if path.suffix == ".jsonl":
+        return json.read_json(path)
+    texts = dict.fromkeys(task.texts, pyarrow.string())  # "1912" is a text, too
+    return csv.read_csv(
+        path,
+        parse_options=csv.ParseOptions(newlines_in_values=True),
+        convert_options=csv.ConvertOptions(column_types=texts),
+    )
 
 
 def find_task(data_dir: Path, task: GlueTask) -> Path | None:
-    """The task's folder, under the benchmark's name or the Hub's."""
-    names = [task.title, task.name, *(["diagnostic"] if task is DIAGNOSTIC else [])]
-    return next((data_dir / name for name in names if (data_dir / name).is_dir()), None)
+    """Return the task's folder, under the benchmark's name or the Hub's."""
+    return next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
 
 
 def check_rows(task: GlueTask, split: str, found: int) -> None:
@@ -273,66 +258,6 @@ def check_rows(task: GlueTask, split: str, found: int) -> None:
         )
 
 
-def _read_tsv_files(folder: Path, task: GlueTask, split: str, *, labelled: bool) -> tuple[Columns, Path]:
-    files = [folder / name for name in _tsv_names(folder, task, split)]
-    if not files:
-        raise MissingInputError(
-            f"{folder} has no test set: its test.tsv is the benchmark's labelled dev set; on a machine with network: "
-            f"{FETCH}"
-        )
-    found = [path for path in files if path.is_file()]
-    if not found:
-        raise MissingInputError(
-            f"{folder} has no {split}.parquet and no {files[0].name}; on a machine with network: {FETCH}"
-        )
-    parts = [_read_tsv(path, task, labelled=labelled) for path in found]
-    shared = set.intersection(*(set(part) for part in parts))
-    return {name: [value for part in parts for value in part[name]] for name in shared}, found[0]
-
-
-def _tsv_names(folder: Path, task: GlueTask, split: str) -> tuple[str, ...]:
-    """The files that make up the benchmark's split; of those for test sets, the one that is there."""
-    if task.name == "sst2" and (folder / "test.tsv").is_file():
-        with (folder / "test.tsv").open(encoding="utf-8-sig", newline="\n") as stream:
-            labelled = "label" in stream.readline().rstrip("\r\n").split("\t")
-        if labelled:  # the set cut anew
-            return {"train": ("train.tsv", "dev.tsv"), "validation": ("test.tsv",)}.get(split, ())
-    if split == "train" and (folder / "val.tsv").is_file():
-        return "train.tsv", "val.tsv"
-    names = _TSV_SPLITS[split]
-    return tuple(name for name in names if (folder / name).is_file())[:1] or names[:1]
-
-
-def _read_tsv(path: Path, task: GlueTask, *, labelled: bool) -> Columns:
-    """The columns that are needed.
-
-    Rows that are too short for them are left out, as the Hub's data set does, unless their numbers count: the answers
-    to a test set are known by them.
-    """
-    with path.open(encoding="utf-8-sig", newline="\n") as stream:  # other line ends occur within texts
-        rows = [line.rstrip("\r\n").split("\t") for line in stream if line.strip()]
-    wanted = {name: task.tsv_names.get(name, name) for name in (*task.texts, "label")}
-    named = bool(rows) and wanted[task.texts[0]] in rows[0]
-    header = rows.pop(0) if named else list(task.columns)
-    if (
-        not rows
-        or any(wanted[name] not in header for name in task.texts)
-        or (not named and len(rows[0]) != len(header))
-    ):
-        raise DataError(
-            f"{path}: its first line has {len(rows[0]) if rows else 0} fields; a {task.title} file has the columns "
-            f"{', '.join(task.columns)}, with or without a line that names them."
-        )
-    places = {name: header.index(column) for name, column in wanted.items() if column in header}
-    complete = [row for row in rows if len(row) > max(places.values())]
-    if len(complete) < len(rows) and not labelled:
-        first = next(number for number, row in enumerate(rows) if len(row) <= max(places.values()))
-        raise DataError(f"{path}: row {first} (from 0) is cut short, so that answers would have wrong numbers; {FETCH}")
-    if len(complete) < len(rows):
-        warnings.warn(f"{path}: {len(rows) - len(complete):,} rows are cut short and left out.", stacklevel=2)
-    return {name: [row[place] for row in complete] for name, place in places.items()}
-
-
 def _to_label(value: Any, task: GlueTask, place: Path) -> int | float:
     """Its number, from a number or a word.
 
@@ -342,7 +267,7 @@ def _to_label(value: Any, task: GlueTask, place: Path) -> int | float:
     if task.is_regression:
         try:
             return float(value)
-        except ValueError:
+        except (TypeError, ValueError):  # an empty cell is None
             raise DataError(f"{place}: {value!r} is no {task.title} score; they go from 0 to 5.") from None
     if isinstance(value, str):
         if value in task.labels:

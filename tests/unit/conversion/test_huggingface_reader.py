@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,14 +204,6 @@ def lose_a_bias(weights: dict[str, Tensor]) -> None:
     del weights["lm_head.bias"]
 
 
-def split_in_halves(weights: dict[str, Tensor], *, dtype: torch.dtype = torch.float32, keep: bool = False) -> None:
-    """Feed-forward matrices as the fork pszemraj/NeoBERT writes them."""
-    for name in [name for name in weights if ".ffn.w12." in name]:
-        gate, up = (weights[name] if keep else weights.pop(name)).chunk(2)
-        weights[name.replace("w12", "w1")] = gate.clone()
-        weights[name.replace("w12", "w2")] = up.to(dtype, copy=True)
-
-
 @pytest.mark.parametrize(
     ("layout", "spoil", "fields", "said"),
     [
@@ -220,8 +211,6 @@ def split_in_halves(weights: dict[str, Tensor], *, dtype: torch.dtype = torch.fl
         ("eurobert", put_a_classifier, {}, "there is no lm_head.weight, but 'classifier.weight'. Pre-training"),
         ("neobert", put_a_classifier, {}, "there is no decoder.weight, but 'classifier.weight'. Pre-training"),
         ("eurobert", lose_a_bias, {}, "the files lack 'lm_head.bias'; a eurobert folder of 2 layers holds 28 tensors"),
-        ("neobert", partial(split_in_halves, dtype=torch.int8), {}, "ffn.w1.weight"),
-        ("neobert", partial(split_in_halves, keep=True), {}, "ffn.w1.weight"),
         (
             "neobert",
             unchanged,

@@ -10,7 +10,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+import yaml
 from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard_data import eval_results_to_model_index
 from saved_model import MODEL, SHAPE, WORDS, build_reference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -184,20 +186,15 @@ def test_front_matter_of_a_new_folder_says_how_it_is_used_and_no_more(copy, layo
 
 def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_writing(copy):
     folder = copy()
-    result = EvalResult("text-classification", "nyu-mll/glue", "GLUE", "accuracy", 0.875, dataset_config="sst2")
     declared = {
         "license": "apache-2.0",
         "base_model": "ann/first-stage",
         "datasets": ["ann/web", "ann/books"],
         "language": ["no", "en"],
     }
-    write_model_card(folder, model_id="ann/little-neobert", evaluations=[result], **declared)
+    write_model_card(folder, model_id="ann/little-neobert", **declared)
     first = front_matter(folder)
     assert {name: first[name] for name in declared} == declared
-    (again,) = ModelCard.load(folder / "README.md").data.eval_results
-    assert again == result
-    assert first["model-index"][0]["name"] == "little-neobert"
-    assert "| text-classification | GLUE sst2 | accuracy | 0.875 |" in text_of(folder)
     assert 'model_id = "ann/little-neobert"' in text_of(folder)
 
     whole = text_of(folder)
@@ -209,13 +206,16 @@ def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_wri
 
 def test_front_matter_that_the_user_added_stays(copy):
     folder = copy()
-    write_model_card(folder)
-    added = text_of(folder).replace("tags:\n", "thumbnail: picture.png\ntags:\n- biology\n", 1)
+    write_model_card(folder, model_id="ann/little-neobert")
+    result = EvalResult("text-classification", "nyu-mll/glue", "GLUE", "accuracy", 0.875, dataset_config="sst2")
+    results = yaml.safe_dump({"model-index": eval_results_to_model_index("little-neobert", [result])})
+    added = text_of(folder).replace("tags:\n", f"thumbnail: picture.png\n{results}tags:\n- biology\n", 1)
     (folder / "README.md").write_text(added)
     write_model_card(folder, license="mit")
     data = front_matter(folder)
     assert data["thumbnail"] == "picture.png"
     assert data["tags"] == ["neobert", "encoder", "biology"]
+    assert ModelCard.load(folder / "README.md").data.eval_results == [result]
 
 
 @pytest.mark.parametrize(

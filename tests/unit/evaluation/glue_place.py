@@ -3,7 +3,9 @@
 Every text is five words; its label follows from how many of them are "cat", so that a small model learns it.
 """
 
+import csv
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +16,30 @@ from megatron_neobert.evaluation.glue.run import GlueEvaluation, GlueRun
 from megatron_neobert.evaluation.glue.tasks import TASKS
 
 HEADERS = {
-    "RTE": "index\tsentence1\tsentence2\tlabel",
-    "MNLI": "index\tsentence1\tsentence2\tgold_label",
-    "STS-B": "index\tsentence1\tsentence2\tscore",
-    "SST-2": "sentence\tlabel",
+    "RTE": "sentence1,sentence2,label",
+    "MNLI": "premise,hypothesis,label",
+    "STS-B": "sentence1,sentence2,label",
+    "SST-2": "sentence,label",
 }
-SPLITS = {"train": 48, "dev": 24, "test": 12}
+SPLITS = {"train": 48, "validation": 24, "test": 12}
 POINT = Point(batch_size=8, learning_rate=3e-3, weight_decay=1e-5, seed=0)
 
 
 def write_glue(folder: Path) -> Path:
-    """RTE, MNLI, STS-B and SST-2 as the benchmark's TSV files."""
+    """Write RTE, MNLI, STS-B and SST-2 as CSV files."""
     rng = random.Random(0)
     for title, header in HEADERS.items():
         (folder / title).mkdir(parents=True)
         for split, count in SPLITS.items():
             ends = ("_matched", "_mismatched") if title == "MNLI" and split != "train" else ("",)
             for end in ends:
-                lines = [_line(rng, title, number, labelled=split != "test") for number in range(count)]
-                named = header if split != "test" else "\t".join(header.split("\t")[:-1])
-                (folder / title / f"{split}{end}.tsv").write_text("\n".join([named, *lines]) + "\n")
+                lines = [_line(rng, title, labelled=split != "test") for _ in range(count)]
+                named = header if split != "test" else header.removesuffix(",label")
+                (folder / title / f"{split}{end}.csv").write_text("\n".join([named, *lines]) + "\n")
     return folder
 
 
-def _line(rng: random.Random, title: str, number: int, *, labelled: bool) -> str:
+def _line(rng: random.Random, title: str, *, labelled: bool) -> str:
     cats = rng.randrange(6 if title == "STS-B" else 3 if title == "MNLI" else 2)
     words = ["cat"] * cats + rng.choices(["sat", "on", "a", "mat"], k=5 - cats)
     rng.shuffle(words)
@@ -48,8 +50,17 @@ def _line(rng: random.Random, title: str, number: int, *, labelled: bool) -> str
         "STS-B": tuple("012345"),
         "SST-2": ("0", "1"),
     }[title][cats]
-    cells = [text] if title == "SST-2" else [str(number), text, "the mat"]
-    return "\t".join([*cells, label] if labelled else cells)
+    cells = [text] if title == "SST-2" else [text, "the mat"]
+    return ",".join([*cells, label] if labelled else cells)
+
+
+def convert_tsv(files: Sequence[Path], output: Path, columns: Sequence[str]) -> None:
+    """Write the rows of TSV files, of which some have a header, as one CSV file with the header `columns`."""
+    lines = [line for file in files for line in file.read_bytes().decode().split("\n") if line.strip()]
+    rows = [line.rstrip("\r").split("\t") for line in lines]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerows([columns, *(row for row in rows if row != list(columns))])
 
 
 def make_place(folder: Path) -> Path:

@@ -130,8 +130,8 @@ def test_missing_data_and_unsuitable_models_are_refused_before_anything_is_run(p
         evaluate(build_evaluation(place, "rte", model=tmp_path), recorder)
     data = tmp_path / "glue"
     shutil.copytree(place / "glue", data)
-    (data / "RTE" / "test.tsv").unlink()
-    with pytest.raises(MissingInputError, match=r"no test\.parquet and no test\.tsv"):
+    (data / "RTE" / "test.csv").unlink()
+    with pytest.raises(MissingInputError, match=r"has no test\.parquet, test\.jsonl or test\.csv"):
         evaluate(build_evaluation(place, "sst2", "rte", data_dir=data, predict=True), recorder)
     assert recorder.runs == []
 
@@ -175,7 +175,7 @@ def test_submission_has_the_servers_files_words_and_order(place):
     evaluate(evaluation, Recorder())
     ax = place / "glue" / "AX"
     ax.mkdir(exist_ok=True)
-    (ax / "diagnostic.tsv").write_text("index\tsentence1\tsentence2\n0\tcat\tmat\n1\tcat cat\tmat\n")
+    (ax / "test.csv").write_text("premise,hypothesis\ncat,mat\ncat cat,mat\n")
     written = []
     for task in ("mnli", "rte"):
         weights = best_model(evaluation, task)

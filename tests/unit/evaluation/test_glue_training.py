@@ -51,8 +51,8 @@ def test_optimizer_and_evaluations_are_the_papers(place):
 
 def test_evaluations_read_the_shortest_rows_first_with_their_labels(tmp_path):
     place = make_place(tmp_path)
-    with (place / "glue" / "SST-2" / "dev.tsv").open("a") as stream:  # the others are all of one length
-        stream.write("the\t1\n")
+    with (place / "glue" / "SST-2" / "validation.csv").open("a") as stream:  # the others are all of one length
+        stream.write("the,1\n")
     rows = build_run(place, "sst2").build_trainer().eval_dataset
     lengths = list(map(len, rows["input_ids"]))
     assert lengths == sorted(lengths) and lengths[0] < lengths[1]
