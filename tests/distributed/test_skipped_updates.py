@@ -23,7 +23,7 @@ POISONED = 4  # the iteration whose loss or gradient is broken
 NAN = float("nan")
 
 
-SPIKE_WINDOW, MOST_SKIPPED = 8, 2  # of these runs
+SPIKE_WINDOW = 8  # of these runs
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Poison:
     def __call__(self) -> None:
         self.folder.mkdir(exist_ok=True)
         loop.train_step = functools.partial(self._train_step, loop.train_step)
-        skip_update.SPIKE_WINDOW, skip_update.MOST_SKIPPED = SPIKE_WINDOW, MOST_SKIPPED
+        skip_update.SPIKE_WINDOW = SPIKE_WINDOW
         if not self.guarded:
             step.skip_reason = lambda *args, **kwargs: None
             Saver._refuse_values_not_finite = lambda *args: None
@@ -250,6 +250,7 @@ def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(
 
     def prepare() -> None:
         poison()
+        skip_update.MOST_SKIPPED = 2
         ranks.run_training = functools.partial(note_divergence, ranks.run_training, tmp_path)
 
     run = settings(
