@@ -234,9 +234,14 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: boo
                 source = f"{path}: {section}.{name}"
                 if is_record and name in _NOW_FIXED and value != _NOW_FIXED[name]:
                     problems.append(f"{source} was {_shown.repr(value)}, and is always {_NOW_FIXED[name]} now.")
-                elif not is_record or name not in (*_NOW_FIXED, *_NOW_IGNORED):
+                elif not (is_record and _is_of_earlier_version(name, value)):
                     problems += _assign(values, section, name, value, source=source)
     return problems
+
+
+def _is_of_earlier_version(name: str, value: Any) -> bool:
+    """Return whether an entry of a record no longer matters; --profile was a switch and is a range of iterations."""
+    return name in _NOW_FIXED or name in _NOW_IGNORED or (name == "profile" and isinstance(value, bool))
 
 
 def _load_yaml(text: bytes | str) -> Any:

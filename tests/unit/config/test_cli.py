@@ -160,6 +160,12 @@ def test_data_path_that_is_no_text_and_no_list_of_texts_is_refused(tmp_path, tex
         parse("--config", write(tmp_path, f"data:\n  data_path: {text}\n"))
 
 
+def test_record_of_the_version_with_104_settings_is_read():
+    """As that version wrote it, every default included."""
+    expected = Settings().with_section("parallel", overlap_grad_reduce=False)
+    assert read_record(Path(__file__).with_name("earlier_record.yaml")) == expected
+
+
 @pytest.mark.parametrize(
     ("removed", "problem"),
     [
