@@ -62,7 +62,7 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 
 def list_checkpoints(save: Path) -> list[Path]:
-    """Folders of the checkpoints that count, newest first: those in a folder, or one that is named itself."""
+    """Return the folders of the checkpoints in `save`, newest first; or `save` if it is itself a checkpoint."""
     return [folder for folder in _list_folders(save) if (folder / MANIFEST).exists()]
 
 
@@ -101,11 +101,11 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
 
 
 def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
-    """Refuse folders that a run must not start with. --save comes to be with `claim`: a refused start leaves no folder.
+    """Refuse folders that a run must not start with. A refused start leaves no folder: only `claim` creates --save.
 
     Args:
-        create: Whether to try to create --save, for a moment; otherwise only permissions are looked at. Of several
-            processes one may try.
+        create: Try to create --save, and remove it again. Otherwise only permissions are checked. Of several processes
+            only one may try.
 
     Raises:
         ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
@@ -132,7 +132,7 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
         try:
             if create:
                 made = make_folder(save)
-                with suppress(OSError):  # another run has claimed it meanwhile, which `claim` finds out
+                with suppress(OSError):  # another run has just claimed the folder; `claim` will say so
                     for folder in made:
                         folder.rmdir()
             else:
@@ -180,7 +180,7 @@ def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save:
 
 @contextmanager
 def claim(save: str | None) -> Iterator[None]:
-    """Create a save folder and keep other runs from writing to it meanwhile; to be entered by rank 0.
+    """Create a save folder and lock it against other runs while the context is entered. Only rank 0 enters it.
 
     Completes what a crash has left unfinished there: a checkpoint that was written but not yet published.
 
@@ -236,14 +236,19 @@ def _own_claim() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def verify_files(checkpoint: Path) -> None:
-    """Compares every file with the manifest.
+def verify_files(checkpoint: Path, *, with_tensors: bool = True) -> None:
+    """Compare every file with the manifest.
+
+    Args:
+        with_tensors: Also the safetensors files, whose checksums take seconds per GB.
 
     Raises:
         CheckpointError: Naming the first file that is missing or differs in size or sha256.
         OSError: A file cannot be read.
     """
     for name, expected in _read_manifest(checkpoint / MANIFEST).items():
+        if name.endswith(".safetensors") and not with_tensors:
+            continue
         path = checkpoint / name
         if not path.is_file() or path.resolve() != checkpoint.resolve() / name:  # no links
             raise CheckpointError(f"{path}: missing, although the manifest lists it; use another checkpoint.")

@@ -23,13 +23,14 @@ from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_unfit
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.rows import Cursor
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 
+_MODEL = "model0"  # Megatron's optimizers look the model up by this name
 # One name for each part that a rank holds (the two halves of SwiGLU's first matrix have one each), and the optimizer's
 # state cut like the weights for any number of replicas.
-_MODEL = "model0"  # Megatron's optimizers look the model up by this name
 _STATE_FORMAT = {
     "singleton_local_shards": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -86,7 +87,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         weights_only=weights_only,
     )
     refuse_unfit_checkpoint(saved, run.settings, leg.identities, has_new_data=has_new_data)
-    refuse_other_tokenizer(folder, run.tokenizer)
+    refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
     wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
     state = _read(wanted, folder, optimizer)  # collective: all ranks
     if has_new_data:
@@ -233,7 +234,8 @@ def _choose(settings: Settings, load: str) -> Path | None:
                 aside = f" It is now {quarantine(folder).name}." if owns and is_damaged else ""
                 kind = "a damaged" if is_damaged else "an unreadable"
                 print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
-            if not problems and not is_newest(choice[0]):
+            is_named = choice[0] == Path(load).absolute()  # one checkpoint of a run, which may have newer ones
+            if not problems and not is_named and not is_newest(choice[0]):
                 print(f"warning: {load} has held a later checkpoint than {choice[0].name}, which is gone", flush=True)
         except (CheckpointError, OSError) as error:
             choice[0] = error

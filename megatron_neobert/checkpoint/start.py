@@ -5,7 +5,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import TRAIN_STATE, existing_parent, iteration_of, leftovers, list_checkpoints
+from megatron_neobert.checkpoint.folder import (
+    TRAIN_STATE,
+    existing_parent,
+    iteration_of,
+    leftovers,
+    list_checkpoints,
+    verify_files,
+)
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import CheckpointConfig, Settings
@@ -19,19 +26,23 @@ from megatron_neobert.text import in_bytes
 
 
 def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
-    """Judge by the newest checkpoint; one that cannot be read is left to loading, which may find an older one.
+    """Refuse a start whose settings or data do not fit the newest checkpoint.
+
+    A damaged checkpoint is not judged: loading passes over it and may find an older one. Tensors are not read.
 
     Args:
-        inputs: As `open_phases` gives them.
+        inputs: The result of `open_phases`.
 
     Raises:
-        CheckpointError, ConfigError: As `refuse_unfit_checkpoint`, or the tokenizer is another one.
+        CheckpointError, ConfigError: As `refuse_unfit_checkpoint`, or the tokenizers differ.
     """
     resumed, continued = _newest_checkpoints(settings.checkpoint)
     folder = resumed or continued
     if folder is None:
         return
     try:
+        verify_files(folder, with_tensors=False)
+        tokenizer = load_tokenizer(folder / "tokenizer")
         state = json.loads(read_text(folder / TRAIN_STATE))
         progress = state["progress"]
         saved = SavedRun(
@@ -45,7 +56,7 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
         return
     own = inputs[stretches(settings).index(stretch_of(settings, saved.iteration))]
     refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=resumed is None)
-    refuse_other_tokenizer(folder, own.tokenizer)
+    refuse_other_tokenizer(folder, tokenizer, own.tokenizer)
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
@@ -83,16 +94,15 @@ def _newest_checkpoints(config: CheckpointConfig) -> list[Path | None]:
     return [next(iter(list_checkpoints(Path(place))), None) if place is not None else None for place in places]
 
 
-def refuse_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Compare the tokenizer of a checkpoint with that of a start; equal sizes do not show that ids mean other words.
+def refuse_other_tokenizer(folder: Path, saved: Tokenizer, now: Tokenizer) -> None:
+    """Compare the tokenizer of a checkpoint with that of a start. Equal sizes do not show that ids mean the same words.
 
     Raises:
-        CheckpointError: It is another one.
+        CheckpointError: The tokenizers differ.
     """
-    saved = load_tokenizer(folder / "tokenizer")
-    if saved.fingerprint != tokenizer.fingerprint:
+    if saved.fingerprint != now.fingerprint:
         raise CheckpointError(
             f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "
-            f"--tokenizer-model is {tokenizer.fingerprint[:12]} ({tokenizer.vocab_size:,} ids); its embeddings mean "
-            f"nothing there. Use {folder / 'tokenizer'} and a corpus written with it."
+            f"--tokenizer-model is {now.fingerprint[:12]} ({now.vocab_size:,} ids); its embeddings mean nothing "
+            f"there. Use {folder / 'tokenizer'} and a corpus written with it."
         )

@@ -19,14 +19,10 @@ HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's
 
 def compute_problems(settings: Settings) -> Iterator[str]:
     """Every reason why the compute section cannot stand beside the others; each value alone must be legal."""
-    yield from kernel_problems(settings)
-    if settings.compute.fp8_format is not None:
-        yield from fp8_problems(settings)
-
-
-def kernel_problems(settings: Settings) -> Iterator[str]:
     if settings.compute.attention_backend == "fused":
         yield from cudnn_problems(settings)
+    if settings.compute.fp8_format is not None:
+        yield from fp8_problems(settings)
 
 
 def cudnn_problems(settings: Settings) -> Iterator[str]:

@@ -75,25 +75,25 @@ ALLOWABLE = sorted(
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What a checkpoint says of the run that wrote it."""
+    """Facts that a checkpoint records about the run that wrote it."""
 
     folder: Path
     settings: Settings
     iteration: int
-    data_identity: str  # of the documents that its place in the data points into
-    weights_only: bool  # without optimizer state, as a conversion writes it
+    data_identity: str  # hash of the documents that the run read
+    weights_only: bool  # has no optimizer state, because a conversion wrote the checkpoint
 
 
 def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence[str], *, has_new_data: bool) -> None:
-    """Compare a checkpoint with the settings and data of a start.
+    """Compare a checkpoint with the settings and data of a start, at the iteration of the checkpoint.
 
     Args:
-        identities: What the data of this iteration may be called: now, and by earlier versions.
-        has_new_data: Whether the checkpoint is that of --continue-from, and the data may begin anew.
+        identities: Hashes of the start's data, as this version and earlier ones compute them.
+        has_new_data: The checkpoint is that of --continue-from, so the data may begin anew.
 
     Raises:
-        CheckpointError: It is of another model, another data order, another corpus, or holds weights alone.
-        ConfigError: With --continue-from, nothing is left to train, or batches would come again.
+        CheckpointError: The checkpoint belongs to another model, data order or corpus, or has no optimizer state.
+        ConfigError: With --continue-from, no iteration is left to train, or the same batches would be read again.
     """
     folder, iteration = saved.folder, saved.iteration
     then, own = settings_at(saved.settings, iteration), settings_at(now, iteration)
@@ -137,7 +137,7 @@ def _corpora(settings: Settings) -> set[str]:
 
 
 def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
-    """Refuse phases that are over and are not what they were; their corpora may have moved."""
+    """Raise CheckpointError if a phase that began before the checkpoint has changed. Its corpora may have moved."""
 
     def past(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
         begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]

@@ -13,8 +13,13 @@ from typing import Any
 from megatron_neobert.config.phases import Phase
 
 # Megatron's names for what a tokenizer file can be; "auto" goes by its content.
-_WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
-TOKENIZER_TYPES = ("auto", *_WORDPIECE_TYPES, "HuggingFaceTokenizer", "SentencePieceTokenizer")
+TOKENIZER_TYPES = (
+    "auto",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+)
 
 
 def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:

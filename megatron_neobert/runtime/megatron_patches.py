@@ -76,22 +76,26 @@ def refuse_other_upstream() -> None:
     Raises:
         ConfigError: Naming the installed version and the first function that differs.
     """
-    problem = None
-    for owner, name, text in _RELIED_ON:
-        try:
-            source = inspect.getsource(getattr(owner, name))
-        except (AttributeError, OSError):  # gone, or installed without sources
-            source = ""
-        if problem is None and text not in source:
-            problem = f"{owner.__name__}.{name} does not hold {text!r}"
-    taken = inspect.signature(clip_grads.get_grad_norm_fp32).parameters
-    if problem is None and list(taken) != list(inspect.signature(norm_on_device).parameters):
-        problem = f"get_grad_norm_fp32 takes {', '.join(taken)}"
+    problem = next(_find_changes(), None)
     if problem is not None:
         raise ConfigError(
             f"megatron-core {version('megatron-core')} is not a version that this project corrects: {problem}. "
             "Install the version that setup.py names for this Python; another one can save or clip wrong numbers."
         )
+
+
+def _find_changes() -> Iterator[str]:
+    """Yield the differences between the installed megatron.core and the sources that the patches were written for."""
+    for owner, name, text in _RELIED_ON:
+        try:
+            source = inspect.getsource(getattr(owner, name))
+        except (AttributeError, OSError):  # gone, or installed without sources
+            source = ""
+        if text not in source:
+            yield f"{owner.__name__}.{name} does not hold {text!r}"
+    taken = inspect.signature(clip_grads.get_grad_norm_fp32).parameters
+    if list(taken) != list(inspect.signature(norm_on_device).parameters):
+        yield f"get_grad_norm_fp32 takes {', '.join(taken)}"
 
 
 def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., Any]:

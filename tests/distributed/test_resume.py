@@ -237,6 +237,17 @@ def test_dry_run_refuses_the_checkpoint_that_the_start_would_refuse(settings, ti
     assert sentence in ended.output
 
 
+@pytest.mark.parametrize("name", ["train_state.json", "settings.yaml", "tokenizer/tokenizer.json"])
+def test_damaged_newest_checkpoint_is_left_to_loading_which_takes_an_older_one(settings, name):
+    run = settings("run", training={"exit_interval": 2}).with_section("checkpoint", save_interval=1)
+    train_on_ranks(run)
+    newest = list_checkpoints(Path(run.checkpoint.save))[0] / name
+    newest.write_text(newest.read_text().replace("a", "b").replace("1", "2"))
+    run = run.with_section("checkpoint", load=run.checkpoint.save)
+    ended = run_command("megatron_neobert.launch", SCRIPT, *flags_of(run), "--dry-run")
+    assert ended.code == 0, ended.output
+
+
 def test_corpus_whose_documents_were_cut_anew_is_another_corpus(settings, tiny_corpus, tmp_path):
     """Its token ids, and so its .bin, are the same."""
     tokenizer = load_tokenizer(tiny_corpus.tokenizer)
@@ -274,7 +285,7 @@ def test_checkpoint_of_a_version_that_did_not_hash_the_boundaries_of_documents_r
     assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == now
 
 
-def test_a_run_continues_from_the_checkpoint_that_is_named(settings):
+def test_a_run_continues_from_the_checkpoint_that_is_named(settings, capfd):
     first = settings("first", training={"exit_interval": 2}).with_section("checkpoint", save_interval=1)
     train_on_ranks(first)
     for source, iterations in (("iter_0000001", [2, 3]), ("", [3])):
@@ -282,6 +293,7 @@ def test_a_run_continues_from_the_checkpoint_that_is_named(settings):
         named = str(Path(first.checkpoint.save) / source)
         train_on_ranks(second.with_section("checkpoint", load=second.checkpoint.save, continue_from=named))
         assert list(read_metrics(second.checkpoint.save)) == iterations
+    assert "has held a later checkpoint" not in capfd.readouterr().out
 
 
 @pytest.mark.slow

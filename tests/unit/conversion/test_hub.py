@@ -86,7 +86,7 @@ def test_wrong_name_token_or_flags_are_refused_before_anything_is_converted(
 
 
 def test_files_that_no_export_has_written_are_not_deleted(saved, tmp_path, hub):
-    theirs = {".gitattributes": b"", "pytorch_model.bin": b"weights of somebody's work"}
+    theirs = {".gitattributes": b"", "pytorch_model.bin": b"the user's weights"}
     hub.models[NAME] = {"main": dict(theirs)}
     code, _, complaint = push(saved, tmp_path / "model")
     assert code == 73 and "branch main holds pytorch_model.bin, and no conversion_report.json" in complaint

@@ -165,7 +165,7 @@ def three_inputs(tmp_path):
 @pytest.mark.parametrize(
     ("names", "shards", "ranges"),
     [
-        ("*-wiki[a].jsonl", ["b-wiki[a]"], 1),  # brackets of a file name stand for themselves
+        ("*-wiki[a].jsonl", ["b-wiki[a]"], 1),  # brackets in a pattern match brackets
         ("*/?-w*", ["a-web", "b-wiki[a]", "c-web"], 1),
         ("*-web.json?", ["a-web", "c-web"], 2),
     ],
