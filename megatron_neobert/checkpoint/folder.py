@@ -315,11 +315,6 @@ def quarantine(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
-def existing_parent(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists: the same file system."""
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
-
-
 def leftovers(save: Path) -> list[Path]:
     """Return the folders that crashes have left and that the next save deletes."""
     return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import (
     TRAIN_STATE,
-    existing_parent,
     iteration_of,
     leftovers,
     list_checkpoints,
@@ -21,7 +20,7 @@ from megatron_neobert.data.batches.inputs import Inputs
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, NeoBERTError, SaveError
 from megatron_neobert.model.flops import checkpoint_bytes
-from megatron_neobert.runtime.atomic_files import read_text
+from megatron_neobert.runtime.atomic_files import existing_parent, read_text
 from megatron_neobert.text import in_bytes
 
 

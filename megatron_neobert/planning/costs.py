@@ -4,12 +4,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import existing_parent, iteration_of, list_checkpoints
+from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import Kernels, RankMemory, plan_memory
+from megatron_neobert.runtime.atomic_files import existing_parent
 from megatron_neobert.text import counted, duration, in_bytes, percent
 
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")

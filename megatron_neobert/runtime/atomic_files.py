@@ -130,6 +130,11 @@ def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
     return True
 
 
+def existing_parent(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists: the same file system."""
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
 def make_folder(folder: Path) -> list[Path]:
     """Create a folder and return what was not there before, the innermost first, so that it can be removed again."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
