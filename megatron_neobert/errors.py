@@ -52,7 +52,7 @@ _SECONDS_TO_BE_ENDED = 10.0  # torchrun looks ten times a second, but ranks that
 
 
 class NeoBERTError(Exception):
-    """Base of the errors below; never raised itself. Messages lose the credentials of URLs here, for all uses."""
+    """Base of the errors below; never raised itself. Removes the credentials of URLs from the message."""
 
     exit_code: ClassVar[int] = 1
 
@@ -98,7 +98,7 @@ class WorkerError(NeoBERTError):
 
 
 class MissingPackageError(NeoBERTError):
-    """A package that is not installed, and that no extra of this project brings."""
+    """A package is not installed, and no extra of this project installs it."""
 
     exit_code = EXIT_UNAVAILABLE
 

@@ -35,7 +35,7 @@ def visible(text: str, *, keep: str = "") -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return the text with every URL in it stripped of user, password and query, which may hold a signature."""
+    """Return the text without the user, password and query of its URLs. A query may hold a signature."""
     return _QUERY.sub(r"\1", _USER.sub("", text)) if "/" in text else text
 
 

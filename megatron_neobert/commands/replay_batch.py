@@ -93,8 +93,8 @@ def replay(settings: Settings, iteration: int, *, weights: Path | None, place: P
         print(f"batch {iteration} with {used} on {world_size()} x {run.device.type}")
         if weights is None and iteration > 1:
             print(
-                f"warning: these are not the weights that met batch {iteration} in training, of which no checkpoint is "
-                "there; losses and gradient are those of fresh weights. --checkpoint-iteration N takes a checkpoint's"
+                f"warning: there is no checkpoint from before batch {iteration}, so losses and gradient are those of "
+                "fresh weights; --checkpoint-iteration N uses the weights of a checkpoint"
             )
         print_findings(stream, sums, not_finite, float(grad_norm))
     distributed.shut_down()

@@ -204,7 +204,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
-    """Add the content of a YAML file to `values`; return its problems, each with the file's name in front."""
+    """Add the content of a YAML file to `values`, and return its problems, each with the name of the file.
+
+    Args:
+        is_record: As in `read_settings`.
+    """
     if not path.is_file():
         if path.is_dir():
             raise MissingInputError(f"--config {path}: is a folder, not a file.")

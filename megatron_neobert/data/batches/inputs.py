@@ -31,8 +31,8 @@ class Inputs:
     training: tuple[Source, ...]
     # By the name of the curve. Empty: --split has one share, or the second is 0.
     validation: dict[str, tuple[Source, ...]]
-    # Equal for the same documents in the same proportions, under any paths; of --data-path as a whole. Then as earlier
-    # versions knew it, who did not look where documents begin.
+    # Hashes of --data-path: the same for the same documents in the same proportions, under any path. The second is how
+    # earlier versions computed it, without the boundaries of documents; their checkpoints have it.
     identities: tuple[str, str]
     description: list[str]  # a line for each component of --data-path
 
@@ -144,6 +144,7 @@ def _split_sources(
 
 
 def _held_out(corpus: Corpus, data: DataConfig) -> str:
+    """Format the number of documents that --split keeps for validation; empty if there are none."""
     held_out = sum(map(len, split_ranges(len(corpus), data.share_of_data_path)[1:]))
     return f", {held_out:,} held out by --split {data.split}" if held_out else ""
 

@@ -37,9 +37,9 @@ def documents_of_window(
 ) -> NDArray[np.int64]:
     """Indices in [0, documents) of a window's documents, in the order of an epoch.
 
-    Above a block size of 1 the blocks are permuted and cut into groups, one per window. The documents of a group are
-    permuted and dealt to _SPREAD_WINDOWS windows, from the group's own one on, around the end of the epoch. So a window
-    has documents of that many groups, of which it is the first to read one.
+    With a block size above 1, the blocks are permuted and divided into groups, one group per window. The documents of
+    group g are permuted and dealt to the windows g to g + _SPREAD_WINDOWS - 1, modulo the windows of an epoch. A window
+    therefore has documents of _SPREAD_WINDOWS groups, and is the first to read one of them.
 
     Args:
         window_documents: How many a window holds; fewer at the end of the epoch, or where a group is incomplete.
@@ -128,7 +128,8 @@ def permute(
     Args:
         indices: Each in [0, size).
         size: Number of documents, below 2^62.
-        item: Gives another order of the same seed and epoch; at least 0, below 2^62. One, or one per index.
+        item: Number of the order, so that one seed and epoch have several; at least 0, below 2^62. One for all indices,
+            or one for each.
 
     Returns:
         Same shape; distinct indices give distinct documents in [0, size).

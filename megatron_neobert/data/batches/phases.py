@@ -25,7 +25,7 @@ class Leg:
     """The batches of a stretch of iterations, from the beginning of their data."""
 
     stretch: Stretch
-    identities: tuple[str, str]  # of --data-path, as Inputs has them
+    identities: tuple[str, str]  # hashes of --data-path; see Inputs
     stream: BatchStream
 
     def continue_at(self, cursor: Cursor, before: Settings, *, identity: str) -> Cursor:

@@ -1,11 +1,11 @@
-"""MinHash: which documents may be alike, from a few numbers of each, and how alike two documents are.
+"""MinHash: find the pairs of documents that may be similar, and compute how similar a pair is.
 
-A document is the set of its n-grams of token ids, and two are as alike as the Jaccard index of their sets, |A and B| /
-|A or B|. Under a random order of all n-grams the first one is the same for both with just that probability (Broder,
-1997). Orders are cut into bands of `rows` each; documents equal
-in all rows of a band are candidates: 1 - (1 - J^rows)^bands of the pairs with index J (Leskovec, Rajaraman and Ullman,
-Mining of Massive Datasets, chapter 3). N-grams are hashed to 32 bits for the orders; the index of a candidate pair is
-exact. Of one core; nothing is read or written here.
+A document is the set of its n-grams of token ids. The similarity of two documents is the Jaccard index of their sets,
+J = |A and B| / |A or B|. Under a random order of all n-grams, both documents have the same first n-gram with
+probability J (Broder, 1997). Orders are divided into bands of `rows` orders each. Two documents that agree in all
+orders of a band are a candidate pair: a pair with index J becomes one with probability 1 - (1 - J^rows)^bands
+(Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3). The orders hash n-grams to 32 bits; the index
+of a candidate pair is exact. These functions run on one core and do no input or output.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
 
 
 def shingles(ids: bytes, ngram: int) -> set[bytes]:
-    """Return the n-grams of a document, given as 32-bit token ids; of a shorter document its whole."""
+    """Return the n-grams of a document of 32-bit token ids. A document of fewer than n tokens is one n-gram."""
     step = 4 * ngram
     return {ids[begin : begin + step] for begin in range(0, max(4, len(ids) - step + 4), 4)}
 

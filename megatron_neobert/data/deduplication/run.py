@@ -1,14 +1,16 @@
 """Near-duplicates of finished corpora, in three stages: signatures, pairs, and one drop list of all corpora.
 
-Signatures are taken part by part: of each document a key per band, sorted by key. So all documents whose keys lie in a
-range are one slice of each part, and documents of equal key are compared range by range and band by band, by their
-n-grams of token ids. Pairs that are alike are joined to clusters, of which the first document stays. Documents are
-numbered through all corpora in the order given.
+Signatures are computed part by part: one key per document and band, sorted by key. The documents whose keys are in one
+range are therefore one slice of each part. Documents of equal key are compared by their n-grams of token ids, range by
+range and band by band. Similar pairs are joined to clusters, and the first document of each cluster is kept. Documents
+are numbered through all corpora in the given order.
 
-The result is the same for any number of workers and any size of a range. Parts and ranges wait in OUTPUT.partial with
-their checksums, as those of preprocessing do. Disk: 12 bytes per band of each document, 168 by default. Memory of a
-worker: 0.5 kB for each document of a part, 2^18 of them, and 80 bytes for each document of a range, and of those that
-share one key, which no range divides. At the end: 5 bytes per document, 20 per duplicate.
+The result is the same for any number of workers and any size of a range. Finished parts and ranges are kept in
+OUTPUT.partial with their checksums, as in preprocessing.
+
+Disk: 12 bytes per band of each document, 168 by default. Memory of a worker: 0.5 kB for each document of a part, 2^18
+of them, and 80 bytes for each document of a range, and of those that share one key, which no range divides. At the
+end: 5 bytes per document, 20 per duplicate.
 """
 
 import json

@@ -77,7 +77,7 @@ class Progress:
 
     @property
     def read_share(self) -> float:
-        """Of the inputs; all of them where they are empty."""
+        """Share of the input bytes that has been read; 1 if the inputs are empty."""
         return self.read_bytes / self.input_bytes if self.input_bytes else 1.0
 
     def report(self, news: PartProgress) -> None:

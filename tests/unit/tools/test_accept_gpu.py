@@ -239,7 +239,8 @@ def test_fast_kernels_that_compute_something_else_fail(tmp_path, monkeypatch):
     assert phase.problems == [
         "Transformer Engine, cuDNN: its loss differs from that of the first kernels by 0.02, more than 0.01"
     ]
-    assert len(phase.tables["steps"]) >= 3
+    measured = {row["kernels"] for row in phase.tables["steps"]}
+    assert measured == set(phases.KERNELS) - {"local layers, flash-attn"}  # a package that is not installed here
 
 
 @pytest.mark.slow
