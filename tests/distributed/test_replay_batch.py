@@ -116,7 +116,7 @@ def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(tra
     train_on_ranks(tool.settings_of(trained.save, weights, []), prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[1]]
     said = capfd.readouterr().out
-    assert "batch 2 with fresh weights on 1 x cpu\nwarning: these are not the weights that met batch 2" in said
+    assert "batch 2 with fresh weights on 1 x cpu\nwarning: there is no checkpoint from before batch 2" in said
     listed = [[int(n) for n in line.split()[1:]] for line in said.splitlines() if f"  {tiny_corpus.prefix}: " in line]
     corpus = Corpus(Path(tiny_corpus.prefix))
     for tokens, numbers in zip(trained.batches[1], listed, strict=True):
