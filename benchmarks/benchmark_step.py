@@ -140,7 +140,7 @@ def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespac
     from benchmarks.step_layouts import passes_in_each_layout
 
     rows, rows_per_step = rows_of_batch(seq_length, arguments)
-    stream = run.training_stream.legs[0].stream
+    stream = run.training_stream.streams[0]
     settings = replace(stream.settings, seq_length=seq_length, micro_batch_size=rows, global_batch_size=rows_per_step)
     stream = replace(stream, settings=settings)  # the model does not depend on the length
     for _, batches in zip(range(arguments.rounds + 1), stream.steps(), strict=False):

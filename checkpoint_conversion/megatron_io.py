@@ -37,8 +37,8 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.config.cli import read_record, write_record
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
@@ -76,7 +76,11 @@ class MegatronCheckpoint:
     def trained_length(self) -> int:
         """Sequence length of the last iteration; the model's context length if conversion wrote the checkpoint."""
         longest = self.settings.model.max_position_embeddings
-        return min(settings_at(self.settings, self.iteration).data.seq_length, longest) if self.iteration else longest
+        return (
+            min(phase_at(self.settings, self.iteration).settings.data.seq_length, longest)
+            if self.iteration
+            else longest
+        )
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
         """The same function in plain PyTorch and fp32, its weights rounded to `dtype` first.

@@ -19,9 +19,9 @@ from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
 from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
 from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError
@@ -78,7 +78,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     record = read_record(folder / "settings.yaml")
     progress, optimizer = read_train_state(folder)
     weights_only = optimizer is None
-    leg = run.training_stream.leg_of(progress.iteration)
+    identities = run.training_stream.identities_at(progress.iteration)
     saved = SavedRun(
         folder=folder,
         settings=record,
@@ -86,13 +86,13 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         data_identity=progress.corpus_sha256,
         weights_only=weights_only,
     )
-    refuse_unfit_checkpoint(saved, run.settings, leg.identities, has_new_data=has_new_data)
+    refuse_unfit_checkpoint(saved, run.settings, identities, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
     wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
     state = _read(wanted, folder, optimizer)  # collective: all ranks
     if has_new_data:
-        then = settings_at(record, progress.iteration)
-        cursor = leg.continue_at(progress.cursor, then, identity=progress.corpus_sha256)
+        phase, then = phase_at(run.settings, progress.iteration), phase_at(record, progress.iteration).settings
+        cursor = run.training_stream.cursor_in(phase, progress.cursor, then, identity=progress.corpus_sha256)
         progress = replace(progress, cursor=cursor)
     missing, unexpected = run.unwrapped_model.load_state_dict(state[_MODEL], strict=False)
     missing = [name for name in missing if not name.endswith("_extra_state")]
@@ -101,14 +101,14 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         _load_main_weights(run, state)
     else:
         _load_optimizer(run, state["optimizer"], folder)
-    run.progress = replace(progress, corpus_sha256=leg.identities[0])
+    run.progress = replace(progress, corpus_sha256=identities[0])
     run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
     if is_rank_zero():
         if has_new_data:
             begins = "begin anew" if progress.cursor == Cursor() else f"continue at {progress.cursor}"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {begins}", flush=True)
-        if not has_new_data and progress.corpus_sha256 != leg.identities[0]:
+        if not has_new_data and progress.corpus_sha256 != identities[0]:
             print(f"{folder} does not say where its documents begin, and is taken to be of this corpus", flush=True)
         for change in changes(record, run.settings, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)

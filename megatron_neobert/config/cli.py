@@ -13,11 +13,10 @@ import yaml
 
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.flags import PHASES, SECTIONS, TEXTS, build_parser, flag_meant, plain_type
-from megatron_neobert.config.phases import PHASE_SETTINGS, Phase
+from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
-from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
-from megatron_neobert.config.stretches import stretches
+from megatron_neobert.config.schema import PHASE_SETTINGS, ModelConfig, PhaseChange, Settings, flag_of
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, suggestion, yaml_reason
 
 _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
@@ -115,7 +114,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
 def _missing_inputs(settings: Settings) -> list[str]:
     """Inputs that are not there, so that they need not be found out about one after the other."""
     data = settings.data
-    paths = dict.fromkeys(stretch.settings.data.data_path for stretch in stretches(settings))
+    paths = dict.fromkeys(phase.settings.data.data_path for phase in resolve_phases(settings))
     given = [(path, "--data-path") for path in paths]
     given += [((entry,), "--valid-data-path") for entry in data.valid_data_path or ()]
     problems = []
@@ -290,7 +289,7 @@ def _assign_to(values: dict[str, Any], name: str, value: Any, wanted: Any, *, so
     return []
 
 
-def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[str]]:
+def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], list[str]]:
     """Phases out of a list, or a text that holds one as YAML; and what is wrong with them."""
     if isinstance(value, str):
         try:
@@ -307,7 +306,7 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
         ]
     if len(entries) > _MOST_PHASES:
         return (), [f"{source} holds {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
-    types_of_phase = {item.name: item.type for item in fields(Phase)}
+    types_of_phase = {item.name: item.type for item in fields(PhaseChange)}
     phases, problems = [], []
     for number, entry in enumerate(entries, start=1):
         given: dict[str, Any] = {}
@@ -326,7 +325,7 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
                 hint = suggestion(name, list(PHASE_SETTINGS))
                 problems.append(f"{source}: phase {number}: unknown setting {name}{hint}")
         if not problems:
-            phases.append(Phase(**given))
+            phases.append(PhaseChange(**given))
     return tuple(phases), problems
 
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.recipes import recipes
-from megatron_neobert.config.schema import Settings, flag_of
+from megatron_neobert.config.schema import PhaseChange, Settings, flag_of
 from megatron_neobert.errors import CommandParser, suggestion
 
 SECTIONS = {section.name: typing.cast(type, section.type) for section in fields(Settings)}
 TEXTS = tuple[str, ...]
-PHASES = tuple[Phase, ...]
+PHASES = tuple[PhaseChange, ...]
 _METAVARS = {int: "N", float: "X", str: "TEXT", TEXTS: "TEXT", PHASES: "YAML"}
 FIRST = (
     *("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size"),

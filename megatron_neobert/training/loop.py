@@ -14,8 +14,8 @@ from megatron_neobert.checkpoint.folder import check_folders, claim, list_checkp
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.loader import DaliLoader, build_loader
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
@@ -256,7 +256,7 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
     start = f"from {loaded}" if loaded else f"from fresh weights of seed {settings.training.seed}"
     return (
         f"training {parameters:,} parameters {start} on {torch.distributed.get_world_size()} x {run.device.type}, "
-        f"{settings_at(settings, run.progress.iteration + 1).tokens_per_iteration:,} tokens per iteration"
+        f"{phase_at(settings, run.progress.iteration + 1).settings.tokens_per_iteration:,} tokens per iteration"
     )
 
 
@@ -265,22 +265,22 @@ def _announce_phase(run: Run, monitor: Monitor) -> None:
     done = run.progress.iteration
     for phase in run.settings.training.phases:
         if phase.after_iters == done:
-            monitor.log(f"a phase begins with iteration {done + 1}: {phase.words}")
+            monitor.log(f"a phase begins with iteration {done + 1}: {phase.flags}")
 
 
 def _advance(run: Run, batches: StepBatches, report: StepReport) -> Progress:
     """The progress after a step; of updates before a phase nothing is kept to compare its own ones with."""
     iteration = run.progress.iteration + 1
-    leg = run.training_stream.leg_of(iteration)
+    phase = phase_at(run.settings, iteration)
     progress = replace(
         run.progress,
         iteration=iteration,
-        corpus_sha256=leg.identities[0],
+        corpus_sha256=run.training_stream.identities_at(iteration)[0],
         cursor=batches.cursor_after,
-        consumed_samples=run.progress.consumed_samples + leg.stretch.settings.training.global_batch_size,
+        consumed_samples=run.progress.consumed_samples + phase.settings.training.global_batch_size,
     )
     progress = count_update(progress, report, run.settings.training)
-    return replace(progress, recent_updates=()) if iteration == leg.stretch.last else progress
+    return replace(progress, recent_updates=()) if iteration == phase.last else progress
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -18,8 +18,8 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
@@ -205,7 +205,7 @@ class Monitor:
         # Of a GPU's peaks the largest counts; what is resident on a CPU is that of now.
         self.largest_memory_mib = max(self.largest_memory_mib, memory_mib) if self.device.type == "cuda" else memory_mib
         self.iterations += 1
-        self.capacity_tokens += settings_at(self.settings, progress.iteration).tokens_per_iteration
+        self.capacity_tokens += phase_at(self.settings, progress.iteration).settings.tokens_per_iteration
         self.bar.advance(self.task)
 
     def close_interval(self, progress: Progress, *, lr: float, grad_norm: float) -> Progress:
@@ -246,7 +246,7 @@ class Monitor:
         self.started_seconds = time.perf_counter()
 
     def _interval(self, progress: Progress, averages: Averages, *, lr: float, grad_norm: float) -> Interval:
-        settings = settings_at(self.settings, progress.iteration)
+        settings = phase_at(self.settings, progress.iteration).settings
         seconds = time.perf_counter() - self.started_seconds
         flops_per_token = training_flops_per_token(
             settings, vocab_size=self.vocab_size, document_tokens=averages.seen_tokens

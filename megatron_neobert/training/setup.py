@@ -70,7 +70,7 @@ def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStr
         context_parallel_rank=distributed.context_parallel_rank(),
         context_parallel_size=distributed.context_parallel_size(),
     )
-    first = training.legs[0].stream
+    first = training.streams[0]
     validation = inputs[0].validation if settings.training.eval_iters else {}
     return training, {name: replace(first, sources=sources) for name, sources in validation.items()}
 
