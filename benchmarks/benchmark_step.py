@@ -172,8 +172,7 @@ class Bench:
             if is_reference:
                 loss = self.reference.step(passes["reference"])
             else:
-                total, masked, *_ = train_step(self.run, passes[layout]).sums
-                loss = total / masked  # a number: the device has finished
+                loss = train_step(self.run, passes[layout]).sums.mean_loss  # a number: the device has finished
             seconds = clock() - start
         batches = passes["packed" if layout == "packed" else "padded"].micro_batches
         tokens, capacity = (sum(one.real_tokens for one in batches), sum(one.tokens_t.numel() for one in batches))

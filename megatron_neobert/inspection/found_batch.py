@@ -91,25 +91,25 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     inputs = open_phases(settings)
     batches = build_training_stream(settings, inputs)
     if place is not None:
-        progress = read_train_state(place).progress
-        identities = batches.identities_at(progress.iteration)
-        if progress.corpus_sha256 not in identities:
+        saved = read_train_state(place).state
+        identities = batches.identities_at(saved.iteration)
+        if saved.corpus_sha256 not in identities:
             raise CheckpointError(
-                f"{place} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path names one "
+                f"{place} was trained on the corpus with sha256 {saved.corpus_sha256[:12]}, --data-path names one "
                 f"with {identities[0][:12]}; its place in the data means nothing there. Name the corpus it was "
                 "trained on."
             )
-        batches = replace(batches, iteration=progress.iteration, cursor=progress.cursor)
+        batches = replace(batches, iteration=saved.iteration, cursor=saved.cursor)
     elif continued is not None:
         folder = latest_checkpoint(Path(continued))
-        progress, then = read_train_state(folder).progress, read_record(folder / "settings.yaml")
+        saved, then = read_train_state(folder).state, read_record(folder / "settings.yaml")
         cursor = batches.cursor_in(
-            phase_at(settings, progress.iteration),
-            progress.cursor,
-            phase_at(then, progress.iteration).settings,
-            identity=progress.corpus_sha256,
+            phase_at(settings, saved.iteration),
+            saved.cursor,
+            phase_at(then, saved.iteration).settings,
+            identity=saved.corpus_sha256,
         )
-        batches = replace(batches, iteration=progress.iteration, cursor=cursor)
+        batches = replace(batches, iteration=saved.iteration, cursor=cursor)
     batches = batches.from_iteration(iteration)
     if share is not None:
         batches = batches.on_rank(

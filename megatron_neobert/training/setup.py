@@ -22,7 +22,7 @@ from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.megatron_patches import scale_by_tokens
 from megatron_neobert.runtime.signals import remember_signals
-from megatron_neobert.state import Progress, Run
+from megatron_neobert.state import Run, TrainState
 from megatron_neobert.training.muon import build_with_muon
 
 
@@ -55,7 +55,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_streams=validation_streams,
-        progress=Progress(corpus_sha256=inputs[0].identities[0]),
+        state=TrainState(corpus_sha256=inputs[0].identities[0]),
     )
 
 
