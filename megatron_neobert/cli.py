@@ -340,10 +340,10 @@ def add_flags(
             continue
         legal = choices_of(item, wanted)
         kind = typing.get_args(plain)[0] if typing.get_origin(plain) is tuple else plain
-        metavar = {int: "N", float: "X", Path: "PATH"}.get(
-            kind, "YAML" if is_dataclass(kind) else "|".join(legal) or "TEXT"
-        )
-        settings["metavar"] = item.metadata.get("metavar") or metavar
+        fallback = item.name.upper() if item.metadata.get("positional") else "TEXT"
+        named = "YAML" if is_dataclass(kind) else "|".join(legal) or fallback
+        named = {int: "N", float: "X", Path: "PATH"}.get(kind, named)
+        settings["metavar"] = item.metadata.get("metavar") or named
         if item.metadata.get("repeat"):
             settings["action"] = "append"
         elif typing.get_origin(plain) is tuple and not is_dataclass(kind):
@@ -356,6 +356,8 @@ def add_flags(
 
 def _help_of(item: Field) -> str:
     words = item.metadata.get("help", "").replace("%", "%%")
+    if item.default is MISSING and not item.metadata.get("positional"):
+        return f"{words} (required)"
     if item.default in (MISSING, None, (), False) or "default" in words:
         return words
     default = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else str(item.default)
