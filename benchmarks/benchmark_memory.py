@@ -213,16 +213,13 @@ def warm_up(device: Any, dtype: Any) -> None:
 
 def plan_of(run: Any, *, world_size: int, masked_tokens: int) -> Any:
     """What --dry-run would print for the fullest rank."""
-    from megatron_neobert.model.kernels import choose_kernels
     from megatron_neobert.planning.memory import plan_memory
 
-    kernels = "transformer_engine" if choose_kernels(run.settings).transformer_impl == "transformer_engine" else "gpu"
     return plan_memory(
         run.settings,
         vocab_size=run.tokenizer.vocab_size,
         world_size=world_size,
         masked_tokens=masked_tokens,
-        kernels=kernels if run.device.type == "cuda" else "cpu",  # type: ignore[arg-type]
     )
 
 
