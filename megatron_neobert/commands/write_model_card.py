@@ -16,16 +16,16 @@ from megatron_neobert.runtime.atomic_files import require_folder
 def main() -> None:
     arguments = parse_arguments()
     require_folder("--model", arguments.model)
-    from checkpoint_conversion.model_card import CARD, write_model_card
+    from checkpoint_conversion.card import CARD, Declared, write_model_card
 
-    write_model_card(
-        arguments.model,
+    declared = Declared(
         model_id=arguments.name,
         license=arguments.license,
         base_model=arguments.base_model,
         datasets=arguments.dataset,
         language=arguments.language,
     )
+    write_model_card(arguments.model, declared)
     print(f"wrote {arguments.model / CARD}")
 
 

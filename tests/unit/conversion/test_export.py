@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from saved_model import MODEL, SHAPE, WORDS, SavedModel, convert
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from checkpoint_conversion.comparison import Checks
-from checkpoint_conversion.hf_writer import FolderSpec, build_config
-from checkpoint_conversion.megatron_io import model_shape
+from checkpoint_conversion.card import Declared
+from checkpoint_conversion.checkpoint import model_shape
+from checkpoint_conversion.compare import Checks
+from checkpoint_conversion.config_json import FolderSpec, build_config
 from megatron_neobert.config.phases import Phase
 from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -169,7 +170,7 @@ def test_report_of_a_run_in_phases_has_the_settings_that_it_was_trained_with_las
 
 def test_a_run_that_began_from_other_weights_says_so(saved: SavedModel, tmp_path: Path):
     saved.record(Settings(model=MODEL, checkpoint=CheckpointConfig(continue_from="runs/published")))
-    convert(saved, tmp_path / "model", base_model="chandar-lab/NeoBERT")
+    convert(saved, tmp_path / "model", declared=Declared(base_model="chandar-lab/NeoBERT"))
     report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
     assert report["source"]["continued_from"] == "published"
     card = (tmp_path / "model" / "README.md").read_text()

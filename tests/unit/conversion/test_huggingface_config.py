@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_conversion.hf_reader import FolderConfig, read_model_config
+from checkpoint_conversion.config_json import FolderConfig, read_model_config
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
 

@@ -16,10 +16,10 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from saved_model import MODEL, SHAPE, WORDS, build_reference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from checkpoint_conversion.hf_reader import LAYOUTS
-from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
-from checkpoint_conversion.mapping import NEOBERT, to_internal
-from checkpoint_conversion.model_card import MARKER, NO_MODEL_ID, write_model_card
+from checkpoint_conversion.card import MARKER, NO_MODEL_ID, Declared, write_model_card
+from checkpoint_conversion.config_json import FolderSpec
+from checkpoint_conversion.export import write_folder, write_sentence_transformers_files
+from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
 from megatron_neobert.huggingface.auto_classes import register_neobert
@@ -61,7 +61,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (place / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
     tokenizer = load_tokenizer(place / "vocab.txt")
     internal = to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
-    folders = {name: place / name for name in LAYOUTS}
+    folders = {name: place / name for name in TABLES}
     for name, folder in folders.items():
         folder.mkdir()
         write_folder(folder, name, FolderSpec(MODEL, SHAPE, tokenizer), internal)
@@ -192,7 +192,7 @@ def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_wri
         "datasets": ["ann/web", "ann/books"],
         "language": ["no", "en"],
     }
-    write_model_card(folder, model_id="ann/little-neobert", **declared)
+    write_model_card(folder, Declared(model_id="ann/little-neobert", **declared))
     first = front_matter(folder)
     assert {name: first[name] for name in declared} == declared
     assert 'model_id = "ann/little-neobert"' in text_of(folder)
@@ -200,18 +200,18 @@ def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_wri
     whole = text_of(folder)
     write_model_card(folder)
     assert text_of(folder) == whole
-    write_model_card(folder, license="mit")
+    write_model_card(folder, Declared(license="mit"))
     assert front_matter(folder) == {**first, "license": "mit"}
 
 
 def test_front_matter_that_the_user_added_stays(copy):
     folder = copy()
-    write_model_card(folder, model_id="ann/little-neobert")
+    write_model_card(folder, Declared(model_id="ann/little-neobert"))
     result = EvalResult("text-classification", "nyu-mll/glue", "GLUE", "accuracy", 0.875, dataset_config="sst2")
     results = yaml.safe_dump({"model-index": eval_results_to_model_index("little-neobert", [result])})
     added = text_of(folder).replace("tags:\n", f"thumbnail: picture.png\n{results}tags:\n- biology\n", 1)
     (folder / "README.md").write_text(added)
-    write_model_card(folder, license="mit")
+    write_model_card(folder, Declared(license="mit"))
     data = front_matter(folder)
     assert data["thumbnail"] == "picture.png"
     assert data["tags"] == ["neobert", "encoder", "biology"]
@@ -231,7 +231,7 @@ def test_front_matter_that_the_user_added_stays(copy):
 def test_what_the_hub_would_refuse_is_refused(copy, given, named):
     folder = copy()
     with pytest.raises(ConfigError, match=re.escape(named)):
-        write_model_card(folder, **given)
+        write_model_card(folder, Declared(**given))
     assert not (folder / "README.md").exists()
 
 
@@ -284,7 +284,7 @@ def test_text_below_the_last_line_stays(copy):
     folder = copy()
     write_model_card(folder)
     (folder / "README.md").write_text(text_of(folder) + "\n## Thanks\n\nTo Ann | all.\n")
-    write_model_card(folder, license="mit")
+    write_model_card(folder, Declared(license="mit"))
     assert text_of(folder).endswith(f"\n{MARKER}\n\n## Thanks\n\nTo Ann | all.\n")
     assert text_of(folder).count(MARKER) == 1
 

@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from checkpoint_conversion.hf_writer import write_sentence_transformers_files
+from checkpoint_conversion.export import write_sentence_transformers_files
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
 TEXTS = ["the cat sat on a mat .", "a mat"]

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from saved_model import WORDS, change_config
 from unit.tools.commands import call
 
-from checkpoint_conversion import comparison, verify
-from checkpoint_conversion.comparison import LogitModel, build_prompts, compare_logits
+from checkpoint_conversion import compare, convert
+from checkpoint_conversion.compare import LogitModel, build_prompts, compare_logits
 from megatron_neobert.errors import ConversionError
 
 
@@ -54,7 +54,7 @@ OTHER_BASE = {"rope_type": "default", "rope_theta": 5001.0}
     ids=["epsilon", "rotary base", "unread row"],
 )
 def test_what_the_logits_of_the_prompts_do_not_show_is_not_equal(saved, model, monkeypatch, change, found):
-    monkeypatch.setattr(comparison, "PROMPT_TOKENS", (3,))  # fewer than the vocabulary has, as at full size
+    monkeypatch.setattr(compare, "PROMPT_TOKENS", (3,))  # fewer than the vocabulary has, as at full size
     change(model)
     code, shown, _ = call("verify", saved.save, model)
     assert code == 1
@@ -71,17 +71,17 @@ def test_changed_weight_is_not_equal(saved, model, internal):
 
 
 def test_models_of_other_vocabularies_are_refused_with_both_sizes(model, monkeypatch):
-    load = verify.load_side
+    load = convert._load_side
 
     def load_smaller(folder: Path) -> LogitModel:
         side = load(folder)
         return replace(side, vocab_size=12) if folder.name == "smaller" else side
 
     (model.parent / "smaller").symlink_to(model)
-    monkeypatch.setattr(verify, "load_side", load_smaller)
+    monkeypatch.setattr(convert, "_load_side", load_smaller)
     monkeypatch.setattr(sys, "argv", ["verify.py", str(model), str(model.parent / "smaller")])
     with pytest.raises(ConversionError, match=r"predicts 13 tokens and .* 12; only models of one vocabulary"):
-        verify.main()
+        convert.verify()
 
 
 def test_folder_without_a_model_is_a_missing_input(model, tmp_path):
