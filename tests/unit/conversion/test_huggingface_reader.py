@@ -176,13 +176,6 @@ def test_shards_and_links_are_read_as_one_file_is(write: WriteFolder, tmp_path: 
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_decoder_that_is_stored_equal_to_the_embedding_is_taken_for_tied(write):
-    def tie(weights: dict[str, Tensor]) -> None:
-        weights["decoder.weight"] = weights["model.encoder.weight"].clone()
-
-    assert read_folder(write("neobert", tie, tie_word_embeddings=True)).notes == ()
-
-
 # --- what is refused: weights
 
 

@@ -21,7 +21,7 @@ from checkpoint_conversion.config_json import FolderSpec
 from checkpoint_conversion.export import write_folder, write_sentence_transformers_files
 from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, OutputError
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
 FIGURES = {
@@ -271,15 +271,6 @@ def test_settings_figures_and_sizes_are_shown_and_paths_are_not(copy):
     assert "warm-up" not in text
 
 
-def test_folder_without_a_report_has_no_section_about_training(copy):
-    folder = copy()
-    write_model_card(folder)
-    headings = re.findall(r"^#+ .*$", text_of(folder), flags=re.MULTILINE)
-    assert headings == ["# NeoBERT", "## Use", "## Limits", "## Citation"]
-    assert "Pre-trained only" not in text_of(folder)
-    assert not re.search(r"\bNone\b|\bunknown\b", text_of(folder).partition("\n---\n")[2])
-
-
 def test_text_below_the_last_line_stays(copy):
     folder = copy()
     write_model_card(folder)
@@ -298,16 +289,6 @@ def test_card_of_somebody_else_is_not_lost(copy):
 
 
 # --- folders that are none ---
-
-
-@pytest.mark.parametrize(
-    "matter", ["a: [", "- a\n- b", "model-index: 3", "7: x"], ids=["not YAML", "a list", "no results", "no name"]
-)
-def test_front_matter_that_cannot_be_read_is_refused(copy, matter):
-    folder = copy()
-    (folder / "README.md").write_text(f"---\n{matter}\n---\n{MARKER}\n")
-    with pytest.raises(DataError, match=r"README.md: its front matter cannot be read"):
-        write_model_card(folder)
 
 
 @pytest.mark.parametrize(

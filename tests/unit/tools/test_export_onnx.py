@@ -152,11 +152,6 @@ def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
         tool.check_graph(tool.load_for_task(model, "fill-mask"), tmp_path / "frozen.onnx", tolerance=tool.TOLERANCE)
 
 
-def test_llama_folder_has_no_graph_of_logits(folder_of):
-    with pytest.raises(ConversionError, match=r"llama layout .* use --task feature-extraction"):
-        tool.load_for_task(folder_of("llama"), "fill-mask")
-
-
 def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "LARGEST_BYTES", 0)
     argv = ["export_onnx.py", "--model", str(folder_of("eurobert")), "--output", str(tmp_path / "graphs"), "--int8"]
