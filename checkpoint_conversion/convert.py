@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 import megatron_neobert
-from megatron_neobert.config.stretches import settings_at
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.errors import CommandParser, ConfigError, ConversionError, OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder, read_text, refuse_existing, require_folder, sha256_of
 
@@ -274,7 +274,7 @@ def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Check
     from megatron_neobert.checkpoint.folder import MANIFEST
 
     progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
-    last = settings_at(checkpoint.settings, checkpoint.iteration)  # of several phases the last that has begun
+    last = phase_at(checkpoint.settings, checkpoint.iteration).settings  # of several phases the last that has begun
     settings = {
         section: {item.name: getattr(values, item.name) for item in fields(values) if "is_path" not in item.metadata}
         for section, values in ((name, getattr(last, name)) for name in _SECTIONS)
