@@ -66,6 +66,7 @@ _NOW_IGNORED = {
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_per_virtual_pipeline_stage",
+    "object_storage_cache_gb",
     "overlap_param_gather",
     "probe_data_path",
     "profile_step_end",
