@@ -37,13 +37,13 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.config.cli import read_record, write_record
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.runtime.atomic_files import read_text
-from megatron_neobert.state import Progress
+from megatron_neobert.state import TrainState
 
 PROVENANCE = "provenance.json"
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
@@ -62,7 +62,7 @@ class MegatronCheckpoint:
     settings: Settings
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
-    progress: Progress  # how far the run had come
+    progress: TrainState  # how far the run had come
     declared: dict[str, str] = field(default_factory=dict)  # licence and base_model of the weights that it began with
 
     @property
@@ -77,7 +77,11 @@ class MegatronCheckpoint:
     def trained_length(self) -> int:
         """Sequence length of the last iteration; the model's context length if conversion wrote the checkpoint."""
         longest = self.settings.model.max_position_embeddings
-        return min(settings_at(self.settings, self.iteration).data.seq_length, longest) if self.iteration else longest
+        return (
+            min(phase_at(self.settings, self.iteration).settings.data.seq_length, longest)
+            if self.iteration
+            else longest
+        )
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
         """Return the same function in plain PyTorch and fp32, its weights rounded to `dtype` first.
@@ -144,7 +148,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
         settings=settings,
         tokenizer=load_tokenizer(folder / "tokenizer"),
         tensors=join_halves(tensors),
-        progress=read_train_state(folder).progress,
+        progress=read_train_state(folder).state,
         declared=_read_provenance(folder, settings),
     )
 
@@ -172,7 +176,7 @@ def write_checkpoint(
     write_tensors(
         temporary / "rank_00000.safetensors", parts, {name: (0,) * tensor.dim() for name, tensor in parts.items()}
     )
-    write_train_state(temporary, Progress(corpus_sha256=""))
+    write_train_state(temporary, TrainState(corpus_sha256=""))
     (temporary / PROVENANCE).write_text(json.dumps(declared), encoding="utf-8")
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)

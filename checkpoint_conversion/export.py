@@ -25,8 +25,8 @@ from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
 from megatron_neobert.checkpoint.folder import MANIFEST
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import ModelConfig
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import ConfigError, OutputError, short_reason
 from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
@@ -198,7 +198,7 @@ def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks"
 
         compared = {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)}
     progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
-    last = settings_at(checkpoint.settings, checkpoint.iteration)  # of several phases the last that has begun
+    last = phase_at(checkpoint.settings, checkpoint.iteration).settings  # of several phases the last that has begun
     settings = {
         name: {
             item.name: getattr(getattr(last, name), item.name)

@@ -39,7 +39,7 @@ def _save_on_rank(settings: Settings, logits: Path | None) -> None:
     run.model.zero_grad_buffer()
     run.optimizer.prepare_grads()
     run.optimizer.step_with_ready_grads()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
-    run.progress = replace(run.progress, iteration=7)
+    run.state = replace(run.state, iteration=7)
     Saver(run, log=print).save()
 
 

@@ -19,7 +19,7 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.state import Progress
+from megatron_neobert.state import TrainState
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
 MODEL = ModelConfig(
@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     rotary_base=5000,
 )
 SHAPE = shape_of(MODEL, vocab_size=len(WORDS), padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
-PROGRESS = Progress(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
+PROGRESS = TrainState(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
 
 
 @dataclass

@@ -17,8 +17,7 @@ from checkpoint_conversion.card import Declared
 from checkpoint_conversion.checkpoint import model_shape
 from checkpoint_conversion.compare import Checks
 from checkpoint_conversion.config_json import FolderSpec, build_config
-from megatron_neobert.config.phases import Phase
-from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, Settings
+from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, PhaseChange, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -144,7 +143,7 @@ def test_report_names_no_path_of_the_machine_that_trained(saved: SavedModel, tmp
 
 @pytest.mark.parametrize("longest", [16, 48])
 def test_texts_are_truncated_at_the_last_trained_sequence_length(saved: SavedModel, tmp_path: Path, longest: int):
-    data, phases = DataConfig(seq_length=32), (Phase(after_iters=20, seq_length=longest),)
+    data, phases = DataConfig(seq_length=32), (PhaseChange(after_iters=20, seq_length=longest),)
     saved.record(Settings(model=MODEL, data=data).with_section("training", phases=phases))
     folder = tmp_path / "model"
     convert(saved, folder, verified=False, sentence_transformers=True)
@@ -154,7 +153,10 @@ def test_texts_are_truncated_at_the_last_trained_sequence_length(saved: SavedMod
 
 
 def test_report_of_a_run_in_phases_has_the_settings_that_it_was_trained_with_last(saved: SavedModel, tmp_path: Path):
-    phases = (Phase(after_iters=29, seq_length=64, data_path=("/of/a/machine",)), Phase(after_iters=30, seq_length=32))
+    phases = (
+        PhaseChange(after_iters=29, seq_length=64, data_path=("/of/a/machine",)),
+        PhaseChange(after_iters=30, seq_length=32),
+    )
     saved.record(Settings(model=MODEL).with_section("training", phases=phases))
     convert(saved, tmp_path / "model")
     report = (tmp_path / "model" / "conversion_report.json").read_text()
