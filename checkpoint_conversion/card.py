@@ -1,8 +1,9 @@
 """README.md of an exported folder: the model card that the Hub shows.
 
 Front matter and text (model_card_template.md) follow from the files of the folder (config.json, conversion_report.json,
-the headers of the weights) and from what only the user knows: licence, data, language. Written anew, the card keeps
-what the user declared or added to its front matter before, and the text below its last line.
+the headers of the weights), from the records of evaluations, and from what only the user knows: licence, data,
+language. Written anew, the card keeps what the user declared or added to its front matter before, and the text below
+its last line.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import TemplateError
@@ -79,8 +80,11 @@ class Declared:
             raise ConfigError(problems)
 
 
-def write_model_card(folder: Path, declared: Declared | None = None) -> None:
+def write_model_card(folder: Path, declared: Declared | None = None, results: Sequence[EvalResult] = ()) -> None:
     """Write the card, or replace it at once; what is not declared stays as the present card has it.
+
+    Args:
+        results: Added to the results of the present card; a new value of the same metric replaces the old one.
 
     Raises:
         MissingInputError, ConversionError, DataError: The folder holds no model of ours, or a card that is no card.
@@ -98,6 +102,9 @@ def write_model_card(folder: Path, declared: Declared | None = None) -> None:
         data.base_model = declared.base_model or data.base_model
         data.datasets = list(declared.datasets) or data.datasets
         data.language = list(declared.language) or data.language
+        if results:
+            kept = [old for old in data.eval_results or () if not any(map(old.is_equal_except_value, results))]
+            data.eval_results = [*kept, *results]
         data.model_name = title if data.eval_results else None  # part of the results, or a field of its own
         pooled = ["sentence-transformers", "feature-extraction"] if facts["sentence_transformers"] else []
         data.tags = list(dict.fromkeys(["neobert", "encoder", *pooled, *(data.tags or [])]))
@@ -106,9 +113,9 @@ def write_model_card(folder: Path, declared: Declared | None = None) -> None:
         task = "fill-mask" if facts["has_head"] else "feature-extraction"
         data.pipeline_tag = "sentence-similarity" if is_embedder else task
         data.library_name = "sentence-transformers" if is_embedder else "transformers"
-        kept = present.text.partition(MARKER)[2] or "\n"
+        below = present.text.partition(MARKER)[2] or "\n"
         card = ModelCard.from_template(
-            data, template_path=str(_TEMPLATE), title=title, model_id=model_id, marker=MARKER, kept=kept, **facts
+            data, template_path=str(_TEMPLATE), title=title, model_id=model_id, marker=MARKER, kept=below, **facts
         )
     except (TemplateError, TypeError, ValueError, AttributeError) as error:
         raise ConversionError(
@@ -116,6 +123,46 @@ def write_model_card(folder: Path, declared: Declared | None = None) -> None:
             f"({short_reason(error)}); convert the model again."
         ) from error
     replace_file(folder / CARD, str(card))
+
+
+def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
+    """Return the model's scores in GLUE and named-entity recognition, in the form of the Hub's model index.
+
+    Args:
+        records: Folders that evaluations wrote to.
+
+    Raises:
+        MissingInputError: The folders hold no scores of this model.
+        DataError: A record cannot be read.
+    """
+    from megatron_neobert.evaluation.encoders import fingerprint  # torch: seconds
+    from megatron_neobert.evaluation.report import find_runs
+
+    kinds = {"glue": "text-classification", "ner": "token-classification"}
+    own = fingerprint(model)
+    runs = [run for run in find_runs(records) if run.kind in kinds and run.record["model"]["fingerprint"] == own]
+    if not runs:
+        raise MissingInputError(
+            f"--results {' '.join(map(str, records))}: no record of GLUE or named-entity recognition is of {model} "
+            f"(fingerprint {own}); evaluate this folder."
+        )
+    try:
+        return [
+            EvalResult(
+                task_type=kinds[run.kind],
+                dataset_type="nyu-mll/glue" if run.kind == "glue" else task,
+                dataset_name=f"GLUE {task}" if run.kind == "glue" else task,
+                dataset_config=task if run.kind == "glue" else None,
+                metric_type=metric,
+                metric_value=value["mean"],
+            )
+            for run in runs
+            for task, result in run.results["tasks"].items()
+            for metric, value in result["metrics"].items()
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        paths = ", ".join(str(run.path) for run in runs)
+        raise DataError(f"{paths}: results are not of this version ({short_reason(error)}); measure again.") from error
 
 
 def read_declared(folder: Path) -> dict[str, str]:

@@ -16,12 +16,13 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from saved_model import MODEL, SHAPE, WORDS, build_reference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from checkpoint_conversion.card import MARKER, NO_MODEL_ID, Declared, write_model_card
+from checkpoint_conversion.card import MARKER, NO_MODEL_ID, Declared, read_results, write_model_card
 from checkpoint_conversion.config_json import FolderSpec
 from checkpoint_conversion.export import write_folder, write_sentence_transformers_files
 from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
+from megatron_neobert.evaluation.encoders import fingerprint
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
 FIGURES = {
@@ -216,6 +217,33 @@ def test_front_matter_that_the_user_added_stays(copy):
     assert data["thumbnail"] == "picture.png"
     assert data["tags"] == ["neobert", "encoder", "biology"]
     assert ModelCard.load(folder / "README.md").data.eval_results == [result]
+
+
+def write_glue_record(folder: Path, *, model: str, accuracy: float) -> Path:
+    """A record of the GLUE evaluation with one task."""
+    folder.mkdir(exist_ok=True)
+    metrics = {"accuracy": {"mean": accuracy, "sd": 0.01}}
+    record = {
+        "kind": "glue",
+        "model": {"name": "model", "fingerprint": model},
+        **{"command": "", "settings": {}, "machine": "", "versions": {}},
+        "results": {"tasks": {"sst2": {"metrics": metrics}}},
+    }
+    (folder / "glue.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_scores_in_records_of_this_model_reach_the_model_index_and_replace_older_ones(copy, tmp_path):
+    folder = copy()
+    for accuracy in (0.875, 0.9375):
+        records = write_glue_record(tmp_path / "results", model=fingerprint(folder), accuracy=accuracy)
+        write_model_card(folder, results=read_results([records], folder))
+    (result,) = ModelCard.load(folder / "README.md").data.eval_results
+    assert (result.dataset_name, result.dataset_config, result.metric_type) == ("GLUE sst2", "sst2", "accuracy")
+    assert result.metric_value == 0.9375
+    write_glue_record(tmp_path / "results", model="0" * 12, accuracy=0.5)
+    with pytest.raises(MissingInputError, match="no record of GLUE or named-entity recognition is of"):
+        read_results([tmp_path / "results"], folder)
 
 
 @pytest.mark.parametrize(
