@@ -66,6 +66,7 @@ _NOW_IGNORED = {
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_per_virtual_pipeline_stage",
+    "object_storage_cache_gb",
     "overlap_param_gather",
     "probe_data_path",
     "profile_step_end",
@@ -280,7 +281,7 @@ def _is_of_earlier_version(name: str, value: Any) -> bool:
 def _load_yaml(text: bytes | str) -> Any:
     try:
         content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        return yaml.load(content, Loader=_UniqueKeyLoader)  # a SafeLoader
+        return yaml.load(content, Loader=_UniqueKeyLoader)  # noqa: S506  a SafeLoader
     except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
         raise ConfigError(_one_line(yaml_reason(error)) or type(error).__name__) from error
 

@@ -64,7 +64,6 @@ _NOT_LOGGED = {
     "distributed_timeout_minutes",
     "num_workers",
     "object_storage_cache_path",
-    "object_storage_cache_gb",
     "dataloader_type",
 }
 

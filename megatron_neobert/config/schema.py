@@ -176,7 +176,6 @@ class DataConfig:
         choices=("all_mask", "bert"),
     )
     object_storage_cache_path: str | None = path_setting(None, "local folder that URLs in --data-path are read through")
-    object_storage_cache_gb: int = setting(100, "most GB in that folder, indexes not counted", minimum=1)
     dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
     num_workers: int = setting(1, "data loader processes; 0 prepares batches in the training process", minimum=0)
 

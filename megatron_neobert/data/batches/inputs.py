@@ -16,7 +16,7 @@ from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.selection import KeptDocuments
-from megatron_neobert.data.shards.reading import is_url
+from megatron_neobert.data.inputs.stream import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 
@@ -49,8 +49,7 @@ def open_inputs(data: DataConfig) -> Inputs:
         DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left.
     """
     components = parse_data_path(data.data_path)
-    folder, limit_bytes = Path(data.object_storage_cache_path or ""), data.object_storage_cache_gb * 10**9
-    storage = ObjectStorage(folder, limit_bytes=limit_bytes)
+    storage = ObjectStorage(Path(data.object_storage_cache_path or ""))
     tokenizer = load_tokenizer(Path(data.tokenizer_model or ""), data.tokenizer_type)
 
     @cache
