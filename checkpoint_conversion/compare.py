@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, L
 
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import read_model_config
-from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, shape_of, to_internal, without_padding
+from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, ModelShape, to_internal, without_padding
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import LONGEST_REASON, ConversionError
 from megatron_neobert.huggingface.auto_classes import loading
@@ -350,9 +350,8 @@ def _to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> Log
 
     def weights() -> dict[str, Tensor]:
         assert settings is not None, layout
-        return to_internal(
-            model.state_dict() | decoder, shape_of(settings, vocab_size=config.vocab_size), TABLES[layout]
-        )
+        shape = ModelShape(settings, config.vocab_size, config.vocab_size)
+        return to_internal(model.state_dict() | decoder, shape, TABLES[layout])
 
     is_known = settings is not None
     return LogitModel(

@@ -69,9 +69,8 @@ class FolderConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderSpec:
-    """Settings and tokenizer that a folder is written from."""
+    """Model and tokenizer that a folder is written from."""
 
-    model: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
     dtype: torch.dtype = torch.float32
@@ -115,7 +114,7 @@ def _llama_config(spec: FolderSpec) -> dict[str, Any]:
         "model_type": "llama",
         "is_causal": False,
         "use_bidirectional_attention": True,
-        "rope_theta": float(spec.model.rotary_base),
+        "rope_theta": float(spec.shape.model.rotary_base),
         **_llama_like_fields(spec),
         "mlp_bias": False,
         "use_cache": False,
@@ -133,22 +132,22 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
     """
     from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # transformers: seconds
 
-    model, shape, tokenizer = spec.model, spec.shape, spec.tokenizer
-    if shape.ffn_hidden_size % 8:
+    model, tokenizer = spec.shape.model, spec.tokenizer
+    if model.ffn_width % 8:
         raise ConversionError(
-            f"--ffn-hidden-size {shape.ffn_hidden_size} is not a multiple of 8, as every width in the neobert layout "
+            f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, as every width in the neobert layout "
             "is; use --format eurobert."
         )
     return {
         "architectures": ["NeoBERTForMaskedLM"],
         "auto_map": AUTO_MAP,
         "model_type": "neobert",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "dim_head": shape.hidden_size // shape.num_attention_heads,
-        "intermediate_size": shape.ffn_hidden_size * 3 // 2,  # whose two thirds are the width, as readers expect
+        "vocab_size": spec.shape.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "dim_head": model.hidden_size // model.num_attention_heads,
+        "intermediate_size": model.ffn_width * 3 // 2,  # whose two thirds are the width, as readers expect
         "max_position_embeddings": model.max_position_embeddings,
         "max_length": model.max_position_embeddings,
         "norm_eps": model.norm_epsilon,
@@ -169,17 +168,17 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
 
 
 def _llama_like_fields(spec: FolderSpec) -> dict[str, Any]:
-    model, shape, tokenizer = spec.model, spec.shape, spec.tokenizer
+    model, tokenizer = spec.shape.model, spec.tokenizer
     theta = float(model.rotary_base)
     return {
         "dtype": spec.dtype_name,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_attention_heads,
-        "head_dim": shape.hidden_size // shape.num_attention_heads,
+        "vocab_size": spec.shape.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_width,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_attention_heads,
+        "head_dim": model.hidden_size // model.num_attention_heads,
         "hidden_act": "silu",
         "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": _INIT_RANGE,

@@ -24,7 +24,7 @@ from torch import Tensor
 from checkpoint_conversion.card import read_declared
 from checkpoint_conversion.checkpoint import model_shape, read_checkpoint, write_checkpoint
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
-from checkpoint_conversion.mapping import HEAD_FOLDER, STRIP_PADDING, TABLES, published_shapes, shape_of, to_internal
+from checkpoint_conversion.mapping import HEAD_FOLDER, STRIP_PADDING, TABLES, ModelShape, published_shapes, to_internal
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
@@ -167,7 +167,8 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
             f"{folder}: config.json has num_hidden_layers {config.model.num_layers:,}, but the files hold "
             f"{len(stored):,} tensors, fewer than layers; fetch the folder again."
         )
-    shapes = published_shapes(TABLES[config.layout], shape_of(config.model, vocab_size=config.vocab_size))
+    shape = ModelShape(config.model, config.vocab_size, config.vocab_size)
+    shapes = published_shapes(TABLES[config.layout], shape)
     tensors, notes = _match_names(folder, stored, shapes)
     embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
     tied = [decoder] if config.tied and decoder not in tensors else []

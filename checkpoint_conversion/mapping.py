@@ -32,35 +32,20 @@ LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its la
 # --- sizes and rules
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide every tensor's shape."""
+    """A model and its vocabulary, which decide every tensor's shape."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
+    model: ModelConfig
     vocab_size: int
     padded_vocab_size: int  # rows that Megatron allocates, a multiple of 128 x tensor-parallel ranks
 
     def resolve(self, letters: str) -> tuple[int, ...]:
         """Return the sizes behind the letters of a table: `"3h h"` is (3 hidden, hidden)."""
-        hidden, width = self.hidden_size, self.ffn_hidden_size
+        hidden, width = self.model.hidden_size, self.model.ffn_width
         sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
         sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
         return tuple(sizes[letter] for letter in letters.split())
-
-
-def shape_of(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int | None = None) -> ModelShape:
-    """Return the sizes of a model of `vocab_size` tokens; without `padded_vocab_size` no rows pad the vocabulary."""
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.ffn_width,
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size if padded_vocab_size is None else padded_vocab_size,
-    )
 
 
 class Rule(NamedTuple):
@@ -72,27 +57,27 @@ class Rule(NamedTuple):
 
 def _pair_adjacent(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
     """Move channels j and j + d/2 of every query and key head to channels 2j and 2j + 1; values stay."""
-    heads = qkv.reshape(shape.num_attention_heads, 3, 2, -1, shape.hidden_size)
+    heads = qkv.reshape(shape.model.num_attention_heads, 3, 2, -1, shape.model.hidden_size)
     query_key = heads[:, :2].transpose(2, 3).reshape(heads[:, :2].shape)
     return [torch.cat((query_key, heads[:, 2:]), dim=1).view_as(qkv)]
 
 
 def _pair_halves(parts: list[Tensor], shape: ModelShape) -> Tensor:
     """Reverse `_pair_adjacent`."""
-    heads = parts[0].reshape(shape.num_attention_heads, 3, -1, 2, shape.hidden_size)
+    heads = parts[0].reshape(shape.model.num_attention_heads, 3, -1, 2, shape.model.hidden_size)
     query_key = heads[:, :2].transpose(2, 3).flatten(2, 3)
     return torch.cat((query_key, heads[:, 2:].flatten(2, 3)), dim=1).view_as(parts[0])
 
 
 def _split_heads(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
     """Split rows that are q, k, v within each head into one matrix each."""
-    heads = qkv.reshape(shape.num_attention_heads, 3, -1, shape.hidden_size)
-    return [part.reshape(shape.hidden_size, shape.hidden_size) for part in heads.unbind(1)]
+    heads = qkv.reshape(shape.model.num_attention_heads, 3, -1, shape.model.hidden_size)
+    return [part.reshape(shape.model.hidden_size, shape.model.hidden_size) for part in heads.unbind(1)]
 
 
 def _join_heads(parts: list[Tensor], shape: ModelShape) -> Tensor:
-    heads = [part.reshape(shape.num_attention_heads, -1, shape.hidden_size) for part in parts]
-    return torch.stack(heads, dim=1).reshape(-1, shape.hidden_size)
+    heads = [part.reshape(shape.model.num_attention_heads, -1, shape.model.hidden_size) for part in parts]
+    return torch.stack(heads, dim=1).reshape(-1, shape.model.hidden_size)
 
 
 def _pad_vocabulary(parts: list[Tensor], shape: ModelShape) -> Tensor:
@@ -193,7 +178,7 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
         ConversionError: A tensor is missing, unknown, of another shape or not finite, or the rows that pad the
             vocabulary are not zero.
     """
-    entries = expand_table(table, shape.num_layers)
+    entries = expand_table(table, shape.model.num_layers)
     _check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
     published: dict[str, Tensor] = {}
     for entry in entries:
@@ -219,7 +204,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
     Raises:
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
     """
-    entries = expand_table(table, shape.num_layers)
+    entries = expand_table(table, shape.model.num_layers)
     _check_tensors(published, published_shapes(table, shape), remedy="fetch the weights again, or use others")
     internal: dict[str, Tensor] = {}
     for entry in entries:
@@ -236,7 +221,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
 def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the name and the shape of every tensor of a folder in this layout."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for entry in expand_table(table, shape.num_layers):
+    for entry in expand_table(table, shape.model.num_layers):
         resolved = shape.resolve(entry.published_shape)
         shapes |= dict.fromkeys(entry.published, resolved) | dict.fromkeys(entry.zero_biases, resolved[:1])
     return shapes
