@@ -82,47 +82,66 @@ class FolderSpec:
 
 
 def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
-    """The fields of config.json.
+    """Return the fields of config.json.
+
+    EuroBERT's decoder has a bias only if its feed-forward layers have biases too, hence `mlp_bias`.
+
+    A Llama whose tokens all see each other has two keys, because each has readers that ignore the other: `is_causal` is
+    read by transformers >= 5.3 and by vLLM; `use_bidirectional_attention`, with a base of the rotary angles outside
+    `rope_parameters`, by Text Embeddings Inference, which otherwise computes causal attention.
+    Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
 
     Raises:
         ConversionError: The layout's fields cannot hold the model.
     """
-    return {"eurobert": _eurobert_config, "neobert": _neobert_config, "llama": _llama_config}[layout](spec)
-
-
-def _eurobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """EuroBERT's decoder has a bias only if its feed-forward layers have biases too, hence `mlp_bias`."""
-    return {
-        "architectures": ["EuroBertForMaskedLM"],
-        "model_type": "eurobert",
-        **_llama_like_fields(spec),
-        "mlp_bias": True,
-        "mask_token_id": spec.tokenizer.mask_id,
-        "classifier_pooling": "bos",
+    if layout == "neobert":
+        return neobert_config(spec)
+    model, tokenizer = spec.shape.model, spec.tokenizer
+    theta = float(model.rotary_base)
+    shared = {
+        "dtype": spec.dtype_name,
+        "vocab_size": spec.shape.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_width,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_attention_heads,
+        "head_dim": model.hidden_size // model.num_attention_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "initializer_range": _INIT_RANGE,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_id,
+        "bos_token_id": tokenizer.cls_id,
+        "eos_token_id": tokenizer.sep_id,
     }
-
-
-def _llama_config(spec: FolderSpec) -> dict[str, Any]:
-    """A Llama whose tokens all see each other: each key below has readers that ignore the other.
-
-    `is_causal` is read by transformers >= 5.3 and by vLLM; `use_bidirectional_attention`, with a base of the rotary
-    angles outside `rope_parameters`, by Text Embeddings Inference, which otherwise computes causal attention.
-    Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
-    """
+    if layout == "eurobert":
+        return {
+            "architectures": ["EuroBertForMaskedLM"],
+            "model_type": "eurobert",
+            **shared,
+            "mlp_bias": True,
+            "mask_token_id": tokenizer.mask_id,
+            "classifier_pooling": "bos",
+        }
     return {
         "architectures": ["LlamaModel"],
         "model_type": "llama",
         "is_causal": False,
         "use_bidirectional_attention": True,
-        "rope_theta": float(spec.shape.model.rotary_base),
-        **_llama_like_fields(spec),
+        "rope_theta": theta,
+        **shared,
         "mlp_bias": False,
         "use_cache": False,
     }
 
 
-def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """The published fields, and `max_position_embeddings` beside `max_length`.
+def neobert_config(spec: FolderSpec) -> dict[str, Any]:
+    """Return the published fields, and `max_position_embeddings` beside `max_length`.
 
     The published class takes its longest input from the latter alone, 1,024 tokens without it; transformers 5 saves
     only the former, because it takes the other for a setting of text generation.
@@ -164,32 +183,6 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
         "sep_token_id": tokenizer.sep_id,
         "mask_token_id": tokenizer.mask_id,
         "torch_dtype": spec.dtype_name,  # transformers 4.48 knows no other name
-    }
-
-
-def _llama_like_fields(spec: FolderSpec) -> dict[str, Any]:
-    model, tokenizer = spec.shape.model, spec.tokenizer
-    theta = float(model.rotary_base)
-    return {
-        "dtype": spec.dtype_name,
-        "vocab_size": spec.shape.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_width,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_attention_heads,
-        "head_dim": model.hidden_size // model.num_attention_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        "initializer_range": _INIT_RANGE,
-        "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "pad_token_id": tokenizer.pad_id,
-        "bos_token_id": tokenizer.cls_id,
-        "eos_token_id": tokenizer.sep_id,
     }
 
 
@@ -256,7 +249,7 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
                 rule = f"max_position_embeddings is {quote(config[positions])}; remove the wrong one"
                 fields.demand("max_length", (config[positions],), rule)
             positions = "max_length"
-    rotary_base = _read_rotary_base(fields)
+    rotary_base = read_rotary_base(fields)
     if rotary_base is None and is_neobert:
         rotary_base = _NEOBERT_ROTARY_BASE
         notes.append(f"the rotary base is {rotary_base:,}, which NeoBERT's published code fixes; config.json has none")
@@ -286,7 +279,7 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
     )
 
 
-def _read_rotary_base(fields: _Fields) -> int | None:
+def read_rotary_base(fields: _Fields) -> int | None:
     """Return the base of unscaled rotary angles over whole heads, wherever a version of transformers writes it."""
     bases = {"rope_theta": fields.config.get("rope_theta")}
     plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}

@@ -88,7 +88,7 @@ def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer
             checks = verify(source, partial(load_logit_model, folder), stored=dtype, what="the exported model")
         if options.sentence_transformers:
             write_sentence_transformers_files(folder, options.layout, model, max_seq_length=length)
-        _write_report(checkpoint, folder, checks, options)
+        write_report(checkpoint, folder, checks, options)
         write_model_card(folder, declared)
     return checks
 
@@ -190,7 +190,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
     )
 
 
-def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", options: ExportOptions) -> None:
+def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", options: ExportOptions) -> None:
     """Record what the folder was made of and how it was checked."""
     compared: dict[str, Any] = {}
     if checks:  # read back from the written folder; a folder that differs is not written
