@@ -47,7 +47,7 @@ class Timing:
 
 def main() -> int:
     """Measures and prints one line per step, then the table."""
-    from megatron_neobert.config.flags import run_flags
+    from megatron_neobert.config.cli import run_flags
 
     parser = CommandParser(__doc__, also=run_flags())
     add = parser.add_argument

@@ -1,7 +1,8 @@
 """The console command `neobert`, also `python -m megatron_neobert`: one name for every command of this project.
 
-A command is known by one word or two and is the `main` of a module, which parses what follows. `neobert --help` imports
-none of them. Completion in a shell is argcomplete's: eval "$(register-python-argcomplete neobert)".
+A command has a name of one word or two and is a function of a module; `cli.py` makes its command line from the
+dataclass that the function takes. `neobert --help` imports none of these modules. Completion in a shell is
+argcomplete's: eval "$(register-python-argcomplete neobert)".
 """
 
 from __future__ import annotations  # `check environment` runs on older Pythons too
@@ -13,17 +14,27 @@ import sys
 from collections.abc import Sequence
 
 from megatron_neobert import __version__
+from megatron_neobert.cli import run_function
 from megatron_neobert.errors import ConfigError, run_command, suggestion
 
-OWN = "megatron_neobert.commands"
+OWN, DATA = "megatron_neobert.commands", "megatron_neobert.data"
 COMMANDS = {
     "Data": {
-        "sample-corpus": (f"{OWN}.make_sample_corpus", "a small real corpus: documentation of installed packages"),
-        "train-tokenizer": (f"{OWN}.train_tokenizer", "learn a WordPiece vocabulary"),
+        "sample-corpus": (
+            f"{OWN}.sample_corpus:write_sample_corpus",
+            "a small real corpus: documentation of installed packages",
+        ),
+        "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "learn a WordPiece vocabulary"),
         "preprocess": (f"{OWN}.preprocess_data", "raw shards to Megatron's .bin and .idx"),
-        "validate": (f"{OWN}.validate_data", "check a corpus, to the byte"),
-        "inspect data": (f"{OWN}.inspect_data", "what is in a corpus; documents as text and ids"),
-        "adopt": (f"{OWN}.adopt_corpus", "use a corpus that Megatron-LM wrote, in place"),
+        "validate": (f"{DATA}.corpus.inspection:validate", "check a corpus, to the byte"),
+        "inspect data": (
+            f"{DATA}.corpus.inspection:inspect_data",
+            "what is in a corpus; documents as text and ids",
+        ),
+        "adopt": (
+            f"{DATA}.corpus.adoption:adopt_corpora",
+            "use a corpus that Megatron-LM wrote, in place",
+        ),
         "find-duplicates": (f"{OWN}.find_duplicates", "near-duplicates of corpora, as a list to leave out"),
     },
     "Training": {
@@ -52,7 +63,10 @@ COMMANDS = {
         "report": (f"{OWN}.report", "all results on one page, beside the paper's numbers"),
     },
     "This machine": {
-        "check environment": (f"{OWN}.check_environment", "whether this machine can train, and what prevents it"),
+        "check environment": (
+            f"{OWN}.environment:check_environment",
+            "whether this machine can train, or why not",
+        ),
         "check parity": (f"{OWN}.check_parity", "reference and Megatron model with the same weights"),
     },
 }
@@ -86,10 +100,19 @@ def find_command(words: Sequence[str]) -> str | None:
 
 
 def run(name: str, words: Sequence[str]) -> int | None:
-    """Calls the function that a command is, with these words as its command line."""
-    module, _, function = PLACES[name].partition(":")
+    """Call the function of a command with these words as its command line, and return the exit code."""
+    module, _, function_name = PLACES[name].partition(":")
     sys.argv = [f"neobert {name}", *words]
-    return getattr(importlib.import_module(module), function or "main")()
+    function = getattr(importlib.import_module(module), function_name or "main")
+    if not function.__code__.co_argcount:
+        return function()
+    return run_function(function, words, prog=sys.argv[0], run_flags=_run_flags)
+
+
+def _run_flags() -> list[str]:
+    from megatron_neobert.config.cli import run_flags
+
+    return run_flags()
 
 
 def _overview(typed: Sequence[str]) -> str:

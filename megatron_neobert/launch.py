@@ -18,8 +18,9 @@ from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import check_folders, has_stop_file
 from megatron_neobert.checkpoint.start import refuse_full_disk, refuse_unfit_start
+from megatron_neobert.cli import flag_of
 from megatron_neobert.config.cli import parse_command_line
-from megatron_neobert.config.schema import CheckpointConfig, flag_of
+from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError, run_command
 from megatron_neobert.runtime import signals

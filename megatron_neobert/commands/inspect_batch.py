@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
-    from megatron_neobert.config.flags import run_flags
+    from megatron_neobert.config.cli import run_flags
 
     doc = __doc__ or ""
     parser = CommandParser(__doc__, also=run_flags(), epilog=" ".join(doc.split("\n\n")[-1].split()))

@@ -23,7 +23,7 @@ from megatron_neobert.runtime.environment import is_rank_zero, world_size
 
 def main() -> None:
     """Replays the batch; rank 0 prints what is found."""
-    from megatron_neobert.config.flags import run_flags
+    from megatron_neobert.config.cli import run_flags
 
     parser = CommandParser(__doc__, also=run_flags())
     add = parser.add_argument

@@ -1,30 +1,56 @@
-"""The settings as the user types them: Megatron-spelled flags, a YAML file, and the record saved with a run.
+"""The settings of a run as the user types them: flags, a YAML file, and the record saved with a run.
 
 A field of `schema.py` is declared once; its flag, its help line, its place in the YAML file and its type check all
 follow from the dataclass. Order of precedence: default < file < flag. All problems are reported together.
 """
 
-import reprlib
+import argparse
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 import yaml
 
+from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, typed_fields
 from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.flags import PHASES, SECTIONS, TEXTS, build_parser, flag_meant, plain_type
 from megatron_neobert.config.phases import PHASE_SETTINGS, Phase
 from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
-from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
+from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.config.stretches import stretches
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, suggestion, yaml_reason
 
+SECTIONS = {name: cast(type, section) for name, section in get_type_hints(Settings).items()}
 _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
+FIRST = (
+    *("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size"),
+    *("data_path", "tokenizer_model", "seq_length", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters"),
+    *("micro_batch_size", "global_batch_size", "train_iters", "bf16"),
+    *("save", "load", "continue_from", "save_interval", "log_interval"),
+)
+# What transformers' TrainingArguments and example scripts call the same.
+_OF_TRANSFORMERS = {
+    "learning_rate": "--lr",
+    "lr_scheduler_type": "--lr-decay-style",
+    "max_grad_norm": "--clip-grad",
+    "max_steps": "--train-iters",
+    "num_train_epochs": "--train-iters",
+    "num_epochs": "--train-iters",
+    "epochs": "--train-iters",
+    "warmup_steps": "--lr-warmup-iters",
+    "per_device_train_batch_size": "--micro-batch-size",
+    "gradient_accumulation_steps": "--global-batch-size",
+    "max_seq_length": "--seq-length",
+    "mlm_probability": "--mask-prob",
+    "output_dir": "--save",
+    "resume_from_checkpoint": "--load",
+    "save_steps": "--save-interval",
+    "eval_steps": "--eval-interval",
+    "logging_steps": "--log-interval",
+}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
 _MOST_PHASES = 100  # each is checked and planned as a run of its own
-_LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
 # Settings of earlier versions that the record of a run may still hold. Some changed what a run computes; their value is
 # fixed now. The others may be different when a run resumes, so their value does not matter.
 _NOW_FIXED = {"muon_momentum": 0.95, "loss_spike_window": 128}
@@ -54,21 +80,6 @@ _NOW_IGNORED = {
 }
 
 
-class _Excerpt(reprlib.Repr):
-    """A few words of a value for a message: YAML's aliases can make a page of text exponentially long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 2, 80, 80
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Python itself refuses to write more than 4,300 digits."""
-        return repr(x) if abs(x) < 10**40 else f"a number of {x.bit_length()} bits"
-
-
-_shown = _Excerpt()
-
-
 @dataclass(frozen=True)
 class Command:
     """What the command line asks for."""
@@ -84,22 +95,11 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
         ConfigError: With every problem found, in the file, the flags and their combination.
         MissingInputError: The file does not exist, or several inputs of a dry run do not.
     """
-    parsed, unknown = build_parser().parse_known_args(arguments)
-    problems = []
-    for before, word in zip(["", *unknown], unknown, strict=False):
-        if word.startswith("-"):
-            flag = _one_line(word.split("=", 1)[0])
-            problems.append(f"unknown flag {flag}{flag_meant(flag)}")
-        elif not before.startswith("-"):  # what stands right after an unknown flag is that flag's value
-            problems.append(
-                f"{_shown.repr(word)} is not the value of any flag; check the spelling before it, and quote a value "
-                "that has a space."
-            )
-    given = {name: value for name, value in vars(parsed).items() if name in _SECTION_OF}
-
+    given, problems = build_parser().parse_all(arguments)
+    config, is_dry_run = given.pop("config", None), given.pop("dry_run", False)
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    if parsed.config is not None:
-        problems += _merge_file(find_config(parsed.config), values)
+    if config is not None:
+        problems += _merge_file(find_config(config), values)
     for name, text in given.items():
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
     settings = _build(values)
@@ -107,9 +107,39 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     if problems:
         raise ConfigError(problems + _missing_inputs(settings))
     # A single missing one is named when it is opened; of several only the first would be.
-    if parsed.dry_run and len(missing := _missing_inputs(settings)) > 1:
+    if is_dry_run and len(missing := _missing_inputs(settings)) > 1:
         raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
-    return Command(settings=settings, dry_run=parsed.dry_run)
+    return Command(settings=settings, dry_run=is_dry_run)
+
+
+def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
+    """Return a parser that knows every flag; its help shows those of the settings that are named."""
+    parser = Parser(
+        "Pre-trains a NeoBERT encoder. Precedence: defaults < --config FILE < flags.",
+        prog="neobert train",
+        usage="%(prog)s [--config FILE] [--SETTING VALUE ...]",
+        argument_default=argparse.SUPPRESS,
+        epilog="" if shown != FIRST else f"{len(FIRST)} of {len(_SECTION_OF)} settings; --help-all shows every one.",
+        foreign=_OF_TRANSFORMERS,
+    )
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="every setting, and exit")
+    config_help = "YAML file with sections as below, or a recipe, such as tiny"
+    config = parser.add_argument("--config", metavar="FILE", help=config_help)
+    setattr(config, "completer", lambda **_: recipes())  # noqa: B010  argcomplete's attribute
+    parser.add_argument("--dry-run", action="store_true", help="check, print what would run, and stop")
+    add_flags(parser, Settings, shown=shown.__contains__, negatable=True)
+    return parser
+
+
+def run_flags() -> list[str]:
+    """Return every flag of a run."""
+    return build_parser().all_flags()
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        build_parser(shown=tuple(_SECTION_OF)).print_help()
+        parser.exit()
 
 
 def _missing_inputs(settings: Settings) -> list[str]:
@@ -231,13 +261,13 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: boo
             name = _name_of(section)
             problems.append(f"{path}: unknown section {name}{suggestion(name, list(SECTIONS))}")
         elif entries is not None and not isinstance(entries, dict):
-            problems.append(f"{path}: section {section} holds {_shown.repr(entries)}; expected 'name: value' lines.")
+            problems.append(f"{path}: section {section} holds {excerpt(entries)}; expected 'name: value' lines.")
         else:
             for key, value in (entries or {}).items():
                 name = _name_of(key)
                 source = f"{path}: {section}.{name}"
                 if is_record and name in _NOW_FIXED and value != _NOW_FIXED[name]:
-                    problems.append(f"{source} was {_shown.repr(value)}, and is always {_NOW_FIXED[name]} now.")
+                    problems.append(f"{source} was {excerpt(value)}, and is always {_NOW_FIXED[name]} now.")
                 elif not (is_record and _is_of_earlier_version(name, value)):
                     problems += _assign(values, section, name, value, source=source)
     return problems
@@ -258,7 +288,7 @@ def _load_yaml(text: bytes | str) -> Any:
 
 def _name_of(key: Any) -> str:
     """A key as it stands in a message; a text that could be a name as it is."""
-    return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else _shown.repr(key)
+    return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else excerpt(key)
 
 
 def _one_line(text: str) -> str:
@@ -267,27 +297,16 @@ def _one_line(text: str) -> str:
 
 
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
-    """Puts one value, converted to its field's type, into `values`; returns what is wrong with it."""
-    types_of_section = {item.name: item.type for item in fields(SECTIONS[section])}
-    if name not in types_of_section:
+    """Put one value, converted to its field's type, into `values`; return what is wrong with it."""
+    known = {item.name: (item, wanted) for item, wanted in typed_fields(SECTIONS[section])}
+    if name not in known:
         home = _SECTION_OF.get(name)
-        hint = f"; it belongs to section {home!r}." if home else suggestion(name, list(types_of_section))
+        hint = f"; it belongs to section {home!r}." if home else suggestion(name, list(known))
         return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
-    if types_of_section[name] == PHASES:
+    if name == "phases":
         values[section][name], problems = _read_phases(value, source=source)
         return problems
-    return _assign_to(values[section], name, value, types_of_section[name], source=source)
-
-
-def _assign_to(values: dict[str, Any], name: str, value: Any, wanted: Any, *, source: str) -> list[str]:
-    try:
-        converted = _convert(value, wanted)
-    except (ValueError, TypeError, OverflowError):
-        return [f"{source} {_shown.repr(value)} is not {_type_words(wanted)}."]
-    if isinstance(converted, int) and abs(converted) > _LARGEST_NUMBER:
-        return [f"{source} {_shown.repr(converted)} is beyond {_LARGEST_NUMBER}; whole numbers take 64 bits at most."]
-    values[name] = converted
-    return []
+    return assign(values[section], *known[name], value, source=source)
 
 
 def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[str]]:
@@ -296,27 +315,25 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
         try:
             value = _load_yaml(value)
         except ConfigError as error:
-            return (), [f"{source} {_shown.repr(value)} is not YAML: {' '.join(error.problems)}"]
+            return (), [f"{source} {excerpt(value)} is not YAML: {' '.join(error.problems)}"]
     entries = [] if value is None else value
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and "after_iters" in entry for entry in entries
     ):
         return (), [
-            f"{source} {_shown.repr(value)} is not a list of settings with the iterations that come before each, such "
+            f"{source} {excerpt(value)} is not a list of settings with the iterations that come before each, such "
             "as [{after_iters: 1000, mask_prob: 0.15}]."
         ]
     if len(entries) > _MOST_PHASES:
         return (), [f"{source} holds {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
-    types_of_phase = {item.name: item.type for item in fields(Phase)}
+    known = {item.name: (item, wanted) for item, wanted in typed_fields(Phase)}
     phases, problems = [], []
     for number, entry in enumerate(entries, start=1):
         given: dict[str, Any] = {}
         for key, own in entry.items():
             name = _name_of(key)
-            if name in types_of_phase:
-                problems += _assign_to(
-                    given, name, own, types_of_phase[name], source=f"{source}: phase {number}: {name}"
-                )
+            if name in known:
+                problems += assign(given, *known[name], own, source=f"{source}: phase {number}: {name}")
             elif name in _SECTION_OF:
                 allowed = ", ".join(PHASE_SETTINGS)
                 problems.append(
@@ -332,55 +349,3 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
 
 def _build(values: dict[str, dict[str, Any]]) -> Settings:
     return Settings(**{name: config(**values[name]) for name, config in SECTIONS.items()})
-
-
-# --- types ---
-
-
-def _convert(value: Any, wanted: Any) -> Any:
-    """A flag's text or a YAML value as the type of its field; ValueError if it is something else.
-
-    YAML 1.1 reads `1e-4` as text, so text is parsed by the field's type and not by YAML's guess.
-    """
-    plain, optional = plain_type(wanted)
-    if value is None or (optional and isinstance(value, str) and value.lower() in ("none", "null")):
-        if optional:
-            return None
-        raise ValueError(value)
-    if plain is bool:
-        if isinstance(value, bool):
-            return value
-        raise ValueError(value)
-    if isinstance(value, bool):  # True is an int to Python and a mistake to the user
-        raise ValueError(value)
-    if plain == TEXTS:
-        return tuple(_convert(entry, str) for entry in (value if isinstance(value, list) else [value]))
-    if plain in (int, float) and isinstance(value, str) and not value.isascii():  # int() reads the digits of any script
-        raise ValueError(value)
-    if plain is int:
-        is_written_whole = isinstance(value, str) and value.strip().lstrip("+-").isdigit()
-        number = int(value) if is_written_whole or isinstance(value, int) else float(value)
-        if number != int(number):
-            raise ValueError(value)
-        return int(number)
-    if plain is float and isinstance(value, (int, float, str)):
-        return float(value)
-    if plain is str and isinstance(value, (str, int, float)):
-        text = str(value)
-        # An empty path would be the current folder; the others are the end of what Linux allows, and of a line.
-        if not text.strip() or len(text.encode()) >= 4096 or set(text) & set("\0\n\r"):
-            raise ValueError(value)
-        return text
-    raise ValueError(value)
-
-
-def _type_words(wanted: Any) -> str:
-    plain, optional = plain_type(wanted)
-    words = {
-        int: "a whole number",
-        float: "a number",
-        str: "a text in UTF-8 that a file could be called",
-        bool: "true or false",
-        TEXTS: "a text or a list of texts in UTF-8 that files could be called",
-    }[plain]
-    return words + (" or null" if optional else "")

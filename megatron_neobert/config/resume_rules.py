@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.cli import flag_of
 from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.schema import Settings, flag_of
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.errors import CheckpointError, ConfigError
 

@@ -3,20 +3,15 @@
 Standard library only. Each message names the values, the rule and the remedy.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
+from megatron_neobert.cli import flag_of, typed_fields, value_problem
 from megatron_neobert.config.compute_rules import FP8_TOKENS, compute_problems
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.resume_rules import ALLOWABLE
-from megatron_neobert.config.schema import (
-    DataConfig,
-    ModelConfig,
-    Settings,
-    flag_of,
-)
+from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings
 from megatron_neobert.config.stretches import stretches
 from megatron_neobert.errors import ConfigError
 
@@ -89,16 +84,13 @@ def find_record_problems(settings: Settings) -> list[str]:
 
 
 def value_problems(settings: Settings) -> Iterator[str]:
+    """Yield what is wrong with each value alone."""
     for section in fields(settings):
         config = getattr(settings, section.name)
-        for item in fields(config):
-            value, rules = getattr(config, item.name), item.metadata
-            if rules["choices"] and value is not None and value not in rules["choices"]:
-                yield (f"{flag_of(item.name)} {value} is not one of {', '.join(rules['choices'])}.")
-            if rules["minimum"] is not None and value is not None and not value >= rules["minimum"]:  # NaN fails too
-                yield (f"{flag_of(item.name)} {value} is below {rules['minimum']}, its smallest legal value.")
-            elif value == math.inf:
-                yield (f"{flag_of(item.name)} {value} is infinite; give a finite value.")
+        for item, wanted in typed_fields(type(config)):
+            value = getattr(config, item.name)
+            if problem := value_problem(item, wanted, value, source=flag_of(item.name)):
+                yield problem
 
 
 def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.cli import option as setting
 from megatron_neobert.config.phases import Phase
 
 # Megatron's names for what a tokenizer file can be; "auto" goes by its content.
@@ -22,14 +23,9 @@ TOKENIZER_TYPES = (
 )
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:
-    """A field with its help text and, where one value alone can be judged, its legal values."""
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
-
-
 def path_setting(default: Any, help: str) -> Any:
     """Return a field for files or folders of the user's machines, which published reports leave out."""
-    return field(default=default, metadata={"help": help, "choices": None, "minimum": None, "is_path": True})
+    return setting(default, help, is_path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +171,7 @@ class DataConfig:
     mask_prob: float = setting(0.2, "masking rate: share of the tokens that is predicted")
     mask_replacement: str = setting(
         "all_mask",
-        "mask replacement: always [MASK], or BERT's 80 %% [MASK], 10 %% random, 10 %% unchanged",
+        "mask replacement: always [MASK], or BERT's 80 % [MASK], 10 % random, 10 % unchanged",
         choices=("all_mask", "bert"),
     )
     object_storage_cache_path: str | None = path_setting(None, "local folder that URLs in --data-path are read through")
@@ -211,7 +207,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = setting(2000, "warm-up iterations, linear from 0", minimum=0)
     lr_decay_iters: int | None = setting(
         None,
-        "decay iterations: where --min-lr is reached; default 90 %% of --train-iters, for WSD, inverse-square-root all",
+        "decay iterations: where --min-lr is reached; default 90 % of --train-iters, for WSD, inverse-square-root all",
         minimum=1,
     )
     lr_wsd_decay_style: str = setting(
@@ -360,8 +356,3 @@ class Settings:
     def with_section(self, name: str, **changes: Any) -> "Settings":
         """A copy in which some fields of one section differ."""
         return replace(self, **{name: replace(getattr(self, name), **changes)})
-
-
-def flag_of(name: str) -> str:
-    """`global_batch_size` as the user types it."""
-    return "--" + name.replace("_", "-")

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_neobert.checkpoint.start import first_iteration
-from megatron_neobert.config.schema import Settings, flag_of
+from megatron_neobert.cli import flag_of
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT

@@ -12,9 +12,10 @@ from bad_inputs.refusals import bounded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_neobert.cli import flag_of
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
 from megatron_neobert.config.data_path import parse_data_path, whole_weights
-from megatron_neobert.config.schema import Settings, flag_of
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.errors import ConfigError, MissingInputError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config import flags
-from megatron_neobert.config.schema import flag_of
+from megatron_neobert.cli import flag_of, plain_type
+from megatron_neobert.config import cli
 
 # Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
 MEGATRON_NAMES = dict.fromkeys(
@@ -39,7 +39,7 @@ START = "<!-- written by tests/repo/test_settings_page.py -->\n"
 def render() -> str:
     """A table for each section, in the order of --help-all."""
     parts = []
-    for section, config in flags.SECTIONS.items():
+    for section, config in cli.SECTIONS.items():
         subject = (config.__doc__ or "").partition("\n")[0]
         rows = ["| flag | in Megatron-LM | default | values | what it changes |", "| --- | --- | --- | --- | --- |"]
         for item in fields(config):
@@ -51,7 +51,7 @@ def render() -> str:
                 f"`{theirs}`" if theirs.startswith("--") else theirs,
                 shown,
                 values_of(item),
-                item.metadata["help"].replace("%%", "%"),  # as argparse wants it
+                item.metadata["help"],
             )
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append(f"\n## {section}\n\n{subject}\n\n" + "\n".join(rows) + "\n")
@@ -59,13 +59,13 @@ def render() -> str:
 
 
 def values_of(item) -> str:
-    plain, _ = flags.plain_type(item.type)
+    plain, _ = plain_type(item.type)
     if plain is bool:
         return f"`--no-{flag_of(item.name)[2:]}` switches it off" if item.default else "given or not"
     if choices := item.metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in choices)
-    words = {int: "whole number", float: "number"}.get(plain, "YAML" if plain is flags.PHASES else "text")
-    words += "s, one or more" if plain == flags.TEXTS else ""
+    words = {int: "whole number", float: "number"}.get(plain, "YAML" if item.name == "phases" else "text")
+    words += "s, one or more" if plain == tuple[str, ...] else ""
     minimum = item.metadata["minimum"]
     return words if minimum is None else f"{words} from {minimum:g}"
 
@@ -81,7 +81,7 @@ def test_settings_page_is_what_the_code_says():
 
 
 def test_every_flag_of_a_run_stands_on_the_page():
-    missing = [flag for flag in flags.run_flags() if flag not in PAGE.read_text(encoding="utf-8")]
+    missing = [flag for flag in cli.run_flags() if flag not in PAGE.read_text(encoding="utf-8")]
     assert set(missing) <= {flag for flag in missing if flag.startswith("--no-")} | {"-h"}
 
 
@@ -90,6 +90,6 @@ def test_names_of_megatron_are_those_of_its_parser():
     parser = ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
     theirs = set(parser._option_string_actions)
-    names = {item.name for config in flags.SECTIONS.values() for item in fields(config)}
+    names = {item.name for config in cli.SECTIONS.values() for item in fields(config)}
     assert {name for name in names if flag_of(name) not in theirs} == set(MEGATRON_NAMES)
     assert set(MEGATRON_NAMES.values()) - {""} <= theirs

@@ -8,13 +8,14 @@ an index of whole documents and a manifest; end-of-document tokens stay in the .
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.format import (
     NO_TOKENS,
     CorpusFiles,
@@ -37,11 +38,42 @@ from megatron_neobert.data.corpus.volumes import (
     read_header,
     write_index,
 )
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import replacing, sha256_of
+from megatron_neobert.text import visible
 
 _CHUNK = 1 << 20  # documents handled at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptOptions:
+    """The command line of `neobert adopt`."""
+
+    prefixes: tuple[str, ...] = option(
+        help="path without .bin; finished corpora are passed over", positional=True, metavar="PREFIX"
+    )
+    tokenizer_model: str = option(help="tokenizer that they were written with", metavar="PATH")
+    tokenizer_type: str = option("auto", "type of the tokenizer, as in preprocessing")
+
+
+def adopt_corpora(options: AdoptOptions) -> None:
+    """Make corpora of .bin and .idx files that Megatron-LM has written, in place and without a copy.
+
+    Reads all of both files, the .bin once: sizes, index, every id against the vocabulary. Megatron's files stay as they
+    are.
+
+    Raises:
+        DataError, MissingInputError, OutputError: As `adopt` does.
+    """
+    tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
+    for prefix in options.prefixes:
+        adopted = adopt(prefix, tokenizer)
+        text = tokenizer.backend.decode(Corpus(adopted.prefix).document(0)[:32].tolist(), skip_special_tokens=False)
+        print(f"{adopted.prefix} {'was a corpus already' if adopted.already else 'is a corpus'}: {adopted.found}")
+        for name, value in adopted.manifest.describe().items():
+            print(f"  {name:<18} {value}")
+        print(f"  {'begins':<18} {visible(text)}")
 
 
 class Adopted(NamedTuple):

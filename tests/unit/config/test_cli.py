@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config.cli import model_flags, parse_command_line, read_record, write_record
-from megatron_neobert.config.flags import _OF_TRANSFORMERS, FIRST, run_flags
-from megatron_neobert.config.schema import ModelConfig, Settings, flag_of
+from megatron_neobert.cli import flag_of
+from megatron_neobert.config.cli import (
+    _OF_TRANSFORMERS,
+    FIRST,
+    model_flags,
+    parse_command_line,
+    read_record,
+    run_flags,
+    write_record,
+)
+from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]

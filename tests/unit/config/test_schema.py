@@ -5,8 +5,9 @@ from dataclasses import fields
 
 import pytest
 
+from megatron_neobert.cli import flag_of
 from megatron_neobert.config.rules import LARGEST_DOCUMENT_BLOCK, NEEDS, find_problems, need_problems
-from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings, flag_of
+from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings
 from megatron_neobert.data.batches.rows import WINDOW_DOCUMENTS
 
 LEGAL = Settings(data=DataConfig(data_path=("corpus",), tokenizer_model="tokenizer"))

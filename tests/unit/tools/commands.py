@@ -15,7 +15,6 @@ import pytest
 from processes import Ended, run_command
 from unit.data.small_corpus import write_vocabulary
 
-from megatron_neobert.__main__ import PLACES
 from megatron_neobert.errors import run_command as run_main
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -24,7 +23,36 @@ LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 LETTERS += [f"##{letter}" for letter in LETTERS]
 
 
-NAMES = {place.rpartition(".")[2]: name for name, place in PLACES.items()}  # by the last part of the module
+# Commands of `neobert` by the name of what they do.
+NAMES = {
+    "make_sample_corpus": "sample-corpus",
+    "train_tokenizer": "train-tokenizer",
+    "preprocess_data": "preprocess",
+    "validate_data": "validate",
+    "inspect_data": "inspect data",
+    "adopt_corpus": "adopt",
+    "find_duplicates": "find-duplicates",
+    "plot_run": "plot",
+    "inspect_batch": "inspect batch",
+    "replay_batch": "replay",
+    "average_checkpoints": "average",
+    "convert": "convert",
+    "verify": "verify",
+    "write_model_card": "model-card",
+    "export_onnx": "export-onnx",
+    "evaluate_glue": "evaluate glue",
+    "evaluate_mteb": "evaluate mteb",
+    "evaluate_ner": "evaluate ner",
+    "evaluate_pseudo_perplexity": "evaluate ppl",
+    "benchmark_throughput": "evaluate throughput",
+    "finetune_contrastive": "finetune",
+    "fetch_glue": "fetch glue",
+    "fetch_mteb": "fetch mteb",
+    "fetch_contrastive": "fetch contrastive",
+    "report": "report",
+    "check_environment": "check environment",
+    "check_parity": "check parity",
+}
 
 
 def file_of(tool: str) -> Path:
@@ -32,13 +60,16 @@ def file_of(tool: str) -> Path:
     return next(file for folder in folders if (file := REPOSITORY / folder / f"{tool}.py").exists())
 
 
-def module_of(tool: str) -> str:
-    return PLACES[NAMES[tool]] if tool in NAMES else f"{file_of(tool).parent.name}.{tool}"
-
-
 def command_line(tool: str, *arguments: object) -> list[str]:
     command = ["-m", "megatron_neobert", *NAMES[tool].split()] if tool in NAMES else [str(file_of(tool))]
     return [sys.executable, *command, *map(str, arguments)]
+
+
+def main_of(tool: str) -> tuple[str, list[str]]:
+    """Return the module whose `main` starts a tool, and the words before its arguments."""
+    if tool in NAMES:
+        return "megatron_neobert.__main__", NAMES[tool].split()
+    return f"{file_of(tool).parent.name}.{tool}", []
 
 
 def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
@@ -50,12 +81,14 @@ def run(tool: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
 
 def run_forked(tool: str, *arguments: object) -> Ended:
     """The same in a tenth of a second, with both streams in one."""
-    return run_command(module_of(tool), *arguments)
+    module, words = main_of(tool)
+    return run_command(module, *words, *arguments)
 
 
 def call(tool: str, *arguments: object) -> tuple[int, str, str]:
     """The same in this process, which has imported most of it."""
     output, errors = io.StringIO(), io.StringIO()
+    module, words = main_of(tool)
     with (
         pytest.MonkeyPatch.context() as patch,
         mock.patch.dict(os.environ),  # what a command sets there is taken back
@@ -63,9 +96,9 @@ def call(tool: str, *arguments: object) -> tuple[int, str, str]:
         redirect_stdout(output),
         redirect_stderr(errors),
     ):
-        patch.setattr(sys, "argv", [f"{tool}.py", *map(str, arguments)])
+        patch.setattr(sys, "argv", [f"{tool}.py", *words, *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            run_main(importlib.import_module(module_of(tool)).main)
+            run_main(importlib.import_module(module).main)
     return int(ended.value.code or 0), output.getvalue(), errors.getvalue()
 
 

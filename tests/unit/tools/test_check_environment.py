@@ -9,9 +9,9 @@ import pytest
 from processes import run_on_ranks
 from unit.tools.commands import ENVIRONMENT, REPOSITORY, run
 
-from megatron_neobert.commands import check_environment
+from megatron_neobert.commands import environment as check_environment
 from megatron_neobert.commands import environment_probe as probe
-from megatron_neobert.commands.check_environment import (
+from megatron_neobert.commands.environment import (
     KNOWN_BAD,
     OK,
     PROBLEM,
@@ -208,7 +208,7 @@ def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
     "path",
     [
         f"megatron_neobert/{name}.py"
-        for name in ("__init__", "__main__", "errors", "text", "commands/check_environment")
+        for name in ("__init__", "__main__", "cli", "errors", "text", "commands/environment")
     ],
 )
 def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
@@ -220,5 +220,5 @@ def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert imported - {"megatron_neobert"} <= set(sys.stdlib_module_names)
-    if path.endswith(("__main__.py", "errors.py", "commands/check_environment.py")):
+    if path.endswith(("__main__.py", "errors.py", "commands/environment.py", "cli.py")):
         assert "__future__" in imported, "annotations such as `int | None` are evaluated on Python 3.9 without it"

@@ -155,7 +155,7 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
          ["unknown flag --no-verfication; did you mean '--no-verification'?"]),
         ("validate", "corpus --xyz", ["unknown flag --xyz; see --help for the list."]),
         ("validate", "corpus another",
-         ["unrecognized arguments: another. Quote a value that has a space. See --help."]),
+         ["'another' is not the value of any flag; check the spelling before it, and quote a value that has a space."]),
         (
             "replay", "--load x --iteratoin=5 --micro-batch-size 2",
             ["unknown flag --iteratoin; did you mean '--iteration'?",

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 from commands import call
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 
-from megatron_neobert.commands import inspect_data as tool
+from megatron_neobert.data.corpus import inspection as tool
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly hello", "world"]
@@ -93,9 +92,9 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
         (["--document", "0", "-1"], "they are numbered 0 to 4"),
         (["--random", "6"], "--random 6 is not a number of documents of"),
         (["--longest", "0"], "which has 5; give 1 to 5"),
-        (["--document", "0", "--tokens", "0"], "--tokens 0 shows nothing; give at least 1"),
-        (["--document", "x"], "invalid int value: 'x'"),
-        (["--document", "0", "--random", "1"], "not allowed with argument"),
+        (["--document", "0", "--tokens", "0"], "--tokens 0 is below 1, its smallest legal value"),
+        (["--document", "x"], "--document 'x' is not a whole number"),
+        (["--document", "0", "--random", "1"], "--document and --random exclude each other"),
     ],
 )
 def test_wrong_numbers_end_with_2_and_one_sentence(place, more, message):
@@ -133,10 +132,9 @@ def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monk
     manifest |= {"text_key": hostile, "project_version": hostile, "filters": {hostile: hostile}}
     manifest |= {"dropped": {hostile: 1}, "records": manifest["records"] + 1}
     (tmp_path / "P.json").write_text(json.dumps(manifest))
-    monkeypatch.setattr(sys, "argv", ["inspect_data.py", str(tmp_path / "P")])
 
     def shown():
-        tool.main()
+        tool.inspect_data(tool.InspectDataOptions(prefix=str(tmp_path / "P")))
         return capsys.readouterr().out
 
     assert not {"\x1b", "\x07", "\u202e"} & set(shown())

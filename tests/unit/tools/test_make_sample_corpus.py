@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands import run_forked
 
-from megatron_neobert.commands import make_sample_corpus as tool
+from megatron_neobert.commands import sample_corpus as tool
 from megatron_neobert.errors import SaveError
 
 PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3

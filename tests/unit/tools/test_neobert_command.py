@@ -19,13 +19,6 @@ def type_in(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_module_of_a_command_has_one_name():
-    modules = [place.partition(":")[0] for place in neobert.PLACES.values()]
-    own = sorted(path.stem for path in (REPOSITORY / "megatron_neobert" / "commands").glob("*.py"))
-    expected = [f"megatron_neobert.commands.{name}" for name in own if name not in ("__init__", "environment_probe")]
-    assert sorted(name for name in modules if ".commands." in name) == expected
-
-
 def test_overview_names_every_command_and_imports_no_package():
     code = """import runpy, sys
 before = {name.partition(".")[0] for name in sys.modules}

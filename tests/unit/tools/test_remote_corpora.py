@@ -67,13 +67,10 @@ def test_corpus_behind_a_url_is_checked_and_shown_as_a_local_one(server, tiny_co
     assert remote.output.replace(url, "").split() == local.output.replace(tiny_corpus.prefix, "").split()
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["megatron_neobert.commands.validate_data", "megatron_neobert.commands.inspect_data", "megatron_neobert.pretrain"],
-)
+@pytest.mark.parametrize("command", ["validate", "inspect data", "train"])
 def test_url_without_a_cache_folder_is_refused(server, tiny_corpus, command):
     url = url_of(server, tiny_corpus)
-    flags = ["--data-path", url, "--tokenizer-model", tiny_corpus.tokenizer] if "pretrain" in command else [url]
-    ended = run_command(command, *flags)
+    flags = ["--data-path", url, "--tokenizer-model", tiny_corpus.tokenizer] if command == "train" else [url]
+    ended = run_command("megatron_neobert.__main__", *command.split(), *flags)
     assert ended.refused(2) and f"{url} is read through a folder on a local disk; name one" in ended.output
     assert not server.requests

@@ -6,7 +6,6 @@ with the columns `content` and `url`. The same packages give the same bytes, in 
 that any contiguous part of the corpus is a fair sample of the whole.
 """
 
-import argparse
 import ast
 import hashlib
 import sysconfig
@@ -15,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_neobert.errors import CommandParser, ConfigError, DataError
+from megatron_neobert.cli import option
+from megatron_neobert.errors import DataError
 
 MINIMUM_CHARACTERS = 200  # shorter texts are one-liners such as "Return the name."
 MAXIMUM_CHARACTERS = 20_000  # the few longer ones would weigh too much: one class alone has 300,000
@@ -31,22 +31,35 @@ class Document:
     url: str
 
 
-def main() -> None:
-    arguments = _parse_arguments()
+@dataclass(frozen=True, kw_only=True)
+class SampleCorpusOptions:
+    """The command line of `neobert sample-corpus`."""
+
+    output: Path = option(help="folder for the input files: a new or an empty one")
+    packages: Path | None = option(None, "folder with packages, unpacked; by default those installed here")
+    megabytes: float = option(6.0, "text to collect, in 10^6 bytes", minimum=0.001)
+    shards: int = option(4, "parquet files to write", minimum=1)
+
+
+def write_sample_corpus(options: SampleCorpusOptions) -> None:
+    """Write a small corpus of real English prose: the documentation texts of Python packages.
+
+    Raises:
+        DataError: There are fewer texts than parquet files to write.
+        OutputError: The folder exists and is not empty.
+    """
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
-    folders = [arguments.packages] if arguments.packages else installed
-    documents = choose_documents(folders, budget_bytes=int(arguments.megabytes * 1e6))
-    if len(documents) < arguments.shards:
+    folders = [options.packages] if options.packages else installed
+    documents = choose_documents(folders, budget_bytes=int(options.megabytes * 1e6))
+    if len(documents) < options.shards:
         raise DataError(
             f"found {len(documents)} documentation texts below {', '.join(map(str, folders))}, fewer than --shards "
-            f"{arguments.shards}; name a folder with more packages by --packages, or leave it out and run this with "
+            f"{options.shards}; name a folder with more packages by --packages, or leave it out and run this with "
             "the Python of an environment that has this project installed."
         )
-    write_shards(documents, arguments.output, shards=arguments.shards)
+    write_shards(documents, options.output, shards=options.shards)
     size = sum(len(document.content.encode()) for document in documents)
-    print(
-        f"{len(documents):,} documents, {size / 1e6:.1f} MB of text, in {arguments.shards} shards: {arguments.output}"
-    )
+    print(f"{len(documents):,} documents, {size / 1e6:.1f} MB of text, in {options.shards} shards: {options.output}")
 
 
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:
@@ -98,24 +111,6 @@ def write_shards(documents: list[Document], output: Path, *, shards: int) -> Non
             start, end = (len(documents) * number // shards for number in (shard, shard + 1))
             columns = {key: [getattr(document, key) for document in documents[start:end]] for key in ("content", "url")}
             pq.write_table(pa.table(columns), unfinished / f"part-{shard:04d}.parquet", compression="zstd")
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--output", type=Path, required=True, help="folder for the shards: a new or an empty one")
-    add("--packages", type=Path, help="folder with packages, unpacked; by default those installed here")
-    add("--megabytes", type=float, default=6.0, help="text to collect, in 10^6 bytes (default 6)")
-    add("--shards", type=int, default=4, help="parquet files to write (default 4)")
-    arguments = parser.parse_args()
-    problems = []
-    if not arguments.megabytes > 0:
-        problems.append(f"--megabytes {arguments.megabytes} is not above 0.")
-    if arguments.shards < 1:
-        problems.append(f"--shards {arguments.shards} is below 1.")
-    if problems:
-        raise ConfigError(problems)
-    return arguments
 
 
 def _documented_files(folder: Path) -> Iterator[Path]:

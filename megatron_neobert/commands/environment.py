@@ -21,10 +21,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
-from megatron_neobert.errors import EXIT_UNAVAILABLE, CommandParser
+from megatron_neobert.cli import option
+from megatron_neobert.errors import EXIT_UNAVAILABLE
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"  # of a checkout
@@ -112,14 +114,23 @@ class Finding(NamedTuple):
     remedy: str
 
 
-def main() -> int:
-    """Looks, judges, prints; returns the exit code."""
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--save", type=Path, metavar="DIR", help="folder that a run will write to: is it writable, is there room?")
-    add("--gpu-test", action="store_true", help="also compute on every GPU, and between them")
-    arguments = parser.parse_args()
-    findings = list(find_all(arguments.save, gpu_test=arguments.gpu_test))
+@dataclass(frozen=True)
+class EnvironmentOptions:
+    """The command line of `neobert check environment`."""
+
+    save: Optional[Path] = option(  # noqa: UP045  Python 3.8 evaluates it
+        None, "folder that a run will write to: is it writable, is there room?", metavar="DIR"
+    )
+    gpu_test: bool = option(False, "also compute on every GPU, and between them")
+
+
+def check_environment(options: EnvironmentOptions) -> int:
+    """Check whether this machine can train, with what, and what prevents it.
+
+    Returns:
+        0 if training can start, or 69.
+    """
+    findings = list(find_all(options.save, gpu_test=options.gpu_test))
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
     for finding in findings:
         print_finding(finding, width)

@@ -1,24 +1,26 @@
-"""Shows what is in a corpus: a summary, or documents as text and token ids.
+"""The commands that read a corpus: `neobert validate` checks it, `neobert inspect data` shows what is in it.
 
+    neobert validate corpus/web_content_document --full
     neobert inspect data corpus/web_content_document
     neobert inspect data corpus/web_content_document --inputs
     neobert inspect data corpus/web_content_document --sources
     neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --random 3
     neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
 
-The text is what the tokenizer makes of the ids, so white space, and for an uncased vocabulary case and accents, are not
-those of the original. Characters that a terminal would act upon are shown as escapes.
+The text of a document is what the tokenizer makes of the ids, so white space, and for an uncased vocabulary case and
+accents, are not those of the original. Characters that a terminal would act upon are shown as escapes.
 """
 
-import argparse
 import io
 import random
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import CommandParser, ConfigError, DataError
+from megatron_neobert.cli import option
+from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.text import visible
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
@@ -30,76 +32,113 @@ _NAME_WIDTH = 18  # columns of them for names
 _CHUNK = 1 << 20  # lengths compared at a time
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    from megatron_neobert.data.corpus.object_storage import storage_for
-    from megatron_neobert.data.corpus.reader import Corpus
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions:
+    """The command line of `neobert validate`."""
+
+    prefix: str = option(help="path or URL without .bin, as in PREFIX_content_document", positional=True)
+    object_storage_cache_path: str | None = option(None, "local folder that a URL is read through", metavar="DIR")
+    full: bool = option(False, "read every token, and compare all checksums")
+
+
+def validate(options: ValidateOptions) -> None:
+    """Check a corpus: exit 0 if it is sound, else 65 with the file, the byte, what was expected and what was found.
+
+    Without --full the indexes are read (sizes, lengths, pointers, manifest), with it every token and all checksums too.
+    """
+    from megatron_neobert.data.corpus.reader import check_content, check_indexes
+
+    corpus = _open(options.prefix, options.object_storage_cache_path)
+    (check_content if options.full else check_indexes)(corpus)
+    manifest = corpus.manifest
+    volumes = f" in {len(corpus.volumes):,} volumes" if len(corpus.volumes) > 1 else ""
+    print(
+        f"{options.prefix} is sound{' (all tokens read)' if options.full else ' (index)'}: "
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens as {manifest.dtype}{volumes}, "
+        f"{manifest.vocab_size:,} ids of tokenizer {manifest.tokenizer_fingerprint[:12]}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectDataOptions:
+    """The command line of `neobert inspect data`."""
+
+    prefix: str = option(help="path or URL without .bin, as in PREFIX_content_document", positional=True)
+    object_storage_cache_path: str | None = option(None, "local folder that a URL is read through", metavar="DIR")
+    document: tuple[int, ...] | None = option(None, "show these documents, counted from 0")
+    random: int | None = option(None, "show K documents chosen at random", metavar="K")
+    longest: int | None = option(None, "show the K longest documents", metavar="K")
+    inputs: bool = option(False, "list the inputs, with documents and tokens of each")
+    sources: bool = option(False, "list documents and tokens by --source-key's values")
+    seed: int = option(0, "seed of --random")
+    tokens: int = option(200, "show at most N tokens of each document", minimum=1)
+    tokenizer_model: str | None = option(None, "tokenizer that the corpus was written with", metavar="PATH")
+    tokenizer_type: str = option("auto", "type of the tokenizer, as in preprocessing")
+
+
+def inspect_data(options: InspectDataOptions) -> None:
+    """Show what is in a corpus: a summary, or documents as text and token ids.
+
+    Raises:
+        ConfigError: Flags exclude each other, or name a document that does not exist.
+        DataError: The corpus is damaged, or counts no inputs or sources.
+    """
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
-    corpus = Corpus(arguments.prefix, storage_for(arguments.prefix, arguments.object_storage_cache_path))
-    if arguments.inputs or arguments.sources:
-        (print_inputs if arguments.inputs else print_sources)(corpus)
+    given = [name for name in ("document", "random", "longest", "inputs", "sources") if getattr(options, name)]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(f'--{name}' for name in given)} exclude each other; give one of them.")
+    corpus = _open(options.prefix, options.object_storage_cache_path)
+    if options.inputs or options.sources:
+        (print_inputs if options.inputs else print_sources)(corpus)
         return
-    numbers = choose_documents(corpus, arguments)
+    numbers = choose_documents(corpus, options)
     if numbers is None:
         print_summary(corpus)
         return
-    if arguments.tokenizer_model is None:
+    if options.tokenizer_model is None:
         raise ConfigError(
             "--document, --random and --longest show text, which takes the corpus's tokenizer; give --tokenizer-model"
         )
-    tokenizer = load_tokenizer(arguments.tokenizer_model, arguments.tokenizer_type)
+    tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     corpus.check_tokenizer(tokenizer)
     for number in numbers:
-        print_document(corpus, number, tokenizer, tokens=arguments.tokens)
+        print_document(corpus, number, tokenizer, tokens=options.tokens)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("prefix", help="path or URL without .bin, as in PREFIX_content_document")
-    add("--object-storage-cache-path", metavar="DIR", help="local folder that a URL is read through")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
-    which.add_argument("--random", type=int, metavar="K", help="show K documents chosen at random")
-    which.add_argument("--longest", type=int, metavar="K", help="show the K longest documents")
-    which.add_argument("--inputs", action="store_true", help="list the inputs, with documents and tokens of each")
-    which.add_argument("--sources", action="store_true", help="list documents and tokens by --source-key's values")
-    add("--seed", type=int, default=0, help="of --random (default: 0)")
-    add("--tokens", type=int, default=200, metavar="N", help="at most N of each (default: 200)")
-    add("--tokenizer-model", metavar="PATH", help="that the corpus was written with")
-    add("--tokenizer-type", default="auto", metavar="TYPE", help="as in preprocessing (default: auto)")
-    return parser.parse_args()
+def _open(prefix: str, cache_path: str | None) -> "Corpus":
+    from megatron_neobert.data.corpus.object_storage import storage_for
+    from megatron_neobert.data.corpus.reader import Corpus
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
+    return Corpus(prefix, storage_for(prefix, cache_path))
 
 
-def choose_documents(corpus: "Corpus", arguments: argparse.Namespace) -> Sequence[int] | None:
-    """Numbers of the documents to show; None: none was asked for.
+def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[int] | None:
+    """Return the numbers of the documents to show; None if the command line asks for none.
 
     Raises:
         ConfigError: A number that the corpus does not have.
     """
     documents = len(corpus)
-    if arguments.tokens < 1:
-        raise ConfigError(f"--tokens {arguments.tokens} shows nothing; give at least 1")
-    if arguments.document is not None:
-        if outside := [number for number in arguments.document if not 0 <= number < documents]:
+    if options.document is not None:
+        if outside := [number for number in options.document if not 0 <= number < documents]:
             raise ConfigError(
                 f"--document {outside[0]} is none of the {documents:,} documents of {corpus.prefix}; they are numbered "
                 f"0 to {documents - 1}"
             )
-        return list(arguments.document)
+        return list(options.document)
     for name in ("random", "longest"):
-        count = getattr(arguments, name)
+        count = getattr(options, name)
         if count is not None and not 1 <= count <= documents:
             raise ConfigError(
                 f"--{name} {count} is not a number of documents of {corpus.prefix}, which has {documents:,}; give 1 to "
                 f"{documents}"
             )
-    if arguments.random is not None:
-        return random.Random(arguments.seed).sample(range(documents), arguments.random)
-    return None if arguments.longest is None else find_longest(corpus, arguments.longest)
+    if options.random is not None:
+        return random.Random(options.seed).sample(range(documents), options.random)
+    return None if options.longest is None else find_longest(corpus, options.longest)
 
 
 def print_summary(corpus: "Corpus") -> None:

@@ -6,12 +6,13 @@ writes a folder that neobert preprocess takes as --tokenizer-model and Hugging F
 same shards in the same order give the same vocabulary.
 """
 
-import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_neobert.errors import CommandParser, ConfigError, DataError, OutputError
+from megatron_neobert.cli import option
+from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.text import counted
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
@@ -20,15 +21,39 @@ if TYPE_CHECKING:  # a missing package is reported by run_command
 MODEL_MAX_LENGTH = 1024  # tokens; the first training stage's. Converting a model writes its own length
 
 
-def main() -> None:
-    arguments = parse_arguments()
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerOptions:
+    """The command line of `neobert train-tokenizer`."""
+
+    input: tuple[str, ...] = option(help="input files: paths, globs, folders, URLs, @lists", metavar="PATH")
+    output: Path = option(help="folder for the tokenizer's files", metavar="DIR")
+    text_key: str = option("content", "column or JSON key of the text")
+    vocab_size: int = option(30522, "upper bound of the number of ids", minimum=1)
+    min_frequency: int = option(2, "rarer pairs of pieces stay apart", minimum=1)
+    max_error_rate: float = option(
+        0.001,
+        "share of the records that may be in error (malformed, no such key, null), as in preprocessing",
+        metavar="FRACTION",
+    )
+    lowercase: bool = option(
+        True, "ignore case and accents, as bert-base-uncased does (default); --no-lowercase keeps them"
+    )
+
+
+def train_tokenizer(options: TrainTokenizerOptions) -> None:
+    """Learn a WordPiece vocabulary from raw text files, for languages that no published vocabulary serves.
+
+    Raises:
+        ConfigError: A number is out of its range.
+        DataError: Too many records are in error, or there is no document.
+        OutputError: The folder has a tokenizer already.
+    """
     for name in ("vocab_size", "min_frequency"):
-        number = getattr(arguments, name)
-        if not 1 <= number < 2**31:
+        if (number := getattr(options, name)) >= 2**31:
             raise ConfigError(f"--{name.replace('_', '-')} {number} is not a number from 1 to {2**31 - 1}; change it")
-    if not 0 <= arguments.max_error_rate <= 1:
-        raise ConfigError(f"--max-error-rate {arguments.max_error_rate} is not a fraction of the records; use 0 to 1")
-    folder = Path(arguments.output)
+    if not 0 <= options.max_error_rate <= 1:
+        raise ConfigError(f"--max-error-rate {options.max_error_rate} is not a fraction of the records; use 0 to 1")
+    folder = options.output
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
@@ -37,13 +62,13 @@ def main() -> None:
     from megatron_neobert.data.shards.reading import ReadSettings
     from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
-    read = ReadSettings(text_key=arguments.text_key)
-    texts = ShardTexts(find_shards(arguments.input), read, max_error_rate=arguments.max_error_rate)
+    read = ReadSettings(text_key=options.text_key)
+    texts = ShardTexts(find_shards(options.input), read, max_error_rate=options.max_error_rate)
     tokenizer = train_wordpiece(
         texts,
-        vocab_size=arguments.vocab_size,
-        lowercase=arguments.lowercase,
-        min_frequency=arguments.min_frequency,
+        vocab_size=options.vocab_size,
+        lowercase=options.lowercase,
+        min_frequency=options.min_frequency,
     )
     tokenizer.save_tokenizer_files(folder, model_max_length=MODEL_MAX_LENGTH)
     left_out = describe_reasons(texts.counts.rejected + texts.counts.dropped)
@@ -81,29 +106,3 @@ class ShardTexts:
         if not counts.documents:
             shards, reasons = counted(len(self._shards), "shard"), describe_reasons(counts.dropped)
             raise DataError(f"no document in {shards} ({reasons}); check --input")
-
-
-def parse_arguments() -> argparse.Namespace:
-    from megatron_neobert.data.preprocessing.plan import PreprocessSettings
-
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="shards: files, globs, folders, URLs, @lists")
-    add("--output", required=True, metavar="DIR", help="folder for the tokenizer's files")
-    add("--text-key", default="content", help="column or JSON key of the text (%(default)s)")
-    add("--vocab-size", type=int, default=30522, help="upper bound of the number of ids (%(default)s)")
-    add("--min-frequency", type=int, default=2, help="rarer pairs of pieces stay apart (%(default)s)")
-    add(
-        "--max-error-rate",
-        type=float,
-        default=PreprocessSettings.max_error_rate,
-        metavar="FRACTION",
-        help="of the records that may be in error (malformed, no such key, null), as in preprocessing (%(default)s)",
-    )
-    add(
-        "--lowercase",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="ignore case and accents, as bert-base-uncased does (default); --no-lowercase keeps them",
-    )
-    return parser.parse_args()
