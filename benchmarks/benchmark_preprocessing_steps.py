@@ -48,9 +48,9 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    from megatron_neobert.data.shards.find import find_shards
+    from megatron_neobert.data.inputs.find import find_inputs
 
-    shards = find_shards(patterns)
+    shards = find_inputs(patterns)
     documents = text_bytes = 0
     for shard in shards:
         try:

@@ -29,7 +29,7 @@ def main() -> None:
     _check(arguments)
     import torch
 
-    from megatron_neobert.data.shards.reading import ReadSettings
+    from megatron_neobert.data.inputs.records import ReadSettings
     from megatron_neobert.evaluation.encoders import LoadOptions, choose_device
     from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice
     from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, evaluate, write_curves
@@ -120,7 +120,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--length-bins {' '.join(map(str, bins))} must increase.")
     name_models(arguments.model)
     # Before seconds of imports and the loading of models.
-    from megatron_neobert.data.shards.reading import ReadSettings
+    from megatron_neobert.data.inputs.records import ReadSettings
     from megatron_neobert.evaluation.pseudo_perplexity.documents import refuse_no_text
 
     refuse_no_text(arguments.data, ReadSettings(text_key=arguments.text_key))

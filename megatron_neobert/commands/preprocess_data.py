@@ -93,8 +93,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def read_settings(arguments: argparse.Namespace) -> "PreprocessSettings":
+    from megatron_neobert.data.inputs.records import ReadSettings
     from megatron_neobert.data.preprocessing.plan import STANDARD_INPUT, PreprocessSettings
-    from megatron_neobert.data.shards.reading import ReadSettings
 
     given: dict[str, Any] = {**vars(arguments), "inputs": tuple(arguments.inputs)}
     if given.pop("dry_run") and STANDARD_INPUT in given["inputs"]:
@@ -106,8 +106,9 @@ def read_settings(arguments: argparse.Namespace) -> "PreprocessSettings":
 
 
 def parse_arguments() -> argparse.Namespace:
+    from megatron_neobert.data.inputs.records import ReadSettings
+    from megatron_neobert.data.inputs.stream import Format
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings
-    from megatron_neobert.data.shards.reading import Format, ReadSettings
 
     parser = CommandParser(__doc__)
     # A flag has the default of the setting that is called like it.
@@ -122,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
         required=True,
         metavar="PATH",
         help="shards: files, globs ('**' descends), folders, URLs (s3://, gs://, hf://), @FILE with one per line, or - "
-        "for standard input. Recognised by content: parquet, Arrow and save_to_disk folders, JSON lines, JSON, plain "
+        "for standard input. Recognised by content: parquet, Arrow and save_to_disk folders, JSON lines, plain "
         "text, WARC and WET, compressed by gzip, zstd, bzip2 or xz or not",
     )
     add("--text-key", help="column or JSON key of the text; a.b is b inside a (%(default)s)")

@@ -16,7 +16,7 @@ from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.selection import KeptDocuments
-from megatron_neobert.data.shards.reading import is_url
+from megatron_neobert.data.inputs.stream import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, FileRecord, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.format import Volume as VolumeRecord
-from megatron_neobert.data.shards.find import ShardVersion, file_system_of, version_in
-from megatron_neobert.data.shards.reading import is_url, named_errors
+from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
+from megatron_neobert.data.inputs.stream import is_url, named_errors
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, StorageError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
 
@@ -364,7 +364,7 @@ def _read(url: str, begin: int, end: int) -> bytes:
     return _attempt(url, read)
 
 
-def _version_of(url: str) -> ShardVersion:
+def _version_of(url: str) -> InputVersion:
     return _attempt(url, lambda file_system, path, limits: version_in(file_system.info(path, **limits), url))
 
 
@@ -396,5 +396,5 @@ def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result], 
     raise AssertionError
 
 
-def _wrong_size(url: str, recorded: FileRecord, found: ShardVersion) -> DataError:
+def _wrong_size(url: str, recorded: FileRecord, found: InputVersion) -> DataError:
     return DataError(f"{url}: expected {recorded.bytes} bytes as in the manifest, found {found.bytes}; {DAMAGED}")

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from megatron_neobert.data.shards.reading import FILTER_FAILED, RecordBatch, add_text, reject
+from megatron_neobert.data.inputs.records import FILTER_FAILED, RecordBatch, add_text, reject
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
 

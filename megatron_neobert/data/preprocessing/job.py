@@ -25,9 +25,10 @@ from typing import IO, Any, Literal, get_args
 
 from megatron_neobert import __version__
 from megatron_neobert.data.corpus.format import describe_reasons
+from megatron_neobert.data.inputs.find import InputVersion, input_label
+from megatron_neobert.data.inputs.records import FILTER_FAILED, ReadSettings
+from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.data.preprocessing.filters import FilterSource
-from megatron_neobert.data.shards.find import ShardVersion, shard_label
-from megatron_neobert.data.shards.reading import FILTER_FAILED, ReadSettings, ShardPart
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replace_file, sha256_of
 from megatron_neobert.text import percent
@@ -133,8 +134,8 @@ class PartTask:
     """One part of a shard, and all that a worker must know to tokenise it."""
 
     number: int
-    part: ShardPart
-    shard: ShardVersion
+    part: Chunk
+    shard: InputVersion
     shard_name: str  # for people: "-" for standard input, else the part's path
     starts_shard: bool
     settings: TaskSettings
@@ -165,11 +166,11 @@ class PartResult:
     """What became of a part; its ids, lengths, hashes, rejects and sources wait in the task's files."""
 
     number: int  # of the part in this run
-    shard: ShardVersion
+    shard: InputVersion
     damage: str | None = None  # why it cannot be read to its end; then nothing of what follows is known
     counts: Counts = field(default_factory=Counts)
     sha256: dict[str, str] = field(default_factory=dict)  # of its files, by kind
-    shard_sha256: str | None = None  # of the whole shard, with its first part; None for some URLs too
+    input_sha256: str | None = None  # of the whole shard, with its first part; None for some URLs too
     numbers: int = 0  # record numbers used up
     encoder: str = ""
     is_reference: bool = False
@@ -199,7 +200,7 @@ def read_result(task: PartTask, end: Literal["done", "damaged"] = "done") -> Par
         content: dict[str, Any] = json.loads(task.record(end).read_bytes())
     except (FileNotFoundError, ValueError):  # ValueError: it was not yet on disk when the machine crashed
         return None
-    if ShardVersion(*content["shard"]) != task.shard:
+    if InputVersion(*content["shard"]) != task.shard:
         return None
     for kind, sha256 in content["sha256"].items():
         if not task.file(kind).exists() or sha256_of(task.file(kind)) != sha256:
@@ -217,28 +218,28 @@ class KnownParts:
 
     def __init__(self, folder: Path, read: ReadSettings) -> None:
         self._read: dict[str, Any] = json.loads(json.dumps(asdict(read) | {"version": __version__}))
-        self._parts: dict[tuple[str, ShardVersion], list[ShardPart]] = {}
+        self._parts: dict[tuple[str, InputVersion], list[Chunk]] = {}
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # without it, shards are opened
             content = json.loads((folder / _PARTS).read_bytes())
             if content["read"] == self._read:
                 self._parts = {
-                    (label, ShardVersion(*version)): [ShardPart(label, *part) for part in parts]
+                    (label, InputVersion(*version)): [Chunk(label, *part) for part in parts]
                     for label, version, parts in content["shards"]
                 }
 
-    def find(self, path: str, version: ShardVersion) -> list[ShardPart] | None:
-        parts = self._parts.get((shard_label(path), version))
+    def find(self, path: str, version: InputVersion) -> list[Chunk] | None:
+        parts = self._parts.get((input_label(path), version))
         return parts and [replace(part, path=path) for part in parts]
 
-    def write(self, folder: Path, parts: Sequence[ShardPart], versions: Mapping[str, ShardVersion]) -> None:
+    def write(self, folder: Path, parts: Sequence[Chunk], versions: Mapping[str, InputVersion]) -> None:
         """Keeps these for others, unless they are there."""
-        by_path: dict[str, list[ShardPart]] = {}
+        by_path: dict[str, list[Chunk]] = {}
         for part in parts:
             by_path.setdefault(part.path, []).append(part)
         if (folder / _PARTS).exists() and all(self.find(path, versions[path]) for path in by_path):
             return
         shards = [
-            (shard_label(path), versions[path], [(part.format, part.compression, part.start, part.end) for part in own])
+            (input_label(path), versions[path], [(part.format, part.compression, part.start, part.end) for part in own])
             for path, own in by_path.items()
         ]
         replace_file(folder / _PARTS, json.dumps({"read": self._read, "shards": shards}), sync=False)

@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
 from megatron_neobert.data.corpus.sources import SOURCE_DTYPE, check_sources, source_name
+from megatron_neobert.data.inputs.find import input_sha256, input_version
+from megatron_neobert.data.inputs.recognise import read_chunk
+from megatron_neobert.data.inputs.records import RecordBatch, Rejected
+from megatron_neobert.data.inputs.stream import InputDigest
 from megatron_neobert.data.preprocessing.filters import apply_filters
 from megatron_neobert.data.preprocessing.job import (
     Counts,
@@ -27,9 +31,6 @@ from megatron_neobert.data.preprocessing.job import (
     error_record,
     write_result,
 )
-from megatron_neobert.data.shards.find import shard_sha256, shard_version
-from megatron_neobert.data.shards.parts import read_part
-from megatron_neobert.data.shards.reading import RecordBatch, Rejected, ShardDigest
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
@@ -55,8 +56,8 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
     counts, numbers = Counts(), 0
     with ExitStack() as stack:
         files = _PartFiles(task, tokenizer, encoder, stack)
-        digest = ShardDigest() if task.starts_shard and task.part.end is None else None
-        batches, damage = read_part(task.part, task.settings.read, digest), None
+        digest = InputDigest() if task.starts_shard and task.part.end is None else None
+        batches, damage = read_chunk(task.part, task.settings.read, digest), None
         while True:
             try:
                 batch = next(batches, None)
@@ -71,20 +72,20 @@ def tokenize_part(task: PartTask, report: Report) -> PartResult:
                 raise BackendMismatch(f"{task}: {mismatch}") from mismatch
             numbers += batch.numbers
             report(PartProgress(task.number, counts, batch.progress, files.first_error))
-        if damage is None and shard_version(task.part.path) != task.shard:
+        if damage is None and input_version(task.part.path) != task.shard:
             damage = f"{task} has changed since the run started; start again with --resume, which reads it anew"
         if damage is not None:
             result = PartResult(task.number, task.shard, damage)
         else:
             whole_sha256 = digest.of_all(task.shard.bytes) if digest else None
             if task.starts_shard and whole_sha256 is None:  # not all of its bytes have passed by: they are read again
-                whole_sha256 = shard_sha256(task.part.path)
+                whole_sha256 = input_sha256(task.part.path)
             result = PartResult(
                 number=task.number,
                 shard=task.shard,
                 counts=counts,
                 sha256=files.finish(),
-                shard_sha256=whole_sha256,
+                input_sha256=whole_sha256,
                 numbers=numbers,
                 encoder=encoder.name,
                 is_reference=encoder.is_reference,

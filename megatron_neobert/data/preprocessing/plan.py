@@ -28,11 +28,12 @@ from megatron_neobert.data.corpus.format import (
 )
 from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import refuse_existing
+from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_sha256, input_version
+from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
+from megatron_neobert.data.inputs.records import ReadSettings
+from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters, find_filters
 from megatron_neobert.data.preprocessing.job import JobFolder, KnownParts, PartTask, TaskSettings
-from megatron_neobert.data.shards.find import ShardVersion, find_shards, shard_label, shard_sha256, shard_version
-from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.reading import ReadSettings, ShardPart, is_url
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, OutputError
@@ -90,14 +91,14 @@ class Plan:
     tokenizer: Tokenizer
     encoder: Encoder
     filter_sources: tuple[FilterSource, ...]
-    versions: dict[str, ShardVersion]  # by path or URL, in the order of reading
-    parts: list[ShardPart]
+    versions: dict[str, InputVersion]  # by path or URL, in the order of reading
+    parts: list[Chunk]
     known: KnownParts
     damaged: dict[str, str]  # why a shard has no parts, by path or URL; empty without --quarantine
 
     def shard_name(self, path: str) -> str:
         """What messages, rejects and the manifest call it."""
-        return STANDARD_INPUT if STANDARD_INPUT in self.settings.inputs else shard_label(path)  # it is the only one
+        return STANDARD_INPUT if STANDARD_INPUT in self.settings.inputs else input_label(path)  # it is the only one
 
     @cached_property
     def task_settings(self) -> TaskSettings:
@@ -120,7 +121,7 @@ class Plan:
     def _parts_of(self) -> Counter[str]:
         return Counter(part.path for part in self.parts)
 
-    def input_bytes(self, part: ShardPart) -> float:
+    def input_bytes(self, part: Chunk) -> float:
         """Its share of the shard, taken as equal among the shard's parts: for estimates."""
         return self.versions[part.path].bytes / self._parts_of[part.path]
 
@@ -158,7 +159,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     if STANDARD_INPUT not in settings.inputs:
-        return _plan_parts(settings, tokenizer, encoder, find_shards(settings.inputs))
+        return _plan_parts(settings, tokenizer, encoder, find_inputs(settings.inputs))
     copy = _receive_standard_input(settings)
     try:
         return _plan_parts(settings, tokenizer, encoder, [copy])
@@ -181,11 +182,11 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
     known = KnownParts(settings.files.partial, settings.read)
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
-        versions = list(threads.map(shard_version, shards))
+        versions = list(threads.map(input_version, shards))
 
-        def look(shard: str, version: ShardVersion) -> list[ShardPart] | DataError | ConfigError:
+        def look(shard: str, version: InputVersion) -> list[Chunk] | DataError | ConfigError:
             try:
-                return known.find(shard, version) or split_into_parts(shard, settings.read)
+                return known.find(shard, version) or split_into_chunks(shard, settings.read)
             except (DataError, ConfigError) as error:
                 return error
 
@@ -238,12 +239,12 @@ def is_complete(plan: Plan) -> bool:
     sizes = {plan.shard_name(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
 
-    def is_unchanged(path: str, version: ShardVersion) -> bool:
+    def is_unchanged(path: str, version: InputVersion) -> bool:
         # A file server's clock may be ahead of this machine's, so a later time alone is no change.
         if is_url(path) or int(version.version) < written:
             return True
         record = manifest.inputs.get(plan.shard_name(path))
-        return record is not None and shard_sha256(path) == record.sha256
+        return record is not None and input_sha256(path) == record.sha256
 
     largest = max(volume.bin.bytes for volume in manifest.volumes)
     return (
@@ -374,7 +375,7 @@ def _preview(plan: Plan, encoder: Encoder, *, examples: int) -> Preview:
     for number in sorted({0, len(plan.parts) // 2, len(plan.parts) - 1}):
         part, text_bytes, progress = plan.parts[number], 0, 0.0
         encoder.start_part()
-        for unfiltered in read_part(part, plan.settings.read):
+        for unfiltered in read_chunk(part, plan.settings.read):
             batch = apply_filters(unfiltered, plan.filter_sources, plan.shard_name(part.path))
             encoded = encoder.encode_batch(batch.texts)
             ends = np.cumsum(encoded.lengths)

@@ -327,7 +327,7 @@ def _join_parts(
     here = len(os.sched_getaffinity(0))  # of this machine, where the workers of a Ray cluster are not
     processes = settings.workers if settings.executor == "local" else min(settings.workers or here, here)
     inputs = {
-        task.shard_name: InputRecord(task.shard.bytes, result.shard_sha256)
+        task.shard_name: InputRecord(task.shard.bytes, result.input_sha256)
         for task, result in zip(tasks, results, strict=True)
         if task.starts_shard
     }

@@ -16,7 +16,7 @@ from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.text import counted
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
-    from megatron_neobert.data.shards.reading import ReadSettings
+    from megatron_neobert.data.inputs.records import ReadSettings
 
 MODEL_MAX_LENGTH = 1024  # tokens; the first training stage's. Converting a model writes its own length
 
@@ -58,12 +58,12 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         if (folder / name).exists():
             raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
     from megatron_neobert.data.corpus.format import describe_reasons
-    from megatron_neobert.data.shards.find import find_shards
-    from megatron_neobert.data.shards.reading import ReadSettings
+    from megatron_neobert.data.inputs.find import find_inputs
+    from megatron_neobert.data.inputs.records import ReadSettings
     from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
     read = ReadSettings(text_key=options.text_key)
-    texts = ShardTexts(find_shards(options.input), read, max_error_rate=options.max_error_rate)
+    texts = ShardTexts(find_inputs(options.input), read, max_error_rate=options.max_error_rate)
     tokenizer = train_wordpiece(
         texts,
         vocab_size=options.vocab_size,
@@ -88,14 +88,14 @@ class ShardTexts:
         from tqdm import tqdm
 
         from megatron_neobert.data.corpus.format import describe_reasons
+        from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
         from megatron_neobert.data.preprocessing.job import Counts, check_error_rate
-        from megatron_neobert.data.shards.parts import read_part, split_into_parts
 
         self.counts = counts = Counts()
         first_error = None
         for shard in tqdm(self._shards, "shards", unit="shard", leave=False, disable=None):  # on a terminal
-            for part in split_into_parts(shard, self._settings):
-                for batch in read_part(part, self._settings):
+            for part in split_into_chunks(shard, self._settings):
+                for batch in read_chunk(part, self._settings):
                     counts.documents += len(batch.texts)
                     counts.rejected.update(record.reason for record in batch.rejected)
                     counts.dropped.update(batch.dropped)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.shards.find import find_shards
-from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.reading import ReadSettings
+from megatron_neobert.data.inputs.find import find_inputs
+from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
+from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
 
 _ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8
@@ -142,9 +142,9 @@ def _listed(left_out: Counter[str]) -> str:
 
 
 def _read(inputs: Sequence[str], read: ReadSettings, left_out: Counter[str]) -> Iterator[list[str]]:
-    for path in find_shards(inputs):
-        for part in split_into_parts(path, read):
-            for batch in read_part(part, read):
+    for path in find_inputs(inputs):
+        for part in split_into_chunks(path, read):
+            for batch in read_chunk(part, read):
                 left_out.update(rejected.reason for rejected in batch.rejected)
                 left_out.update(batch.dropped)
                 if batch.texts:

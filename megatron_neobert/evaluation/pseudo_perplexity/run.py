@@ -23,8 +23,8 @@ from typing import Any
 
 from scipy.stats import t as student
 
-from megatron_neobert.data.shards.find import shard_label
-from megatron_neobert.data.shards.reading import ReadSettings
+from megatron_neobert.data.inputs.find import input_label
+from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.encoders import LoadOptions, fingerprint
 from megatron_neobert.evaluation.pages import to_csv
@@ -233,7 +233,7 @@ def evaluate(folder: Path, output: Path, evaluation: Evaluation, show_progress: 
     settings = {
         **protocol,
         **asdict(choice),
-        "data": list(map(shard_label, evaluation.inputs)),
+        "data": list(map(input_label, evaluation.inputs)),
         "text_key": evaluation.read.text_key,
         "batch_tokens": evaluation.batch_tokens,
         "device": str(scorer.model.device),

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.inputs.recognise import split_into_chunks
+from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
-from megatron_neobert.data.shards.parts import split_into_parts
-from megatron_neobert.data.shards.reading import ReadSettings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 WORDS = ["hello", "world", "mask", "sep", "[", "]", "xy", "##z", "zy"]
@@ -85,8 +85,8 @@ def add_mixed_shards(place):
             (place.shards / f"{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(["{}", *lines]).encode()))
 
 
-def cut_small(monkeypatch, part_bytes):
+def cut_small(monkeypatch, chunk_bytes):
     """Shards of a few kB in several parts each."""
     monkeypatch.setattr(
-        plan_module, "split_into_parts", lambda shard, read: split_into_parts(shard, read, part_bytes=part_bytes)
+        plan_module, "split_into_chunks", lambda shard, read: split_into_chunks(shard, read, chunk_bytes=chunk_bytes)
     )

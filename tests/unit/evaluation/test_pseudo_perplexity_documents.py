@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_tokenizer
 
-from megatron_neobert.data.shards.reading import ReadSettings
+from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.encoders import load_tokenizer
 from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, draw_positions, select_documents

@@ -22,7 +22,6 @@ STREAMED = {
     "lines.jsonl.zst": zstd.compress(LINES),
     "lines.jsonl.bz2": bz2.compress(LINES),
     "lines.jsonl.xz": lzma.compress(LINES),
-    "array.json": b"[" + LINES.replace(b"\n", b",")[:-1] + b"]\n\n",
     "text.txt": b"\xef\xbb\xbfhello world\n",
     "no_records.jsonl": b"",
     "pages.warc.wet": WET,
@@ -35,8 +34,8 @@ def place(tmp_path, monkeypatch):
     place = Place(tmp_path)
     place.add_texts("first.jsonl", "hello")  # so that a run has a document
     place.read_again = []
-    again = part_tasks.shard_sha256
-    monkeypatch.setattr(part_tasks, "shard_sha256", lambda path: place.read_again.append(path) or again(path))
+    again = part_tasks.input_sha256
+    monkeypatch.setattr(part_tasks, "input_sha256", lambda path: place.read_again.append(path) or again(path))
     return place
 
 

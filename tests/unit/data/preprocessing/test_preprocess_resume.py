@@ -5,11 +5,11 @@ import os
 import pytest
 from unit.data.preprocess_place import add_mixed_shards, decoded
 
+from megatron_neobert.data.inputs.recognise import split_into_chunks
 from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
-from megatron_neobert.data.shards.parts import split_into_parts
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
 
 
@@ -198,9 +198,9 @@ def test_shards_are_opened_to_be_cut_by_the_first_task_alone_and_again_when_they
 
     def look(shard, read):
         opened.append(shard.rpartition("/")[2])
-        return split_into_parts(shard, read, part_bytes=300)
+        return split_into_chunks(shard, read, chunk_bytes=300)
 
-    monkeypatch.setattr(plan_module, "split_into_parts", look)
+    monkeypatch.setattr(plan_module, "split_into_chunks", look)
     add_mixed_shards(place)
     for task in range(3):
         place.run(shard_index=task, num_shards=3)

@@ -88,10 +88,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("part_bytes", [500, 1 << 20])
-def test_sources_have_the_documents_and_tokens_of_a_recount(place, monkeypatch, case, part_bytes):
+@pytest.mark.parametrize("chunk_bytes", [500, 1 << 20])
+def test_sources_have_the_documents_and_tokens_of_a_recount(place, monkeypatch, case, chunk_bytes):
     changes, rule = CASES[case]
-    cut_small(monkeypatch, part_bytes)
+    cut_small(monkeypatch, chunk_bytes)
     place.run(source_key="meta.from", **changes)
     manifest = place.corpus().manifest
     check_content(place.corpus())

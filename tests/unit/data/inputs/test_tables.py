@@ -9,11 +9,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.data.shards.reading import TEXTS, read, texts_of
+from unit.data.inputs.reading import TEXTS, read, texts_of
 
-from megatron_neobert.data.shards.parts import read_part, row_cuts, split_into_parts
-from megatron_neobert.data.shards.reading import BATCH_BYTES, EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings, ShardPart
-from megatron_neobert.data.shards.tables import RowGroup
+from megatron_neobert.data.inputs.recognise import read_chunk, row_cuts, split_into_chunks
+from megatron_neobert.data.inputs.records import EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings
+from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk
+from megatron_neobert.data.inputs.tables import RowGroup
 from megatron_neobert.errors import DataError
 
 
@@ -92,13 +93,13 @@ def test_invalid_utf8_is_replaced(tmp_path, write, arrow_type):
 def test_missing_column_is_refused_with_the_text_columns_there_are(tmp_path, write, action):
     inner = pa.array([{"body": "x", "deep": {"er": "y"}, "n": 1}])
     write(tmp_path / "shard", pa.table({"content": ["x"], "data": inner, "n": [1]}))
-    part = split_into_parts(str(tmp_path / "shard"), ReadSettings())[0]
+    part = split_into_chunks(str(tmp_path / "shard"), ReadSettings())[0]
     settings = ReadSettings(text_key="text")
     with pytest.raises(
         DataError,
         match=r"no column 'text'; its text columns: content, data\.body, data\.deep\.er; choose one with --text-key",
     ):
-        split_into_parts(part.path, settings) if action == "plan" else list(read_part(part, settings))
+        split_into_chunks(part.path, settings) if action == "plan" else list(read_chunk(part, settings))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +141,8 @@ def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, write, rows):
     assert len(whole.parts) == 1
     assert [record.number for record in whole.rejected] == list(range(7, 300, 30))
     assert whole.numbers == 300 == len(whole.texts) + len(whole.rejected) + whole.dropped.total()
-    for part_bytes in (1000, 3000):
-        split = read(tmp_path / "shard", part_bytes=part_bytes)
+    for chunk_bytes in (1000, 3000):
+        split = read(tmp_path / "shard", chunk_bytes=chunk_bytes)
         assert len(split.parts) > 4
         assert split.texts == whole.texts
         assert split.rejected == whole.rejected  # with the same numbers
@@ -158,9 +159,9 @@ def test_tables_are_cut_between_groups_and_inside_large_ones():
         RowGroup(3, 0),
     ]
     # 40 + 40 | 40 | 300 in three | the last third and 20 would be 120
-    assert row_cuts(groups, part_bytes=100) == [20, 30, 63, 96, 130]
-    assert row_cuts([RowGroup(2, 1000)], part_bytes=100) == [1]  # a row is never cut
-    assert row_cuts([], part_bytes=100) == row_cuts([RowGroup(5, 0)], part_bytes=100) == []
+    assert row_cuts(groups, chunk_bytes=100) == [20, 30, 63, 96, 130]
+    assert row_cuts([RowGroup(2, 1000)], chunk_bytes=100) == [1]  # a row is never cut
+    assert row_cuts([], chunk_bytes=100) == row_cuts([RowGroup(5, 0)], chunk_bytes=100) == []
 
 
 def test_batches_have_about_a_mebibyte_and_a_long_document_comes_alone(tmp_path, write):
@@ -178,7 +179,7 @@ def test_large_row_group_is_streamed_not_loaded(tmp_path):
     pq.write_table(texts_table(values), path, compression="none", use_dictionary=False)
     size = path.stat().st_size  # 40 MB in one row group
     before = pa.total_allocated_bytes()
-    batches = read_part(ShardPart(str(path), "parquet"), ReadSettings())
+    batches = read_chunk(Chunk(str(path), "parquet"), ReadSettings())
     next(batches)
     held = pa.total_allocated_bytes() - before
     batches.close()
@@ -239,9 +240,9 @@ def arrow_memory():
 def test_long_value_that_all_rows_share_is_decoded_for_few_of_them_at_a_time(tmp_path, name):
     write_bomb(tmp_path / "shard", name)
     assert (tmp_path / "shard").stat().st_size < 5000
-    (part,) = split_into_parts(str(tmp_path / "shard"), ReadSettings())
+    (part,) = split_into_chunks(str(tmp_path / "shard"), ReadSettings())
     with arrow_memory() as pool:
-        texts = [text for batch in islice(read_part(part, ReadSettings()), 30) for text in batch.texts]
+        texts = [text for batch in islice(read_chunk(part, ReadSettings()), 30) for text in batch.texts]
     assert [len(text) for text in texts] == [LONG] * 30
     assert pool.max_memory() < 40 * LONG < 256 * LONG  # measured: 3 to 33; 256 rows at once are 256 and more
 
@@ -264,9 +265,9 @@ def test_mapped_pages_of_an_arrow_shard_are_given_back(tmp_path):
         pytest.skip("the size of mapped files is only told on Linux")
     path = tmp_path / "shard"
     write_arrow_stream(path, texts_table(["x" * 10_000] * 10_000))  # 100 MB
-    process, part = psutil.Process(), ShardPart(str(path), "arrow")
+    process, part = psutil.Process(), Chunk(str(path), "arrow")
     before = process.memory_info().shared
-    mapped = [process.memory_info().shared - before for _ in read_part(part, ReadSettings())]
+    mapped = [process.memory_info().shared - before for _ in read_chunk(part, ReadSettings())]
     with pa.memory_map(str(path)) as source:  # control
         lengths = [len(text) for batch in pa.ipc.open_stream(source) for text in batch["content"].to_pylist()]
         mapped_otherwise = process.memory_info().shared - before
@@ -281,7 +282,7 @@ def test_truncated_table_is_refused(tmp_path, write):
     write(tmp_path / "shard", texts_table(TEXTS * 100), 50)
     content = (tmp_path / "shard").read_bytes()
     (tmp_path / "shard").write_bytes(content[:-20])
-    with pytest.raises(DataError, match=r"damaged (parquet|Arrow) file .*fetch the shard again"):
+    with pytest.raises(DataError, match=r"damaged (parquet|Arrow) file .*fetch the file again"):
         read(tmp_path / "shard")
 
 
@@ -329,6 +330,6 @@ def test_real_shard_gives_the_texts_that_pyarrow_reads_whole_or_in_parts(shared_
     shard = sorted((shared_data / "text" / "books").glob("*.parquet"))[0]
     expected = pq.read_table(shard)["content"].to_pylist()
     assert texts_of(shard) == expected
-    split = read(shard, part_bytes=1 << 20)
+    split = read(shard, chunk_bytes=1 << 20)
     assert len(split.parts) > 5
     assert split.texts == expected

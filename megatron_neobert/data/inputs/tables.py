@@ -1,6 +1,6 @@
-"""Texts out of the text column of parquet and Arrow shards, a little at a time.
+"""Texts out of the text column of parquet and Arrow files, a little at a time.
 
-Neither a row group nor a mapped file stays in memory, and a part may begin within either. What is damaged is a
+Neither a row group nor a mapped file stays in memory, and a chunk may begin within either. What is damaged is a
 DataError. Memory: parquet takes some three times the largest page of the column, decompressed, and _DECODED_ROWS
 values; Arrow with compressed buffers one record batch of the column, and all dictionaries of the file. Values are taken
 over some rows at a time; only rows with a null, a blank, an over-long or an undecodable value among them are looked at
@@ -13,20 +13,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_neobert.data.shards.reading import (
-    BATCH_BYTES,
-    TOO_LONG,
-    Origin,
-    ReadSettings,
-    RecordBatch,
-    ShardPart,
-    add_value,
-    decode,
-    is_url,
-    named_errors,
-    open_shard,
-    reject,
-)
+from megatron_neobert.data.inputs.records import TOO_LONG, Origin, ReadSettings, RecordBatch, add_value, decode, reject
+from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
 from megatron_neobert.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -44,31 +32,31 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off betwe
 
 
 class RowGroup(NamedTuple):
-    """A row group of a parquet shard, or a record batch of an Arrow shard."""
+    """A row group of a parquet file, or a record batch of an Arrow file."""
 
     rows: int
     text_bytes: int
 
 
 class Rows(NamedTuple):
-    """Consecutive values of the text column, and how much of the part is read with them."""
+    """Consecutive values of the text column, and how much of the chunk is read with them."""
 
     column: "pa.Array"
     progress: float
 
 
-def row_groups(part: ShardPart, settings: ReadSettings) -> list[RowGroup]:
-    """Return the units of a shard; an empty list for a remote Arrow shard, whose units only a download would show.
+def row_groups(chunk: Chunk, settings: ReadSettings) -> list[RowGroup]:
+    """Return the units of a table; an empty list for a remote Arrow file, whose units only a download would show.
 
     Raises:
-        DataError: The shard is damaged, or has no text column of that name.
-        ConfigError: The shard has no column for --record-key or --source-key.
+        DataError: The file is damaged, or has no text column of that name.
+        ConfigError: The file has no column for --record-key or --source-key.
     """
     text_key = settings.text_key
-    if part.format == "parquet":
-        with _open_parquet(part.path) as shard:
-            _find_columns(part.path, shard.schema_arrow, settings)
-            groups = (shard.metadata.row_group(number) for number in range(shard.num_row_groups))
+    if chunk.format == "parquet":
+        with _open_parquet(chunk.path) as file:
+            _find_columns(chunk.path, file.schema_arrow, settings)
+            groups = (file.metadata.row_group(number) for number in range(file.num_row_groups))
             return [
                 RowGroup(
                     group.num_rows,
@@ -80,24 +68,24 @@ def row_groups(part: ShardPart, settings: ReadSettings) -> list[RowGroup]:
                 )
                 for group in groups
             ]
-    with _open_arrow(part.path, text_key) as arrow:
-        _find_columns(part.path, arrow.schema, settings)
-        return [] if is_url(part.path) else [RowGroup(len(column), column.nbytes) for column in arrow.columns]
+    with _open_arrow(chunk.path, text_key) as arrow:
+        _find_columns(chunk.path, arrow.schema, settings)
+        return [] if is_url(chunk.path) else [RowGroup(len(column), column.nbytes) for column in arrow.columns]
 
 
-def read_column(part: ShardPart, settings: ReadSettings) -> Iterator[RecordBatch]:
-    """The texts of the rows [start, end) of a parquet or Arrow shard.
+def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
+    """The texts of the rows [start, end) of a parquet or Arrow file.
 
     Raises:
-        DataError: The shard is damaged, or has no such text column.
+        DataError: The file is damaged, or has no such text column.
     """
     import pyarrow.compute as pc
 
-    batch, row = RecordBatch(), part.start
-    read = parquet_rows if part.format == "parquet" else arrow_rows
+    batch, row = RecordBatch(), chunk.start
+    read = parquet_rows if chunk.format == "parquet" else arrow_rows
     # Each field in a reading of its own.
-    others = {key: _values(read(part, key, of_text=False)) for key in settings.field_keys or ()}
-    for column, progress in take_together(read(part, settings.text_key)):
+    others = {key: _values(read(chunk, key, of_text=False)) for key in settings.field_keys or ()}
+    for column, progress in take_together(read(chunk, settings.text_key)):
         text_bytes = pc.sum(pc.binary_length(column)).as_py() or 0
         full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
         if batch.numbers and full:
@@ -204,35 +192,35 @@ def _faultless_texts(column: "pa.Array", limit: int) -> list[str] | None:
 
 @contextmanager
 def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
-    import pyarrow.parquet as pq  # here, because runs without such shards and --help do without its 0.2 seconds
+    import pyarrow.parquet as pq  # here, because runs without tables and --help do without its 0.2 seconds
 
     with _named_damage(path, "parquet"), ExitStack() as stack:
-        source = stack.enter_context(open_shard(path)) if is_url(path) else path
+        source = stack.enter_context(open_input(path)) if is_url(path) else path
         # Both arguments make column chunks stream; by default a whole row group is loaded (313 MB of one: 10 MB so).
         yield stack.enter_context(pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False))
 
 
-def parquet_rows(part: ShardPart, key: str, *, of_text: bool = True) -> Iterator[Rows]:
+def parquet_rows(chunk: Chunk, key: str, *, of_text: bool = True) -> Iterator[Rows]:
     import pyarrow as pa
 
-    with _open_parquet(part.path) as shard:
-        names, arrow_type = _find_column(part.path, shard.schema_arrow, key, of_text=of_text)
-        end = shard.metadata.num_rows if part.end is None else part.end
-        numbers = range(shard.num_row_groups)
-        begins = list(accumulate((shard.metadata.row_group(number).num_rows for number in numbers), initial=0))
-        groups = [number for number in numbers if begins[number + 1] > part.start and begins[number] < end]
+    with _open_parquet(chunk.path) as file:
+        names, arrow_type = _find_column(chunk.path, file.schema_arrow, key, of_text=of_text)
+        end = file.metadata.num_rows if chunk.end is None else chunk.end
+        numbers = range(file.num_row_groups)
+        begins = list(accumulate((file.metadata.row_group(number).num_rows for number in numbers), initial=0))
+        groups = [number for number in numbers if begins[number + 1] > chunk.start and begins[number] < end]
         row = begins[groups[0]] if groups else end
         # A dictionary comes whole with every batch, and its values are not decoded here.
         batch_rows = _ROWS if pa.types.is_dictionary(arrow_type) else _DECODED_ROWS
-        for batch in shard.iter_batches(batch_rows, groups, columns=[key], use_threads=False):
-            column = _take_column(batch, names)[max(0, part.start - row) : max(0, end - row)]
+        for batch in file.iter_batches(batch_rows, groups, columns=[key], use_threads=False):
+            column = _take_column(batch, names)[max(0, chunk.start - row) : max(0, end - row)]
             row += batch.num_rows
             if len(column):
-                yield Rows(column, (min(row, end) - part.start) / (end - part.start))
+                yield Rows(column, (min(row, end) - chunk.start) / (end - chunk.start))
             if row >= end:
                 break
         if row < end:
-            raise DataError(f"{part.path}: damaged parquet file (row {row} of {end} is missing); fetch the shard again")
+            raise DataError(f"{chunk.path}: damaged parquet file (row {row} of {end} is missing); fetch the file again")
 
 
 class _Arrow(NamedTuple):
@@ -250,7 +238,7 @@ def _open_arrow(path: str, key: str, *, of_text: bool = True) -> Iterator[_Arrow
     """
     import pyarrow as pa
 
-    with _named_damage(path, "Arrow"), open_shard(path) as file:
+    with _named_damage(path, "Arrow"), open_input(path) as file:
         is_file = file.read(6) == b"ARROW1"
         size = file.seek(0, 2)
         file.seek(max(0, size - len(_END_OF_STREAM)))
@@ -278,21 +266,21 @@ def _open_arrow(path: str, key: str, *, of_text: bool = True) -> Iterator[_Arrow
         yield _Arrow(schema, columns(), lambda: source.tell() / size, forget)
 
 
-def arrow_rows(part: ShardPart, key: str, *, of_text: bool = True) -> Iterator[Rows]:
-    with _open_arrow(part.path, key, of_text=of_text) as arrow:
+def arrow_rows(chunk: Chunk, key: str, *, of_text: bool = True) -> Iterator[Rows]:
+    with _open_arrow(chunk.path, key, of_text=of_text) as arrow:
         row = 0
         for column in arrow.columns:
             first, row = row, row + len(column)
-            if row <= part.start:
+            if row <= chunk.start:
                 continue
             _check_offsets(column)
-            end = row if part.end is None else min(row, part.end)
-            for start in range(max(first, part.start), end, _ROWS):
+            end = row if chunk.end is None else min(row, chunk.end)
+            for start in range(max(first, chunk.start), end, _ROWS):
                 stop = min(start + _ROWS, end)
-                done = arrow.progress() if part.end is None else (stop - part.start) / (part.end - part.start)
+                done = arrow.progress() if chunk.end is None else (stop - chunk.start) / (chunk.end - chunk.start)
                 yield Rows(column[start - first : stop - first], done)
                 arrow.forget()
-            if part.end is not None and row >= part.end:
+            if chunk.end is not None and row >= chunk.end:
                 break
 
 
@@ -323,7 +311,7 @@ def _named_damage(path: str, kind: str) -> Iterator[None]:
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the file system's trouble, not the file's
-            raise DataError(f"{path}: damaged {kind} file ({error}); fetch the shard again, or leave it out") from error
+            raise DataError(f"{path}: damaged {kind} file ({error}); fetch the file again, or leave it out") from error
 
 
 def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
@@ -334,7 +322,7 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
 
 
 def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> None:
-    """Raise as `_find_column` does unless a shard has all columns that the settings name."""
+    """Raise as `_find_column` does unless a file has all columns that the settings name."""
     _find_column(path, schema, settings.text_key)
     for key in settings.field_keys or ():
         _find_column(path, schema, key, of_text=False)
@@ -348,7 +336,7 @@ def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = Tr
     Raises:
         DataError: There is no text column of that name, or it holds something else than strings.
         ConfigError: There is no column of that name for --record-key or --source-key. Not a DataError, which
-            --quarantine would answer by leaving the shard out.
+            --quarantine would answer by leaving the file out.
     """
     import pyarrow as pa
 

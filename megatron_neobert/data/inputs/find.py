@@ -1,4 +1,4 @@
-"""Which shards there are: files named by paths, globs, folders, URLs and lists, and what shows that one has changed."""
+"""Find input files by paths, globs, folders, URLs and lists, and tell whether one has changed."""
 
 import glob
 import json
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron_neobert.data.shards.reading import BYTE_ORDER_MARK, is_url, named_errors, open_shard
+from megatron_neobert.data.inputs.stream import BYTE_ORDER_MARK, is_url, named_errors, open_input
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import without_credentials
 
-# Found in folders of shards, and read only where they are named themselves.
+# Found in folders of input files, and read only if they are named themselves.
 _ABOUT_THE_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)(\.(md|txt|rst|html))?", re.IGNORECASE
 )
@@ -21,55 +21,55 @@ _ABOUT_THE_DATA = re.compile(
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "last_modified", "created")
 
 
-class ShardVersion(NamedTuple):
-    """Changes when the content of a shard changes, as far as its file system or server reports it."""
+class InputVersion(NamedTuple):
+    """Changes when the content of an input file changes, as far as its file system or server reports it."""
 
     bytes: int
     version: str
 
 
-def find_shards(patterns: Sequence[str]) -> list[str]:
+def find_inputs(patterns: Sequence[str]) -> list[str]:
     """Files and URLs named by paths, globs (`**` descends), folders and `@lists`, each glob and folder sorted.
 
     A folder gives all files below it except hidden ones, those that start with an underscore (`_SUCCESS`), and what is
-    there about the data (README, LICENSE, checksums). A data set that `datasets` has saved to disk gives its shards in
+    there about the data (README, LICENSE, checksums). A data set that `datasets` has saved to disk gives its files in
     its own order. The lines of a file `list.txt` are patterns for `@list.txt`. A file that is found several times, be
     it by a symbolic link, is read once.
 
     Raises:
         MissingInputError: A pattern matches no file, or something that is none, as a link to nowhere.
-        DataError: A data set saved to disk names shards outside of its folder.
+        DataError: A data set saved to disk names files outside of its folder.
     """
-    shards: dict[str, str] = {}
+    found: dict[str, str] = {}
     for pattern in _with_lists(patterns):
         files = _remote_files(pattern) if is_url(pattern) else _local_files(pattern)
         if not files:
             raise MissingInputError(f"{pattern}: no file matches; check the path, and quote globs in scripts")
         for file in files:
-            shards.setdefault(file if is_url(file) else os.path.realpath(file), file)
-    return list(shards.values())
+            found.setdefault(file if is_url(file) else os.path.realpath(file), file)
+    return list(found.values())
 
 
-def shard_version(path: str) -> ShardVersion:
+def input_version(path: str) -> InputVersion:
     """Size, and time of the latest change or what a server has instead of it."""
     if not is_url(path):
         status = Path(path).stat()
-        return ShardVersion(status.st_size, str(status.st_mtime_ns))
+        return InputVersion(status.st_size, str(status.st_mtime_ns))
     file_system, inner = file_system_of(path)
     with named_errors(path):
         facts: dict[str, Any] = file_system.info(inner)
     return version_in(facts, path)
 
 
-def version_in(facts: dict[str, Any], url: str) -> ShardVersion:
+def version_in(facts: dict[str, Any], url: str) -> InputVersion:
     """That of a URL, of what its file system says about it."""
     if facts.get("size") is None:
         raise DataError(f"{url}: its server does not report its size; copy it to a disk and name that file")
     versions = (str(facts[key]) for key in _VERSION_KEYS if facts.get(key))
-    return ShardVersion(int(facts["size"]), next(versions, ""))
+    return InputVersion(int(facts["size"]), next(versions, ""))
 
 
-def shard_sha256(path: str) -> str | None:
+def input_sha256(path: str) -> str | None:
     """Reads a local file; None for a URL, since what is transferred twice is paid for twice."""
     return None if is_url(path) else sha256_of(Path(path))
 
@@ -81,8 +81,8 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
             continue
         path = pattern.removeprefix("@")
         if not is_url(path) and not Path(path).is_file():
-            raise MissingInputError(f"{pattern}: there is no file {path} with the names of shards")
-        with named_errors(path), open_shard(path) as file:
+            raise MissingInputError(f"{pattern}: there is no file {path} with the names of input files")
+        with named_errors(path), open_input(path) as file:
             yield from filter(None, map(str.strip, os.fsdecode(file.read().removeprefix(BYTE_ORDER_MARK)).splitlines()))
 
 
@@ -177,27 +177,27 @@ def _remote_files(url: str) -> list[str]:
 
 
 def _data_among(top: str, names: Sequence[str], read: Callable[[str], bytes]) -> list[str]:
-    """The shards among the files below the folder `top`, given by their paths within it; `read` takes a whole path."""
+    """Return the input files below the folder `top`, given the paths of its files within it."""
     paths = sorted(path for path in map(PurePosixPath, names) if not any(part[0] in "._" for part in path.parts))
     paths = [path for path in paths if not _ABOUT_THE_DATA.fullmatch(path.name)]
     states = [PurePosixPath(top, path) for path in paths if path.name == "state.json"]
-    shards_of = {path.parent: _saved_shards(path, read(str(path))) for path in states}
-    saved = {folder.relative_to(top): shards for folder, shards in shards_of.items() if shards}
+    files_of = {path.parent: _saved_files(path, read(str(path))) for path in states}
+    saved = {folder.relative_to(top): files for folder, files in files_of.items() if files}
     found: dict[str, None] = {}
     present = set(names) if saved else set()
     for path in paths:
         if path.parent in saved:
-            shards = [str(path.parent / shard) for shard in saved[path.parent]]
-            missing = [shard for shard in shards if shard not in present]
+            files = [str(path.parent / file) for file in saved[path.parent]]
+            missing = [file for file in files if file not in present]
             if missing:
                 raise MissingInputError(f"{top}: {missing[0]} is missing, which its state.json names; fetch it again")
-            found.update(dict.fromkeys(shards))
+            found.update(dict.fromkeys(files))
         elif not (saved and path.name == "dataset_dict.json"):
             found[str(path)] = None
     return list(found)
 
 
-def _saved_shards(path: PurePosixPath, state: bytes) -> list[str]:
+def _saved_files(path: PurePosixPath, state: bytes) -> list[str]:
     """The files that the state.json of a saved data set names; none if it is another file of that name."""
     try:
         entries = json.loads(state)["_data_files"]
@@ -210,6 +210,6 @@ def _saved_shards(path: PurePosixPath, state: bytes) -> list[str]:
     return names
 
 
-def shard_label(path: str) -> str:
+def input_label(path: str) -> str:
     """Return the name of an input file for people: a URL without its credentials, or the path as it is."""
     return without_credentials(path) if is_url(path) else path

@@ -1,9 +1,7 @@
-"""What all readers of shards share: bytes in, wherever they lie and however they are compressed; batches of texts out.
+"""The bytes of a chunk of an input file: local or remote, compressed or not.
 
-A record read is kept (its text is in `RecordBatch.texts`), rejected (an error, described), or dropped (by a harmless
-rule that has a name), by the same rules for every format. Nothing is lost silently; damage that hides an unknown number
-of records raises DamagedStream, after all bytes before it have been read, and `parts.read_part` makes a DataError of
-that. Memory: one block of compressed and one of decompressed bytes.
+Damage raises DamagedStream after all bytes before it have been read. Memory: one block of compressed and one of
+decompressed bytes.
 """
 
 import bz2
@@ -14,36 +12,18 @@ import os
 import re
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from megatron_neobert.errors import MissingInputError, MissingPackageError, NeoBERTError
 
-MALFORMED_JSON = "malformed JSON"
-MISSING_KEY = "missing key"
-NULL_TEXT = "null text"
-NOT_A_STRING = "text is not a string"
-TOO_LONG = "longer than --max-document-bytes"
-MALFORMED_RECORD = "malformed web archive record"
-FILTER_FAILED = "a filter failed"
-
-EMPTY_TEXT = "empty text"  # dropped, like those below
-NOT_A_RESPONSE = "not a response record"
-HTTP_STATUS = "HTTP status not 200"
-NOT_HTML = "not HTML or text"
-
 BATCH_BYTES = 1 << 20  # of text, in one RecordBatch
-PART_BYTES = 256 << 20  # of text, in one part: about a minute for the reference tokenizer
-RAW_BYTES = 64 << 10  # of a rejected record that are kept
-
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
-Format = Literal["parquet", "arrow", "jsonl", "json", "text", "warc"]
+Format = Literal["parquet", "arrow", "jsonl", "text", "warc"]
 Compression = Literal["gzip", "zstd", "bzip2", "xz"]
 
 _MAGIC: dict[bytes, Compression] = {
@@ -53,7 +33,7 @@ _MAGIC: dict[bytes, Compression] = {
     b"\xfd7zXZ\x00": "xz",
 }
 _MAGIC_BYTES = 6  # at most
-_ZSTD_FRAME_TO_SKIP = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # may stand in front of the others
+_ZSTD_FRAME_TO_SKIP = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # may come before the other frames
 _READ_BYTES = 256 << 10  # of a compressed file at a time
 _STEP_BYTES = 128 << 10  # decompressed at a time; what a step has done is lost when it meets damage
 _ZSTD_WINDOW_LOG = 31  # archives written with `zstd --long=31` need windows of 2 GiB, as their header declares
@@ -61,29 +41,10 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")
 
 
 @dataclass(frozen=True)
-class ReadSettings:
-    """How the shards are to be read."""
+class Chunk:
+    """Piece of an input file that one task reads: the whole file, or its range [start, end).
 
-    text_key: str = "content"
-    input_format: Literal["auto"] | Format = "auto"
-    text_separator: str | None = None  # between the documents of a plain text file; None: the file is one document
-    max_document_bytes: int = 16 << 20  # bounds the memory: a text without spaces takes some 100 times its size
-    record_keys: tuple[str, ...] | None = None  # what filters see of a record besides its text; None: no filters
-    source_key: str | None = None  # by whose values the corpus's documents are counted
-
-    @property
-    def field_keys(self) -> tuple[str, ...] | None:
-        """What is read of a record besides its text; None: nothing, and texts need no origins."""
-        if self.source_key is None:
-            return self.record_keys
-        return tuple(dict.fromkeys((*(self.record_keys or ()), self.source_key)))
-
-
-@dataclass(frozen=True)
-class ShardPart:
-    """What one task reads from beginning to end: a shard, or the range [start, end) of one.
-
-    The range counts rows of a parquet or Arrow shard, bytes of an uncompressed shard of lines or separated texts.
+    The range counts rows of a parquet or Arrow file, bytes of an uncompressed file of lines or separated texts.
     """
 
     path: str  # or URL
@@ -95,102 +56,13 @@ class ShardPart:
     @property
     def unit(self) -> str:
         """What its records are called in messages."""
-        units = {"parquet": "row", "arrow": "row", "jsonl": "line", "json": "object", "text": "document"}
+        units = {"parquet": "row", "arrow": "row", "jsonl": "line", "text": "document"}
         return units.get(self.format, "record")
 
     @property
     def numbers_are_relative(self) -> bool:
-        """True where record numbers count from the beginning of the part, since nobody has counted those before."""
+        """True if record numbers count from the beginning of the chunk."""
         return self.start > 0 and self.format in ("jsonl", "text")
-
-
-class Origin(NamedTuple):
-    """Where a text comes from, for filters and counts by source."""
-
-    number: int  # of the record, as in Rejected
-    fields: dict[str, Any]  # by record key; None where the record has no such field
-
-
-class Rejected(NamedTuple):
-    """One record without a usable text."""
-
-    reason: str  # one of the constants above
-    number: int  # of the record; rows count from 0 as in pyarrow, everything else from 1 as in editors
-    detail: str  # what was found
-    raw: bytes  # the record's first RAW_BYTES, as far as the format has such a thing
-
-    def describe(self, part: ShardPart, shard_name: str) -> str:
-        """Where it stands and what is wrong with it."""
-        after = f" after byte {part.start}" if part.numbers_are_relative else ""
-        return f"{shard_name}, {part.unit} {self.number}{after}: {self.reason} ({self.detail})"
-
-
-@dataclass
-class RecordBatch:
-    """Some consecutive records of a part. `texts` are not empty, valid Unicode, in the order of the shard."""
-
-    texts: list[str] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)  # of the texts, where filters or sources ask for them
-    utf8_bytes: int = 0  # of texts
-    repaired: int = 0  # texts in which invalid UTF-8 or lone surrogates became U+FFFD
-    rejected: list[Rejected] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)  # records by reason
-    numbers: int = 0  # record numbers used up, blank lines included: the next part's first number follows from it
-    progress: float = 0.0  # of the part, after this batch: 0 to 1
-
-
-def decode(raw: bytes) -> tuple[str, bool]:
-    """The text, and whether invalid UTF-8 in it became U+FFFD."""
-    try:
-        return raw.decode(), False
-    except UnicodeDecodeError:
-        return raw.decode(errors="replace"), True
-
-
-def add_value(
-    batch: RecordBatch,
-    value: object,
-    number: int,
-    *,
-    raw: bytes,
-    repaired: bool = False,
-    origin: Origin | None = None,
-) -> None:
-    """Adds what a record has under the text key; `raw` is the record, for the case that it is rejected."""
-    if value is None:
-        reject(batch, NULL_TEXT, number, "null", raw)
-    elif not isinstance(value, str):
-        reject(batch, NOT_A_STRING, number, f"found {type(value).__name__}", raw)
-    else:
-        add_text(batch, value, repaired=repaired, origin=origin)
-
-
-def add_text(batch: RecordBatch, text: str, *, repaired: bool = False, origin: Origin | None = None) -> None:
-    """Adds a text; one of white space only is dropped, and lone surrogates become U+FFFD."""
-    if not text or text.isspace():
-        batch.dropped[EMPTY_TEXT] += 1
-        return
-    try:
-        size = utf8_size(text)
-    except UnicodeEncodeError:
-        text, repaired = _SURROGATE.sub("\ufffd", text), True
-        size = utf8_size(text)
-    batch.texts.append(text)
-    if origin is not None:
-        batch.origins.append(origin)
-    batch.utf8_bytes += size
-    batch.repaired += repaired
-
-
-def utf8_size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
-def reject(batch: RecordBatch, reason: str, number: int, detail: str, raw: bytes) -> None:
-    batch.rejected.append(Rejected(reason, number, detail, raw[:RAW_BYTES]))
-
-
-# --- bytes
 
 
 class DamagedStream(Exception):
@@ -203,7 +75,7 @@ def is_url(path: str) -> bool:
 
 @contextmanager
 def named_errors(path: str) -> Iterator[None]:
-    """Gives errors the name of the shard, and those of fsspec and its clients the classes of local files' errors."""
+    """Name the input file in errors, and raise errors of fsspec and its clients as those of local files."""
     try:
         yield
     except (NeoBERTError, DamagedStream):
@@ -227,7 +99,7 @@ def named_errors(path: str) -> Iterator[None]:
         raise OSError(problem) from error
 
 
-def open_shard(path: str) -> BinaryIO:
+def open_input(path: str) -> BinaryIO:
     """The bytes of a file or URL, unbuffered, since it is read in large blocks.
 
     Raises:
@@ -289,8 +161,8 @@ def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
     return zstd.ZstdDecompressor(options=options), zstd.ZstdError
 
 
-class ShardDigest:
-    """The sha256 of a shard, of the bytes that pass by while it is read from its beginning to its end."""
+class InputDigest:
+    """SHA-256 of an input file, computed while the file is read from its beginning to its end."""
 
     def __init__(self) -> None:
         self._sha256, self._bytes = hashlib.sha256(), 0
@@ -300,26 +172,26 @@ class ShardDigest:
         self._bytes += len(block)
 
     def of_all(self, size: int) -> str | None:
-        """Hexadecimal; None where fewer than `size` bytes have passed by, so that the digest is not the shard's."""
+        """Return the hexadecimal digest; None if fewer than `size` bytes were read."""
         return self._sha256.hexdigest() if self._bytes == size else None
 
 
-class PartStream(io.RawIOBase):
-    """The bytes of one part of a shard, decompressed, without the byte order mark that a text file may begin with.
+class ChunkStream(io.RawIOBase):
+    """The bytes of one chunk, decompressed, without the byte order mark that a text file may begin with.
 
-    `progress` counts the bytes taken from the file, so it is right for compressed parts too.
+    `progress` counts the bytes taken from the file, so it is right for compressed chunks too.
     """
 
     _file: BinaryIO = io.BytesIO()  # closed in place of a file that cannot be opened
 
-    def __init__(self, part: ShardPart, digest: ShardDigest | None = None) -> None:
-        self._part, self._digest = part, digest
-        self._file = open_shard(part.path)
-        self._size = part.end or file_size(self._file, part.path)
-        self._position = self._file.seek(part.start) if part.start else 0  # a URL may give a stream that cannot seek
-        self._blocks = self._file_blocks(BATCH_BYTES) if part.compression is None else self._decompressed()
+    def __init__(self, chunk: Chunk, digest: InputDigest | None = None) -> None:
+        self._chunk, self._digest = chunk, digest
+        self._file = open_input(chunk.path)
+        self._size = chunk.end or file_size(self._file, chunk.path)
+        self._position = self._file.seek(chunk.start) if chunk.start else 0  # a URL may give a stream that cannot seek
+        self._blocks = self._file_blocks(BATCH_BYTES) if chunk.compression is None else self._decompressed()
         self._rest = b""  # read, and not yet given away
-        self._has_mark = part.start == 0 and part.format in ("jsonl", "json", "text")
+        self._has_mark = chunk.start == 0 and chunk.format in ("jsonl", "text")
         self._damage: DamagedStream | None = None
 
     def close(self) -> None:
@@ -328,8 +200,8 @@ class PartStream(io.RawIOBase):
 
     @property
     def progress(self) -> float:
-        length = self._size - self._part.start
-        return min(1.0, (self._position - self._part.start) / length) if length > 0 else 1.0
+        length = self._size - self._chunk.start
+        return min(1.0, (self._position - self._chunk.start) / length) if length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
         """At most `size` bytes; fewer only at the end, or before damage, which the next call raises."""
@@ -360,9 +232,9 @@ class PartStream(io.RawIOBase):
         return len(content)
 
     def _file_blocks(self, size: int) -> Iterator[bytes]:
-        end = self._part.end
+        end = self._chunk.end
         while end is None or self._position < end:
-            with named_errors(self._part.path):
+            with named_errors(self._chunk.path):
                 block = self._file.read(size if end is None else min(size, end - self._position))
             if not block:
                 return
@@ -373,7 +245,7 @@ class PartStream(io.RawIOBase):
 
     def _decompressed(self) -> Iterator[bytes]:
         """Concatenated streams are one, and zeros may fill up the end."""
-        compression = cast(Compression, self._part.compression)
+        compression = cast(Compression, self._chunk.compression)
         blocks, ahead = self._file_blocks(_READ_BYTES), b""
         while True:
             ahead = ahead.lstrip(b"\0")

@@ -1,38 +1,38 @@
-"""From a shard to its parts, and from a part to its records. A further format is one more reader in the table below.
+"""Recognise the format of an input file by its content, cut the file into chunks, and read the records of a chunk.
 
-The format follows from the first bytes: first the compression, then what the decompressed bytes look like. The name
-counts only where the content leaves a doubt. What would be read as a flood of malformed lines or as a text of rubbish
-is refused with the way to make a shard of it.
+The first bytes show the compression, and the decompressed bytes the format. The file name decides only where the
+content is ambiguous. A file that would only parse as malformed lines or as a text of rubbish (HTML, CSV, zip, a JSON
+array) is refused; the message names a way to convert it. A further format is one more reader in the table below.
 """
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from megatron_neobert.data.shards.reading import (
+from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch
+from megatron_neobert.data.inputs.stream import (
     BYTE_ORDER_MARK,
-    PART_BYTES,
+    Chunk,
+    ChunkStream,
     DamagedStream,
     Format,
-    PartStream,
-    ReadSettings,
-    RecordBatch,
-    ShardDigest,
-    ShardPart,
+    InputDigest,
     compression_of,
     named_errors,
-    open_shard,
+    open_input,
 )
-from megatron_neobert.data.shards.tables import RowGroup, read_column, row_groups
-from megatron_neobert.data.shards.text_files import find_cuts, read_json, read_text
-from megatron_neobert.data.shards.web_archives import read_archive
+from megatron_neobert.data.inputs.tables import RowGroup, read_column, row_groups
+from megatron_neobert.data.inputs.text_files import find_cuts, read_lines, read_text
+from megatron_neobert.data.inputs.web_archives import read_archive
 from megatron_neobert.errors import DataError
 
-_STREAMED: dict[Format, Callable[[ShardPart, ReadSettings, ShardDigest | None], Iterator[RecordBatch]]] = {
-    "jsonl": read_json,
-    "json": read_json,
+CHUNK_BYTES = 256 << 20  # of text in a chunk: about a minute for the reference tokenizer
+
+_STREAMED: dict[Format, Callable[[Chunk, ReadSettings, InputDigest | None], Iterator[RecordBatch]]] = {
+    "jsonl": read_lines,
     "text": read_text,
     "warc": read_archive,
 }
@@ -67,122 +67,118 @@ _UNREADABLE_NAMES = {  # of what cannot be told from plain text by its content
 # No file of these formats is empty, not even one without records: it is what a transfer that broke off has left.
 _NEVER_EMPTY = (".parquet", ".arrow", ".feather", ".gz", ".zst", ".bz2", ".xz")
 _COMPRESSED_NAME = re.compile(r"\.(gz|zst|bz2|xz)$")
-_READ_HERE = "shards are parquet, Arrow, JSON, plain text in UTF-8 or WARC"
+_READ_HERE = "input files are parquet, Arrow, JSON lines, plain text in UTF-8 or WARC"
 _CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # white space and escape occur in texts
 _JUNK_SHARE = 0.1  # of the first characters that are no UTF-8 or control codes; a text of another encoding has more
 
 
-def split_into_parts(path: str, settings: ReadSettings, *, part_bytes: int = PART_BYTES) -> list[ShardPart]:
-    """The parts of one shard in order: about `part_bytes` of text each, where the format lets one begin in the middle.
+def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
+    """Return the chunks of an input file in order, about `chunk_bytes` of text each where the format can be cut.
 
     Raises:
-        DataError: The format is none that is read here, the shard is damaged, or its schema has no such text column.
-        ConfigError: Its schema has no column for --record-key or --source-key.
+        DataError: The format is not supported, the file is damaged, or it has no text column of that name.
+        ConfigError: The file has no column for a --record-key.
     """
     whole = recognise(path, settings)
-    edges = [0, *_cuts(whole, settings, part_bytes), None]
-    return [ShardPart(path, whole.format, whole.compression, start or 0, end) for start, end in pairwise(edges)]
-
-
-def _cuts(whole: ShardPart, settings: ReadSettings, part_bytes: int) -> list[int]:
-    """Where to cut a shard: rows of a table, bytes of uncompressed lines or separated texts."""
-    if whole.format in ("parquet", "arrow"):
-        return row_cuts(row_groups(whole, settings), part_bytes=part_bytes)
+    cuts: list[int] = []  # rows of a table, bytes of uncompressed lines or separated texts
     separator = {"jsonl": "\n", "text": settings.text_separator}.get(whole.format)
-    if whole.compression is not None or separator is None:
-        return []
-    return find_cuts(whole.path, separator.encode(), part_bytes=part_bytes)
+    if whole.format in ("parquet", "arrow"):
+        cuts = row_cuts(row_groups(whole, settings), chunk_bytes=chunk_bytes)
+    elif whole.compression is None and separator is not None:
+        cuts = find_cuts(path, separator.encode(), chunk_bytes=chunk_bytes)
+    edges = [0, *cuts, None]
+    return [Chunk(path, whole.format, whole.compression, start or 0, end) for start, end in pairwise(edges)]
 
 
-def row_cuts(groups: list[RowGroup], *, part_bytes: int) -> list[int]:
+def row_cuts(groups: list[RowGroup], *, chunk_bytes: int) -> list[int]:
     """Rows at which to cut: between row groups, and inside those that are too large themselves."""
     cuts, row, held = [], 0, 0  # held: bytes since the latest cut
     for group in groups:
-        if held and held + group.text_bytes > part_bytes:
+        if held and held + group.text_bytes > chunk_bytes:
             cuts.append(row)
             held = 0
-        pieces = max(1, min(-(-group.text_bytes // part_bytes), group.rows))
+        pieces = max(1, min(-(-group.text_bytes // chunk_bytes), group.rows))
         cuts += [row + group.rows * piece // pieces for piece in range(1, pieces)]
         held = group.text_bytes // pieces + (held if pieces == 1 else 0)
         row += group.rows
     return cuts
 
 
-def read_part(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
-    """All records of one part, in order.
+def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
+    """Read all records of a chunk, in order.
 
     Args:
-        digest: Takes the bytes in where they are read one after the other; of a table, some columns alone are read.
+        digest: Receives the bytes if they are read in order; of a table, only some columns are read.
 
     Raises:
-        DataError: The shard is damaged, or a parquet or Arrow shard has no text column of that name.
+        DataError: The file is damaged, or a parquet or Arrow file has no text column of that name.
         MissingPackageError: A package that the address needs is not installed.
-        ModuleNotFoundError: One that the format needs is not.
+        ModuleNotFoundError: A package that the format needs is not installed.
     """
     numbers = 0
     try:
-        read = _STREAMED.get(part.format)
-        for batch in read(part, settings, digest) if read else read_column(part, settings):
+        read = _STREAMED.get(chunk.format)
+        for batch in read(chunk, settings, digest) if read else read_column(chunk, settings):
             numbers += batch.numbers
             yield batch
     except DamagedStream as damage:
-        stream = f"{part.compression} stream" if part.compression else f"{part.format} file"
-        position = f"{part.unit} {numbers}" if numbers else "the beginning"
+        stream = f"{chunk.compression} stream" if chunk.compression else f"{chunk.format} file"
+        position = f"{chunk.unit} {numbers}" if numbers else "the beginning"
         raise DataError(
-            f"{part.path}: the {stream} breaks off or is damaged after {position} ({damage}); "
-            "how many documents are lost is unknown: fetch the shard again, or leave it out"
+            f"{chunk.path}: the {stream} breaks off or is damaged after {position} ({damage}); "
+            "how many documents are lost is unknown: fetch the file again, or leave it out"
         ) from damage
 
 
-def recognise(path: str, settings: ReadSettings) -> ShardPart:
-    """The whole of a shard as one part.
+def recognise(path: str, settings: ReadSettings) -> Chunk:
+    """Return a whole input file as one chunk.
 
     Raises:
         DataError: The bytes belong to a format that is not read here.
     """
-    with named_errors(path), open_shard(path) as file:
+    with named_errors(path), open_input(path) as file:
         head = file.read(_HEAD_BYTES)
     if not head and PurePosixPath(path).suffix.lower() in _NEVER_EMPTY:
-        raise DataError(f"{path} is empty, which no file of this kind is; fetch the shard again, or leave it out")
+        raise DataError(f"{path} is empty, which no file of this kind is; fetch the file again, or leave it out")
     compression = compression_of(head)
     if compression is not None:
-        head = _decompressed_head(ShardPart(path, "text", compression))
+        head = _decompressed_head(Chunk(path, "text", compression))
         if compression_of(head) is not None:
             raise DataError(f"{path} is compressed twice; {_READ_HERE}: decompress it once")
     # Tables and archives show by their first bytes what they are; asking for another format is a mistake.
     table = next((name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), None)
-    shard_format: Format
+    file_format: Format
     if settings.input_format == "auto":
-        shard_format = table or _format_of_text(path, head)
+        file_format = table or _format_of_text(path, compression, head)
     else:
-        shard_format = settings.input_format
-        if head and shard_format in _FORMAT_MAGIC.values() and shard_format != table:
+        file_format = settings.input_format
+        if head and file_format in _FORMAT_MAGIC.values() and file_format != table:
             raise DataError(
-                f"{path} does not begin like {shard_format}, which --input-format asks for; leave --input-format out"
+                f"{path} does not begin like {file_format}, which --input-format asks for; leave --input-format out"
             )
-    if compression is not None and shard_format in ("parquet", "arrow"):
-        raise DataError(f"{path} is a {compression}-compressed {shard_format} file, which has to be decompressed")
-    return ShardPart(path, shard_format, compression)
+    if compression is not None and file_format in ("parquet", "arrow"):
+        raise DataError(f"{path} is a {compression}-compressed {file_format} file, which has to be decompressed")
+    return Chunk(path, file_format, compression)
 
 
-def _decompressed_head(part: ShardPart) -> bytes:
-    with PartStream(part) as stream:
+def _decompressed_head(chunk: Chunk) -> bytes:
+    with ChunkStream(chunk) as stream:
         try:
             return stream.read(_HEAD_BYTES)
         except DamagedStream as damage:
             raise DataError(
-                f"{part.path}: the {part.compression} stream is damaged from its beginning ({damage}); "
-                "fetch the shard again, or leave it out"
+                f"{chunk.path}: the {chunk.compression} stream is damaged from its beginning ({damage}); "
+                "fetch the file again, or leave it out"
             ) from damage
 
 
-def _format_of_text(path: str, head: bytes) -> Format:
+def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     for magic, (kind, remedy) in _UNREADABLE_MAGIC.items():
         if head.startswith(magic):
             raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
     if head.startswith(_TAR_MAGIC, 257):
         raise DataError(f"{path} is a tar archive; {_READ_HERE}: unpack it (tar -xf)")
-    found = _json_or_text(path, head)
+    found = _lines_or_text(path, compression, head)
     if found == "text":
         suffix = PurePosixPath(_COMPRESSED_NAME.sub("", path.lower())).suffix
         kind, remedy = _UNREADABLE_NAMES.get(suffix, ("", ""))
@@ -193,16 +189,17 @@ def _format_of_text(path: str, head: bytes) -> Format:
     return found
 
 
-def _json_or_text(path: str, head: bytes) -> Format:
+def _lines_or_text(path: str, compression: str | None, head: bytes) -> Format:
+    """Raise DataError for JSON that spans lines, and for binary files."""
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without a record
     if re.match(rb"\[\s*[{\]]", content):
-        return "json"
+        raise _spans_lines(path, compression, "an array of JSON objects", "'.[]'")
     lines = content.splitlines()
     first = _first_object(content, cut=len(head) == _HEAD_BYTES)
     if first is not None and "\n" in first:
-        return "json"
+        raise _spans_lines(path, compression, "JSON whose objects span lines", ".")
     if first is not None and first == lines[0].decode(errors="replace").rstrip():
         return "jsonl"
     has_objects = any(_first_object(line) == line.decode(errors="replace").strip() for line in lines)
@@ -210,9 +207,16 @@ def _json_or_text(path: str, head: bytes) -> Format:
         _refuse_junk(path, head)
     if _COMPRESSED_NAME.sub("", path.lower()).endswith(_TEXT_NAMES):
         return "text"
-    if has_objects and not says_json(path) and _MARKUP.match(content):
+    named_json = any(ending in PurePosixPath(path).name.lower() for ending in (".jsonl", ".ndjson", ".json"))
+    if has_objects and not named_json and _MARKUP.match(content):
         return "text"  # a page with some data in it
-    return "jsonl" if has_objects or content.startswith(b"{") or says_json(path) else "text"
+    return "jsonl" if has_objects or content.startswith(b"{") or named_json else "text"
+
+
+def _spans_lines(path: str, compression: str | None, kind: str, query: str) -> DataError:
+    name = shlex.quote(path)
+    command = f"{compression} -dc {name} | jq -c {query}" if compression else f"jq -c {query} {name}"
+    return DataError(f"{path} is {kind}; {_READ_HERE}: convert it with {command} > {shlex.quote(path + '.jsonl')}")
 
 
 def _first_object(content: bytes, *, cut: bool = False) -> str | None:
@@ -240,8 +244,3 @@ def _refuse_junk(path: str, head: bytes) -> None:
             f"{path} is neither a format that is read here nor UTF-8 text ({junk:,} of its first {len(text):,} "
             f"characters are none); {_READ_HERE}: convert it (other encodings: iconv -t UTF-8), or leave it out"
         )
-
-
-def says_json(path: str) -> bool:
-    name = PurePosixPath(path).name.lower()
-    return any(ending in name for ending in (".jsonl", ".ndjson", ".json"))

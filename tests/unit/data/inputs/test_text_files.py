@@ -1,4 +1,4 @@
-"""JSON lines, arrays of objects, objects over several lines and plain text in, texts and accounted rejects out."""
+"""JSON lines and plain text in, texts and accounted rejects out."""
 
 import gzip
 import itertools
@@ -6,10 +6,10 @@ import json
 import random
 
 import pytest
-from unit.data.shards.reading import JSON_LINES, TEXTS, Drip, peak_of, read, texts_of
+from unit.data.inputs.reading import JSON_LINES, TEXTS, Drip, peak_of, read, texts_of
 
-from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.reading import (
+from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
+from megatron_neobert.data.inputs.records import (
     EMPTY_TEXT,
     MALFORMED_JSON,
     MISSING_KEY,
@@ -18,10 +18,8 @@ from megatron_neobert.data.shards.reading import (
     RAW_BYTES,
     TOO_LONG,
     ReadSettings,
-    ShardPart,
 )
-from megatron_neobert.data.shards.text_files import TooLong, read_records, read_values
-from megatron_neobert.errors import DataError
+from megatron_neobert.data.inputs.text_files import TooLong, read_records
 
 
 @pytest.mark.parametrize(
@@ -117,79 +115,6 @@ def test_only_what_no_text_can_hold_is_replaced(tmp_path, line, text, repaired):
     assert (reading.texts, reading.repaired) == ([text], repaired)
 
 
-# --- arrays, and objects over several lines
-
-OBJECTS = [{"content": text, "url": "u"} for text in TEXTS]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        json.dumps(OBJECTS),
-        json.dumps(OBJECTS, indent=4),
-        "\n".join(json.dumps(each, indent=2) for each in OBJECTS),  # as jq prints them
-        json.dumps(OBJECTS[:1]) + "\n" + json.dumps(OBJECTS[1:]),
-        "\ufeff" + json.dumps(OBJECTS),
-        json.dumps(OBJECTS, ensure_ascii=False)[:-1] + ",]\n",
-    ],
-)
-def test_texts_of_arrays_and_of_objects_over_several_lines(tmp_path, content):
-    (tmp_path / "shard").write_text(content, encoding="utf-8")
-    assert texts_of(tmp_path / "shard") == TEXTS
-
-
-def test_values_are_what_the_standard_parser_finds_wherever_the_blocks_end():
-    rng = random.Random(0)
-    pieces = ['"', "\\", "{", "}", "[", "]", ",", ":", "a", "\n", "é", " "]
-
-    def make(depth):
-        kind = rng.randrange(5 if depth else 2)
-        if kind < 2:
-            return "".join(rng.choices(pieces, k=rng.randint(0, 6)))
-        if kind == 2:
-            return rng.choice([None, True, 1.5, -3])
-        members = [make(depth - 1) for _ in range(rng.randint(0, 3))]
-        return members if kind == 3 else {f"{number}\\": member for number, member in enumerate(members)}
-
-    for _ in range(300):
-        values = [make(3) for _ in range(rng.randint(0, 5))]
-        content = json.dumps(values, indent=rng.choice([None, 1]), ensure_ascii=False).encode()
-        for width in (1, 2, 3, 7, len(content)):
-            found = [value for group in read_values(Drip(content, width), limit=1000) for value in group]
-            assert list(map(json.loads, found)) == values
-
-
-def test_faulty_element_costs_itself_alone(tmp_path):
-    elements = ['{"content": "a"}', '{"content" "b"}', '{"text": "c"}', '"d"', '{"content": NaN, "content": "e"}']
-    (tmp_path / "shard").write_text("[" + ",\n".join(elements) + "]")
-    reading = read(tmp_path / "shard")
-    assert reading.texts == ["a", "e"]
-    assert reading.faults == [(MALFORMED_JSON, 2), (MISSING_KEY, 3), (MALFORMED_JSON, 4)]
-    assert reading.rejected[0].raw == b'{"content" "b"}'
-    assert reading.rejected[2].detail == "expected an object, found str"
-
-
-@pytest.mark.parametrize("end", ["", ',\n{"content": "c', ',\n{"content": "c"', ',\n{"content": "c"}'])
-def test_array_that_is_cut_off_is_refused_with_the_last_good_object(tmp_path, end):
-    (tmp_path / "shard").write_text('[{"content": "a"},\n{"content": "b"}' + end)
-    # The last object is not known to be whole before the comma or bracket behind it.
-    last = 2 if end else 1
-    with pytest.raises(DataError, match=f"shard: the json file breaks off or is damaged after object {last} .*fetch"):
-        read(tmp_path / "shard")
-
-
-def test_too_long_object_is_rejected_and_never_held(tmp_path):
-    long = json.dumps({"content": ("x" * 1000 + '"\\') * (32 << 10)}).encode()  # 32 MiB
-    content = b'[{"content": "a"}, ' + long + b', {"content": "b"}]'
-    (tmp_path / "shard").write_bytes(content)
-    part = ShardPart(str(tmp_path / "shard"), "json")
-    peak, batches = peak_of(read_part(part, ReadSettings(max_document_bytes=1 << 20)))
-    assert [text for batch in batches for text in batch.texts] == ["a", "b"]
-    (rejected,) = [record for batch in batches for record in batch.rejected]
-    assert (rejected.reason, rejected.number, rejected.raw) == (TOO_LONG, 2, long[:RAW_BYTES])
-    assert peak < 12 << 20 < len(long)
-
-
 # --- records between separators
 
 
@@ -205,8 +130,8 @@ def test_parts_of_any_size_give_the_records_of_the_whole(tmp_path, separator):
         whole = read(path, **settings)
         assert len(whole.parts) == 1
         assert whole.texts == [text for text in content.split(separator) if text.strip()]
-        for part_bytes in (1, 2, 5, 17):
-            split = read(path, part_bytes=part_bytes, **settings)
+        for chunk_bytes in (1, 2, 5, 17):
+            split = read(path, chunk_bytes=chunk_bytes, **settings)
             assert split.texts == whole.texts
             assert split.numbers == whole.numbers
             edges = [(part.start, part.end) for part in split.parts]
@@ -236,7 +161,7 @@ def test_records_are_the_same_wherever_the_blocks_end(separator):
 
 def test_compressed_shard_is_one_part(tmp_path):
     (tmp_path / "shard").write_bytes(gzip.compress(b'{"content": "text"}\n' * 100))
-    assert len(split_into_parts(str(tmp_path / "shard"), ReadSettings(), part_bytes=10)) == 1
+    assert len(split_into_chunks(str(tmp_path / "shard"), ReadSettings(), chunk_bytes=10)) == 1
 
 
 def test_too_long_line_is_rejected_with_its_beginning_and_the_others_are_kept(tmp_path):
@@ -262,10 +187,10 @@ def test_too_long_line_is_never_held(tmp_path):
         stream.write(b'"}\n{"content": "short"}\n')
 
     def batches_of(settings):
-        parts = split_into_parts(str(tmp_path / "shard"), settings, part_bytes=10 << 20)
+        parts = split_into_chunks(str(tmp_path / "shard"), settings, chunk_bytes=10 << 20)
         assert len(parts) == 2  # a cut within the line is moved behind it
         for part in parts:
-            yield from read_part(part, settings)
+            yield from read_chunk(part, settings)
 
     peaks = []
     for limit in (2 << 20, 100 << 20):
@@ -310,10 +235,3 @@ def test_documents_are_numbered_as_they_stand_in_the_file(tmp_path):
     reading = read(tmp_path / "shard", text_separator="\n", max_document_bytes=50)
     assert (reading.texts, reading.repaired, reading.numbers) == (["a", "b\ufffd"], 1, 4)
     assert reading.faults == [(TOO_LONG, 3)]
-
-
-def test_a_string_full_of_escapes_takes_the_memory_of_its_bytes(tmp_path):
-    (tmp_path / "shard.json").write_bytes(rb'[{"content": "' + rb"\"" * 2_000_000 + rb'"}]')
-    peak, (batch,) = peak_of(read_part(ShardPart(str(tmp_path / "shard.json"), "json"), ReadSettings()))
-    assert len(batch.texts[0]) == 2_000_000
-    assert peak < 30 * 4_000_000  # measured: 15 times the bytes; 76 times by a pattern that knows escapes

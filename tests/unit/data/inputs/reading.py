@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from backports import zstd
 
-from megatron_neobert.data.shards.parts import read_part, split_into_parts
-from megatron_neobert.data.shards.reading import BATCH_BYTES, PART_BYTES, ReadSettings, RecordBatch, Rejected, ShardPart
+from megatron_neobert.data.inputs.recognise import CHUNK_BYTES, read_chunk, split_into_chunks
+from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
+from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk
 
 TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
 JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text in TEXTS).encode()
@@ -45,22 +46,22 @@ class Reading(NamedTuple):
     repaired: int
     numbers: int
     batches: list[RecordBatch]
-    parts: list[ShardPart]
+    parts: list[Chunk]
 
     @property
     def faults(self) -> list[tuple[str, int]]:
         return [(record.reason, record.number) for record in self.rejected]
 
 
-def read(path: Path | str, *, part_bytes: int = PART_BYTES, **settings) -> Reading:
+def read(path: Path | str, *, chunk_bytes: int = CHUNK_BYTES, **settings) -> Reading:
     """Checks on the way what every reader owes: sizes that are right, and progress that ends at 1."""
     settings = ReadSettings(**settings)
-    parts = split_into_parts(str(path), settings, part_bytes=part_bytes)
+    parts = split_into_chunks(str(path), settings, chunk_bytes=chunk_bytes)
     reading = Reading([], [], Counter(), 0, 0, [], parts)
     for part in parts:
         before = reading.numbers if part.numbers_are_relative else 0
         progress = 0.0
-        for batch in read_part(part, settings):
+        for batch in read_chunk(part, settings):
             reading = reading._replace(
                 texts=reading.texts + batch.texts,
                 rejected=reading.rejected + [each._replace(number=each.number + before) for each in batch.rejected],

@@ -5,10 +5,10 @@ import io
 import sys
 
 import pytest
-from unit.data.shards.reading import peak_of, read
+from unit.data.inputs.reading import peak_of, read
 
-from megatron_neobert.data.shards.parts import read_part
-from megatron_neobert.data.shards.reading import (
+from megatron_neobert.data.inputs.recognise import read_chunk
+from megatron_neobert.data.inputs.records import (
     EMPTY_TEXT,
     HTTP_STATUS,
     MALFORMED_RECORD,
@@ -16,8 +16,8 @@ from megatron_neobert.data.shards.reading import (
     NOT_HTML,
     TOO_LONG,
     ReadSettings,
-    ShardPart,
 )
+from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
 pytest.importorskip("fastwarc")
@@ -286,7 +286,7 @@ def test_memory_does_not_grow_with_the_archive(tmp_path):
         with gzip.open(tmp_path / "shard", "wb", 1) as stream:
             for _ in range(count):
                 stream.write(records)
-        batches = read_part(ShardPart(str(tmp_path / "shard"), "warc", "gzip"), ReadSettings())
+        batches = read_chunk(Chunk(str(tmp_path / "shard"), "warc", "gzip"), ReadSettings())
         peak, read_texts = peak_of(len(batch.texts) for batch in batches)
         peaks.append(peak)
         assert sum(read_texts) == count

@@ -10,25 +10,21 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron_neobert.data.shards.reading import (
-    BATCH_BYTES,
+from megatron_neobert.data.inputs.records import (
     HTTP_STATUS,
     MALFORMED_RECORD,
     NOT_A_RESPONSE,
     NOT_HTML,
     RAW_BYTES,
     TOO_LONG,
-    DamagedStream,
     Origin,
-    PartStream,
     ReadSettings,
     RecordBatch,
-    ShardDigest,
-    ShardPart,
     add_text,
     decode,
     reject,
 )
+from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, ChunkStream, DamagedStream, InputDigest
 
 _HEADER_BYTES = 64 << 10  # more before a blank line is no header
 _LENGTH_DIGITS = 18  # what int64 holds for certain
@@ -49,7 +45,7 @@ class ArchiveRecord(NamedTuple):
     too_long: str | None = None  # how long
 
 
-def read_archive(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
+def read_archive(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
     """The texts of pages that were fetched with success, and of WET records.
 
     Raises:
@@ -57,7 +53,7 @@ def read_archive(part: ShardPart, settings: ReadSettings, digest: ShardDigest | 
         DamagedStream: The archive ends within a record, or a length in it is wrong.
     """
     batch, number, held = RecordBatch(), 0, 0
-    with PartStream(part, digest) as stream:
+    with ChunkStream(chunk, digest) as stream:
         try:
             archive = io.BufferedReader(stream, BATCH_BYTES)
             for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
-from unit.data.shards.reading import COMPRESS, TEXTS, peak_of, read, texts_of
+from unit.data.inputs.reading import COMPRESS, TEXTS, peak_of, read, texts_of
 
-from megatron_neobert.data.shards.parts import read_part, recognise
-from megatron_neobert.data.shards.reading import PartStream, ReadSettings, ShardPart
+from megatron_neobert.data.inputs.recognise import read_chunk, recognise
+from megatron_neobert.data.inputs.records import ReadSettings
+from megatron_neobert.data.inputs.stream import Chunk, ChunkStream
 from megatron_neobert.errors import DataError
 
 LINES = [json.dumps({"content": text}).encode() + b"\n" for text in TEXTS]
@@ -23,13 +24,13 @@ def compression(request):
     return request.param
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json", "text", "warc", None])
+@pytest.mark.parametrize("form", ["jsonl", "text", "warc", None])
 def test_error_of_the_disk_names_the_shard(form):
     broken = "/proc/self/mem"  # whose first page cannot be read
     if not Path(broken).exists():
         pytest.skip("there is no file here whose reading fails")
     with pytest.raises(OSError, match=f"Input/output error: '{broken}'") as caught:
-        list(read_part(ShardPart(broken, form), ReadSettings())) if form else recognise(broken, ReadSettings())
+        list(read_chunk(Chunk(broken, form), ReadSettings())) if form else recognise(broken, ReadSettings())
     assert caught.value.filename == broken
 
 
@@ -70,7 +71,7 @@ def test_damaged_stream_is_refused_with_the_last_good_line(tmp_path, compression
     else:
         packed[len(packed) // 2] ^= 0xFF
     (tmp_path / "shard").write_bytes(packed)
-    with pytest.raises(DataError, match=rf"shard: the {compression} stream .* after line \d+ .*fetch the shard again"):
+    with pytest.raises(DataError, match=rf"shard: the {compression} stream .* after line \d+ .*fetch the file again"):
         read(tmp_path / "shard")
 
 
@@ -89,7 +90,7 @@ def test_stream_that_is_damaged_from_its_beginning_is_refused(tmp_path, compress
 
 def test_progress_follows_the_compressed_bytes(tmp_path):
     (tmp_path / "shard").write_bytes(gzip.compress(random.Random(0).randbytes(5_900_000), 1))
-    with PartStream(ShardPart(str(tmp_path / "shard"), "jsonl", "gzip")) as stream:
+    with ChunkStream(Chunk(str(tmp_path / "shard"), "jsonl", "gzip")) as stream:
         seen = []
         while stream.read():
             seen.append(stream.progress)
@@ -104,7 +105,7 @@ def test_memory_does_not_grow_with_the_shard(tmp_path):
     peaks = []
     for repetitions in (1, 6):
         (tmp_path / "shard").write_bytes(gzip.compress(content, 1) * repetitions)
-        batches = read_part(ShardPart(str(tmp_path / "shard"), "jsonl", "gzip"), ReadSettings())
+        batches = read_chunk(Chunk(str(tmp_path / "shard"), "jsonl", "gzip"), ReadSettings())
         peak, read_texts = peak_of(len(batch.texts) for batch in batches)
         peaks.append(peak)
         assert sum(read_texts) == repetitions * len(MANY)

@@ -2,17 +2,16 @@
 
 import gzip
 import io
-import json
 import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from backports import zstd
-from unit.data.shards.reading import COMPRESS, JSON_LINES, TEXTS, read, texts_of
+from unit.data.inputs.reading import COMPRESS, JSON_LINES, TEXTS, read, texts_of
 
-from megatron_neobert.data.shards.parts import recognise
-from megatron_neobert.data.shards.reading import MALFORMED_JSON, ReadSettings
+from megatron_neobert.data.inputs.recognise import recognise
+from megatron_neobert.data.inputs.records import MALFORMED_JSON, ReadSettings
 from megatron_neobert.errors import DataError
 
 TABLE = pa.table({"content": TEXTS})
@@ -41,7 +40,6 @@ CONTENT = {
     "parquet": in_memory(lambda sink: pq.write_table(TABLE, sink)),
     "arrow": arrow_bytes(pa.ipc.new_stream),
     "jsonl": JSON_LINES,
-    "json": json.dumps([json.loads(line) for line in JSON_LINES.splitlines()], indent=2).encode(),
     "warc": WET,
 }
 
@@ -60,7 +58,7 @@ def test_format_is_recognised_by_content_whatever_the_name(tmp_path, name, form,
     assert texts_of(path) == TEXTS
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json", "warc"])
+@pytest.mark.parametrize("form", ["jsonl", "warc"])
 @pytest.mark.parametrize("compression", COMPRESS)
 def test_format_is_recognised_below_every_compression(tmp_path, form, compression):
     (tmp_path / "shard").write_bytes(COMPRESS[compression](CONTENT[form]))
@@ -84,18 +82,34 @@ def test_format_is_recognised_below_every_compression(tmp_path, form, compressio
         (b'{"content": "' + b"x" * 100_000 + b'"}\n', "jsonl"),  # the first line is longer than what is looked at
         (b'{"content": NaN}\n{"content": "x"}', "jsonl"),
         (b"\xef\xbb\xbf" + JSON_LINES, "jsonl"),
-        (b'[{"content": "x"}]', "json"),
-        (b' [\n\n {"content": "x"}]', "json"),
-        (b"[]", "json"),
-        (b'{\n  "content": "x"\n}\n', "json"),
-        (b'{"url": "u",\n "content": "x"}\n', "json"),
-        (b'{\n  "content": "' + b"x" * 100_000 + b'"\n}\n', "json"),
-        (b'{\n  "n": [' + b"1,\n" * 50_000 + b'1],\n "content": "x"\n}\n', "json"),
     ],
 )
-def test_text_json_lines_and_json_are_told_apart(tmp_path, content, form):
+def test_text_and_json_lines_are_told_apart(tmp_path, content, form):
     (tmp_path / "shard").write_bytes(content)
     assert found(tmp_path / "shard") == (form, None)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("content", "query"),
+    [
+        (b'[{"content": "x"}]', "'.[]'"),
+        (b'\xef\xbb\xbf [\n\n {"content": "x"}]', "'.[]'"),
+        (b"[]", "'.[]'"),
+        (b'{\n  "content": "x"\n}\n', "."),
+        (b'{"url": "u",\n "content": "x"}\n', "."),
+        (b'{\n  "content": "' + b"x" * 100_000 + b'"\n}\n', "."),
+        (b'{\n  "n": [' + b"1,\n" * 50_000 + b'1],\n "content": "x"\n}\n', "."),
+    ],
+)
+def test_json_that_spans_lines_is_refused_with_the_command_that_converts_it(tmp_path, content, query, packed):
+    path = tmp_path / "it is.json"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    command = f"gzip -dc '{path}' | jq -c {query}" if packed else f"jq -c {query} '{path}'"
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert f"convert it with {command} > '{path}.jsonl'" in str(caught.value)
+    assert caught.value.exit_code == 65
 
 
 def test_name_decides_where_no_line_is_an_object(tmp_path):
@@ -116,7 +130,6 @@ def test_name_decides_where_no_line_is_an_object(tmp_path):
         (b"{" * 100_000, "text"),
         (b"\n" + JSON_LINES, "jsonl"),
         (b'{"content": "' + b"x" * 100_000 + b'"}\n', "jsonl"),
-        (b'{\n  "content": "x"\n}\n', "json"),
     ],
 )
 def test_name_of_a_text_needs_a_first_line_that_is_an_object(tmp_path, name, content, form):
@@ -210,7 +223,7 @@ def test_pages_tables_and_arc_archives_are_no_plain_text_unless_asked_for(tmp_pa
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "JSONL.ZST", "txt.bz2", "warc.xz"])
 def test_empty_file_whose_name_promises_more_is_refused(tmp_path, suffix):
     (tmp_path / f"shard.{suffix}").touch()
-    with pytest.raises(DataError, match=rf"shard\.{suffix} is empty, .*; fetch the shard again"):
+    with pytest.raises(DataError, match=rf"shard\.{suffix} is empty, .*; fetch the file again"):
         read(tmp_path / f"shard.{suffix}")
     (tmp_path / "part-00000.jsonl").touch()  # control: Spark writes these where a partition has no rows
     (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(b""))

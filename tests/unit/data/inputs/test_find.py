@@ -10,10 +10,10 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.data.shards.reading import TEXTS, texts_of
+from unit.data.inputs.reading import TEXTS, texts_of
 
-from megatron_neobert.data.shards.find import find_shards, shard_label, shard_sha256, shard_version
-from megatron_neobert.data.shards.reading import open_shard
+from megatron_neobert.data.inputs.find import find_inputs, input_label, input_sha256, input_version
+from megatron_neobert.data.inputs.stream import open_input
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, MissingPackageError
 
 
@@ -26,10 +26,10 @@ def touch(folder, *names):
 def test_shards_are_sorted_within_a_pattern_hidden_ones_left_out_and_repeated_ones_read_once(tmp_path):
     touch(tmp_path, "b.jsonl", "a.jsonl", "deep/c.jsonl", ".hidden", "_SUCCESS", ".cache/d.jsonl")
     a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
-    assert find_shards([str(tmp_path)]) == [a, b, c]
-    assert find_shards([str(tmp_path / "*.jsonl")]) == [a, b]
-    assert find_shards([str(tmp_path / "**" / "*.jsonl")]) == [a, b, c]
-    assert find_shards([b, str(tmp_path)]) == [b, a, c]
+    assert find_inputs([str(tmp_path)]) == [a, b, c]
+    assert find_inputs([str(tmp_path / "*.jsonl")]) == [a, b]
+    assert find_inputs([str(tmp_path / "**" / "*.jsonl")]) == [a, b, c]
+    assert find_inputs([b, str(tmp_path)]) == [b, a, c]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_pattern_without_a_file_is_missing_input(tmp_path, pattern):
     start = f"file://{tmp_path}/" if pattern.startswith("file:") else f"{tmp_path}/"
     pattern = pattern.removeprefix("file:")
     with pytest.raises(MissingInputError, match=f"{pattern.lstrip('*')}: no file matches"):
-        find_shards([start + pattern])
+        find_inputs([start + pattern])
 
 
 # --- links and folders that cannot be read
@@ -52,7 +52,7 @@ def test_folders_behind_links_are_entered_and_a_link_that_leads_back_ends(tmp_pa
     (tmp_path / "data" / "deep" / "back").symlink_to(tmp_path / "data")
     (tmp_path / "other" / "also_back").symlink_to(tmp_path / "data")
     names = ("a.jsonl", "deep/c.jsonl", "link/b.jsonl")
-    assert find_shards([str(tmp_path / "data")]) == [str(tmp_path / "data" / name) for name in names]
+    assert find_inputs([str(tmp_path / "data")]) == [str(tmp_path / "data" / name) for name in names]
 
 
 @pytest.mark.parametrize("pattern", ["data/**/*.jsonl", "**/*.jsonl", "data/**", "d*/**/d*/../**/?.jsonl"])
@@ -62,7 +62,7 @@ def test_glob_through_a_folder_that_leads_back_to_itself_ends_with_the_short_nam
         (tmp_path / "data" / "deep" / name).symlink_to(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     for start in ("", f"{tmp_path}/"):
-        files = [os.path.normpath(file) for file in find_shards([start + pattern])]
+        files = [os.path.normpath(file) for file in find_inputs([start + pattern])]
         names = ["a.jsonl", "deep/_d/e.jsonl", "deep/c.jsonl"]
         assert files == [f"{start}data/{name}" for name in names if pattern != "data/**" or "_d" not in name]
 
@@ -71,10 +71,10 @@ def test_glob_through_a_folder_that_leads_back_to_itself_ends_with_the_short_nam
 def test_link_to_nowhere_is_missing_input(tmp_path, pattern):
     touch(tmp_path, "data/a.jsonl", "data/_gone")
     (tmp_path / "data" / ".hidden").symlink_to(tmp_path / "gone")
-    assert find_shards([str(tmp_path / "data")]) == [str(tmp_path / "data" / "a.jsonl")]
+    assert find_inputs([str(tmp_path / "data")]) == [str(tmp_path / "data" / "a.jsonl")]
     (tmp_path / "data" / "lost.jsonl").symlink_to(tmp_path / "gone")
     with pytest.raises(MissingInputError, match=r"/data/lost\.jsonl is neither a file nor a folder"):
-        find_shards([str(tmp_path / pattern)])
+        find_inputs([str(tmp_path / pattern)])
 
 
 def test_folder_that_may_not_be_read_is_an_error_not_a_gap(tmp_path, monkeypatch):
@@ -88,19 +88,19 @@ def test_folder_that_may_not_be_read_is_an_error_not_a_gap(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "scandir", scan_as_a_stranger)
     with pytest.raises(PermissionError, match=r"Permission denied: '.*/closed'"):
-        find_shards([str(tmp_path)])
+        find_inputs([str(tmp_path)])
 
 
 def test_file_named_in_several_spellings_is_read_once_under_the_first(tmp_path, monkeypatch):
     touch(tmp_path, "shards/a.jsonl", "shards/b.jsonl")
     monkeypatch.chdir(tmp_path)
-    assert find_shards(["shards", str(tmp_path / "shards"), "./shards/../shards/a.jsonl"]) == [
+    assert find_inputs(["shards", str(tmp_path / "shards"), "./shards/../shards/a.jsonl"]) == [
         "shards/a.jsonl",
         "shards/b.jsonl",
     ]
     (tmp_path / "shards" / "c.jsonl").symlink_to(tmp_path / "shards" / "a.jsonl")
-    assert find_shards(["shards"]) == ["shards/a.jsonl", "shards/b.jsonl"]
-    assert find_shards(["shards/c.jsonl", "shards"]) == ["shards/c.jsonl", "shards/b.jsonl"]
+    assert find_inputs(["shards"]) == ["shards/a.jsonl", "shards/b.jsonl"]
+    assert find_inputs(["shards/c.jsonl", "shards"]) == ["shards/c.jsonl", "shards/b.jsonl"]
 
 
 # --- lists
@@ -111,16 +111,16 @@ def test_list_gives_the_patterns_in_its_lines(tmp_path):
     lines = [f"{tmp_path}/more", "", f"{tmp_path}/?.jsonl\r", f"  {tmp_path}/with space.jsonl"]
     (tmp_path / "list.txt").write_text("\n".join(lines))
     names = ("more/c.jsonl", "a.jsonl", "b.jsonl", "with space.jsonl")
-    assert find_shards([f"@{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
-    assert find_shards([f"@file://{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
+    assert find_inputs([f"@{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
+    assert find_inputs([f"@file://{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
 
 
 def test_list_that_is_missing_or_names_a_missing_file_is_missing_input(tmp_path):
-    with pytest.raises(MissingInputError, match=r"@.*no\.txt: there is no file .*no\.txt with the names of shards"):
-        find_shards([f"@{tmp_path}/no.txt"])
+    with pytest.raises(MissingInputError, match=r"@.*no\.txt: there is no file .*no\.txt with"):
+        find_inputs([f"@{tmp_path}/no.txt"])
     (tmp_path / "list.txt").write_text(f"{tmp_path}/gone.jsonl\n")
     with pytest.raises(MissingInputError, match=r"gone\.jsonl: no file matches"):
-        find_shards([f"@{tmp_path}/list.txt"])
+        find_inputs([f"@{tmp_path}/list.txt"])
 
 
 # --- data sets that the `datasets` library has saved
@@ -143,7 +143,7 @@ def save_dataset(folder, shards, *, order=None):
 def test_saved_dataset_gives_its_shards_in_its_own_order(tmp_path, start):
     save_dataset(tmp_path / "saved", [["a"], ["b"], ["c"]], order=[2, 0, 1])
     touch(tmp_path / "saved", "cache-0123456789abcdef.arrow")
-    shards = find_shards([f"{start}{tmp_path}/saved"])
+    shards = find_inputs([f"{start}{tmp_path}/saved"])
     assert [shard[-20:-15] for shard in shards] == ["00002", "00000", "00001"]
     assert [text for shard in shards for text in texts_of(shard)] == ["c", "a", "b"]
 
@@ -152,7 +152,7 @@ def test_saved_dataset_dictionary_gives_the_shards_of_all_its_splits(tmp_path):
     for split in ("train", "test"):
         save_dataset(tmp_path / split, [[split]])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert find_shards([str(tmp_path)]) == [
+    assert find_inputs([str(tmp_path)]) == [
         str(tmp_path / split / "data-00000-of-00001.arrow") for split in ("test", "train")
     ]
 
@@ -164,7 +164,7 @@ def test_saved_dataset_that_names_files_elsewhere_is_refused(tmp_path, name, sta
     touch(tmp_path, "x.arrow", "saved/deep/x.arrow")
     (tmp_path / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
     with pytest.raises(DataError, match=rf"/saved/state\.json names the file {name!r}; only"):
-        find_shards([f"{start}{tmp_path}"])
+        find_inputs([f"{start}{tmp_path}"])
 
 
 @pytest.mark.parametrize("start", ["", "file://"])
@@ -172,7 +172,7 @@ def test_saved_dataset_that_lacks_a_shard_is_missing_input(tmp_path, start):
     save_dataset(tmp_path / "saved", [["a"], ["b"]])
     (tmp_path / "saved" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(MissingInputError, match=r"data-00001-of-00002\.arrow is missing, which its state\.json names"):
-        find_shards([f"{start}{tmp_path}/saved"])
+        find_inputs([f"{start}{tmp_path}/saved"])
 
 
 # --- URLs
@@ -190,10 +190,10 @@ def test_urls_of_files_folders_and_globs_keep_their_full_address(memory):
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "_SUCCESS", ".hidden/d.jsonl"):
         memory.pipe(f"/bucket/{name}", b'{"content": "x"}')
     a, b, c = (f"memory:///bucket/{name}" for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
-    assert find_shards(["memory:///bucket"]) == find_shards(["memory:///bucket/"]) == [a, b, c]
-    assert find_shards(["memory:///bucket/*.jsonl"]) == [a, b]
-    assert find_shards(["memory:///bucket/**/*.jsonl"]) == [a, b, c]
-    assert find_shards(["memory://bucket/b.jsonl"]) == ["memory://bucket/b.jsonl"]
+    assert find_inputs(["memory:///bucket"]) == find_inputs(["memory:///bucket/"]) == [a, b, c]
+    assert find_inputs(["memory:///bucket/*.jsonl"]) == [a, b]
+    assert find_inputs(["memory:///bucket/**/*.jsonl"]) == [a, b, c]
+    assert find_inputs(["memory://bucket/b.jsonl"]) == ["memory://bucket/b.jsonl"]
 
 
 def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
@@ -204,40 +204,39 @@ def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
     lines = "".join(json.dumps({"content": text}) + "\n" for text in TEXTS).encode()
     (tmp_path / "jsonl").write_bytes(lines)
     (tmp_path / "gzip").write_bytes(gzip.compress(lines))
-    (tmp_path / "json").write_text(json.dumps([{"content": text} for text in TEXTS]))
     for path in tmp_path.iterdir():
         url = f"memory://bucket/{path.name}"
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
         assert texts_of(url) == texts_of(path) == TEXTS
-        assert texts_of(url, part_bytes=20) == TEXTS  # in several parts, where the format has them
+        assert texts_of(url, chunk_bytes=20) == TEXTS  # in several parts, where the format has them
 
 
 def test_version_and_hash_of_a_file(tmp_path):
     (tmp_path / "shard").write_bytes(b"12345")
-    before = shard_version(str(tmp_path / "shard"))
+    before = input_version(str(tmp_path / "shard"))
     assert before.bytes == 5
-    assert shard_sha256(str(tmp_path / "shard")) == hashlib.sha256(b"12345").hexdigest()
-    assert shard_sha256(f"file://{tmp_path}/shard") is None
+    assert input_sha256(str(tmp_path / "shard")) == hashlib.sha256(b"12345").hexdigest()
+    assert input_sha256(f"file://{tmp_path}/shard") is None
     os.utime(tmp_path / "shard", ns=(0, 0))
-    assert shard_version(str(tmp_path / "shard")) != before
+    assert input_version(str(tmp_path / "shard")) != before
 
 
 def test_url_without_content_is_missing_input(memory):
     memory.pipe("/bucket/shard", b"")
     with pytest.raises(MissingInputError, match="memory://bucket/gone: no such file"):
-        open_shard("memory://bucket/gone")
+        open_input("memory://bucket/gone")
 
 
 def test_kind_of_address_that_nothing_can_open_is_a_setting_to_fix():
     with pytest.raises(ConfigError, match=r"nowhere://bucket/shard cannot be opened .Protocol not known"):
-        find_shards(["nowhere://bucket/shard"])
+        find_inputs(["nowhere://bucket/shard"])
 
 
 @pytest.mark.parametrize(("url", "package"), [("gs://bucket/shard", "gcsfs"), ("abfs://bucket@host/shard", "adlfs")])
 def test_missing_package_of_an_address_ends_with_69_and_the_command_that_installs_it(monkeypatch, url, package):
     monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
     with pytest.raises(MissingPackageError, match=rf"^{url}: .*: {sys.executable} -m pip install {package}$") as caught:
-        find_shards([url])
+        find_inputs([url])
     assert caught.value.exit_code == 69
 
 
@@ -245,11 +244,11 @@ def test_shard_on_a_web_server_is_read(server, tmp_path):
     lines = "".join(json.dumps({"content": text}) + "\n" for text in TEXTS).encode()
     (tmp_path / "shard.jsonl.gz").write_bytes(gzip.compress(lines))
     url = f"{server}/shard.jsonl.gz"
-    assert find_shards([url]) == [url]
-    assert shard_version(url).bytes == (tmp_path / "shard.jsonl.gz").stat().st_size
+    assert find_inputs([url]) == [url]
+    assert input_version(url).bytes == (tmp_path / "shard.jsonl.gz").stat().st_size
     assert texts_of(url) == TEXTS
     with pytest.raises(MissingInputError, match="gone"):
-        find_shards([f"{server}/gone.jsonl"])
+        find_inputs([f"{server}/gone.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -271,7 +270,7 @@ def test_shard_on_a_web_server_is_read(server, tmp_path):
     ],
 )
 def test_label_of_a_shard_keeps_no_secret(url, label):
-    assert shard_label(url) == label
+    assert input_label(url) == label
 
 
 def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
@@ -280,5 +279,5 @@ def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
     data += ["readmes.txt", "summary.txt"]
     for name in (*about, *data):
         (tmp_path / name).touch()
-    assert find_shards([str(tmp_path)]) == [str(tmp_path / name) for name in data]
-    assert find_shards([str(tmp_path / "LICENSE")]) == [str(tmp_path / "LICENSE")]
+    assert find_inputs([str(tmp_path)]) == [str(tmp_path / name) for name in data]
+    assert find_inputs([str(tmp_path / "LICENSE")]) == [str(tmp_path / "LICENSE")]

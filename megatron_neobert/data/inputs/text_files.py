@@ -1,16 +1,14 @@
-"""Texts out of text files: JSON lines, arrays of JSON objects, JSON objects over several lines, and plain text.
+"""Texts of text files: JSON lines and plain text.
 
-orjson reads the JSON that is faultless; everything else is read again by the standard library, which reports precisely
-what is wrong and forgives more (NaN, numbers of any size). A key `data.text` names the key of that spelling or, where
-there is none, `text` within `data`. A file of arrays is cut into its values without parsing them, by its strings and
-brackets alone, so that one faulty value costs itself and the file streams.
+orjson reads valid JSON; any other line is read again by the standard library, which reports precisely what is wrong and
+accepts more (NaN, numbers of any size). A key `data.text` names the key of that spelling or, if there is none, `text`
+within `data`.
 
 A plain text file is one UTF-8 document, or many with a separator between them. A text stays as it is, white space at
 its ends included.
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,33 +17,31 @@ from typing import BinaryIO, NamedTuple
 
 import orjson
 
-from megatron_neobert.data.shards.reading import (
-    BATCH_BYTES,
+from megatron_neobert.data.inputs.records import (
     MALFORMED_JSON,
     MISSING_KEY,
     RAW_BYTES,
     TOO_LONG,
-    DamagedStream,
     Origin,
-    PartStream,
     ReadSettings,
     RecordBatch,
-    ShardDigest,
-    ShardPart,
     add_text,
     add_value,
     decode,
-    file_size,
-    named_errors,
-    open_shard,
     reject,
     utf8_size,
 )
+from megatron_neobert.data.inputs.stream import (
+    BATCH_BYTES,
+    Chunk,
+    ChunkStream,
+    InputDigest,
+    file_size,
+    named_errors,
+    open_input,
+)
 
 _READ_BYTES = 64 << 10  # at a time, in search of separators
-# A whole string, so that brackets in it are not seen; or a quotation mark whose string does not end in these bytes. Of
-# text without escapes: a pattern that knows them takes some 70 bytes of memory for each.
-_STRUCTURE = re.compile(rb'"[^"]*"|["{}\[\],]')
 
 
 class TooLong(NamedTuple):
@@ -57,17 +53,11 @@ class TooLong(NamedTuple):
 Records = list[bytes | TooLong]
 
 
-def read_json(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
-    """The objects of JSON lines, of arrays, or over several lines.
-
-    Raises:
-        DamagedStream: The file ends within an object or an array.
-    """
-    number, limit = 1, settings.max_document_bytes
-    with PartStream(part, digest) as stream:
-        is_lines = part.format == "jsonl"
-        groups = read_records(stream, separator=b"\n", limit=limit) if is_lines else read_values(stream, limit=limit)
-        for records in groups:
+def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
+    """Read the objects of JSON lines."""
+    number = 1
+    with ChunkStream(chunk, digest) as stream:
+        for records in read_records(stream, separator=b"\n", limit=settings.max_document_bytes):
             batch = _read_objects(records, number, settings)
             batch.progress = stream.progress
             number += batch.numbers
@@ -143,64 +133,11 @@ def _look_up(record: dict[str, object], key: str) -> object:
     return _look_up(inner, rest)
 
 
-def read_values(stream: PartStream, *, limit: int) -> Iterator[Records]:
-    """The elements of outermost arrays and the objects outside of one, in groups of about BATCH_BYTES.
-
-    Of a value above `limit` bytes only the beginning is held.
-
-    Raises:
-        DamagedStream: Brackets or quotes are still open at the end.
-    """
-    buffer, left = b"", 0  # from the beginning of the current value on; bytes at its end that need another look
-    depth, in_array = 0, False  # open brackets within the value; whether it is an element
-    head: bytes | None = None  # of a current value that is too long, whose bytes so far are forgotten
-    while block := stream.read(max(BATCH_BYTES, len(buffer))):
-        looked_at = len(buffer) - left
-        buffer += block
-        values: Records = []
-        start, in_string = 0, False
-        without_escapes = buffer.replace(rb"\\", b"__").replace(rb"\"", b"__")  # of the same length
-        for match in _STRUCTURE.finditer(without_escapes, looked_at):
-            token, end = match[0], None
-            if in_string := token == b'"':
-                break
-            if token == b"[" and not depth and not in_array:
-                in_array, end = True, match.start()
-            elif token in b"{[":
-                depth += 1
-            elif token in b"}]" and depth:
-                depth -= 1
-                end = None if depth or in_array else match.end()
-            elif not depth and len(token) == 1:  # a comma, or a closing bracket of the array or of nothing
-                in_array, end = in_array and token == b",", match.start()
-            if end is not None:
-                value = buffer[start:end].strip()
-                if head is not None:
-                    values.append(TooLong(head))
-                    head = None
-                elif value:
-                    values.append(value)
-                start = match.end()
-        left = len(buffer) - match.start() if in_string else 0
-        buffer = buffer[start:].lstrip()
-        if len(buffer) > limit:
-            head = buffer[:RAW_BYTES] if head is None else head
-            # Of the bytes that are forgotten, two matter: the quotation mark of an open string, and a backslash that
-            # escapes what follows.
-            backslashes = len(buffer) - len(buffer.rstrip(b"\\"))
-            buffer = b'"' + b"\\" * (backslashes % 2) if in_string else b""
-            left = len(buffer)
-        if values:
-            yield from group_records(values, limit)
-    if depth or in_array or head is not None or buffer.strip():
-        raise DamagedStream("it ends with open brackets or quotes")
-
-
-def read_text(part: ShardPart, settings: ReadSettings, digest: ShardDigest | None = None) -> Iterator[RecordBatch]:
+def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
     """What is blank between two separators is no record, just as a blank line among JSON lines is none."""
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     too_long = f"more than {limit:,} bytes"
-    with PartStream(part, digest) as stream:
+    with ChunkStream(chunk, digest) as stream:
         if separator is None:
             content = b""
             while len(content) <= limit and (block := stream.read(max(BATCH_BYTES, len(content)))):
@@ -230,7 +167,7 @@ def _without_fields(number: int, settings: ReadSettings) -> Origin | None:
     return None if settings.field_keys is None else Origin(number, dict.fromkeys(settings.field_keys))
 
 
-def read_records(stream: PartStream, *, separator: bytes, limit: int) -> Iterator[Records]:
+def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:
     """What lies between the separators, in groups of about BATCH_BYTES.
 
     No record of more than `limit` bytes is held, and the rest after the last separator is a record unless empty.
@@ -273,17 +210,17 @@ def group_records(records: Records, limit: int) -> Iterator[Records]:
         yield group
 
 
-def find_cuts(path: str, separator: bytes, *, part_bytes: int) -> list[int]:
-    """Bytes of a file at which records begin, about `part_bytes` apart, so that readers of the pieces agree.
+def find_cuts(path: str, separator: bytes, *, chunk_bytes: int) -> list[int]:
+    """Bytes of a file at which records begin, about `chunk_bytes` apart, so that readers of the pieces agree.
 
     Separators may overlap (two line ends where there are three): only one that begins within no other is certain to
     be found by a reader that comes from the beginning.
     """
     width = len(separator)
     cuts: list[int] = []
-    with open_shard(path) as file, named_errors(path):
+    with open_input(path) as file, named_errors(path):
         size = file_size(file, path)
-        while (target := (cuts[-1] if cuts else 0) + part_bytes) < size:
+        while (target := (cuts[-1] if cuts else 0) + chunk_bytes) < size:
             start = max(target - 2 * width, 0)
             file.seek(start)
             cut = _first_cut(file, separator, start, target)

@@ -1,0 +1,1 @@
+"""Find input files, recognise their format, and read their texts: one module per format."""
