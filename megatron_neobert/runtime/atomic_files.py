@@ -11,9 +11,10 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
+
+import msgspec
 
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
 
@@ -102,11 +103,10 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
         sync_to_disk(path.parent)
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size and content of a file when it was written."""
 
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
     sha256: str
 
 

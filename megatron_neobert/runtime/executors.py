@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -25,12 +25,10 @@ from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 Report = Callable[[Any], None]
 
 _REPORT_SECONDS = 0.1  # between two reports of a worker: the pipe of 64 kB serves hundreds of workers
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _RETRIES = 3  # of a job whose Ray worker has died
 _CONNECT_SECONDS = 10  # for any answer from the address of a cluster
 _MOST_SUBMITTED_TO_RAY = 1 << 14
-
-_reports: Any = None  # in a worker: where its reports go
-_last_report = 0.0  # in a worker: when the latest one was sent
 
 
 class WorkerPool:
@@ -48,13 +46,16 @@ class WorkerPool:
         self._pool = ProcessPoolExecutor(workers, self._context, _start_worker, (self._reports, prepare))
         try:
             for _ in range(workers if prepare else 0):  # each call starts a process, as long as none is idle
-                self._pool.submit(int)
+                with _deferred_stop_signals():
+                    self._pool.submit(int)
         except BaseException:
             self.close()
             raise
 
     def submit(self, function: Callable[[Any, Report], Any], job: Any) -> Future[Any]:
-        return self._pool.submit(_do, function, job)
+        """Hand a job to a worker. Raise ChildProcessError if a worker died."""
+        with self._named_death(job), _deferred_stop_signals():
+            return self._pool.submit(_do, function, job)
 
     def result(self, future: Future[Any], job: Any) -> Any:
         """Return the result of a job that has ended.
@@ -63,8 +64,13 @@ class WorkerPool:
             ChildProcessError: A worker died.
             Exception: The job raised it.
         """
-        try:
+        with self._named_death(job):
             return future.result()
+
+    @contextmanager
+    def _named_death(self, job: Any) -> Iterator[None]:
+        try:
+            yield
         except BrokenProcessPool as error:
             raise ChildProcessError(
                 f"{self._context.describe_death()} at {job} or a job beside it; if memory ran out, use fewer "
@@ -78,9 +84,27 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all processes, also those at work."""
-        for process in self._context.processes:
-            process.terminate()
-        self._pool.shutdown(cancel_futures=True)
+        with _deferred_stop_signals():
+            for process in self._context.processes:
+                process.terminate()
+            self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _deferred_stop_signals() -> Iterator[None]:
+    """Handle stop signals at the end of the block: an exception of a handler would leave a pool half changed."""
+    received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if is_main else {}
+    for number in before:
+        signal.signal(number, lambda signal_number, _: received.append(signal_number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for again in received:
+            signal.raise_signal(again)
 
 
 class _Worker(SpawnProcess):
@@ -94,7 +118,7 @@ class _Worker(SpawnProcess):
 
     def start(self) -> None:
         resource_tracker.ensure_running()  # multiprocessing would start it now, and unblock the signals in doing so
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
             super().start()
         finally:
@@ -113,7 +137,7 @@ class _TrackingContext(SpawnContext):
         super().__init__()
         self.processes: list[_Worker] = []
 
-    def Process(self, *args: Any, **kwargs: Any) -> _Worker:  # type: ignore[override]  # noqa: N802
+    def Process(self, *args: Any, **kwargs: Any) -> _Worker:  # type: ignore[override]
         process = _Worker(*args, **kwargs)
         self.processes.append(process)
         return process
@@ -129,9 +153,24 @@ class _TrackingContext(SpawnContext):
         return "a worker process died"
 
 
+class _Reporter:
+    """In a worker process: sends reports, and leaves out those that follow another one at once."""
+
+    def __init__(self) -> None:
+        self.queue: Any = None
+        self._latest = 0.0
+
+    def __call__(self, news: Any) -> None:
+        if time.monotonic() - self._latest > _REPORT_SECONDS:
+            self._latest = time.monotonic()
+            self.queue.put(news)
+
+
+_report = _Reporter()
+
+
 def _start_worker(reports: Any, prepare: Callable[[], None] | None) -> None:
-    global _reports
-    _reports = reports
+    _report.queue = reports
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if prepare:
         prepare()
@@ -146,13 +185,6 @@ def _exit_with_parent() -> None:
 
 def _do(function: Callable[[Any, Report], Any], job: Any) -> Any:
     return function(job, _report)
-
-
-def _report(news: Any) -> None:
-    global _last_report
-    if time.monotonic() - _last_report > _REPORT_SECONDS:
-        _last_report = time.monotonic()
-        _reports.put(news)
 
 
 class RayCluster:

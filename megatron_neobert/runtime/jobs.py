@@ -14,13 +14,14 @@ import os
 import queue
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, ClassVar, Generic, Literal, TypeVar
+from typing import IO, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -100,11 +101,22 @@ def read_finished(job: Job[Result]) -> Finished[Result] | None:
     try:
         with open_regular(job.file("done")) as stream:
             content = json.loads(stream.read())
-        finished: Finished[Result] = msgspec.convert(content, Finished[job.result_type], str_keys=True)  # type: ignore[name-defined]
+        finished: Finished[Result] = msgspec.convert(
+            content,
+            Finished[job.result_type],  # type: ignore[name-defined]
+            str_keys=True,
+            dec_hook=_decode_counter,
+        )
         matches = all(sha256_of(job.file(kind)) == finished.files[kind].sha256 for kind in job.kinds)
     except (OSError, ValueError, KeyError, RecursionError, msgspec.ValidationError):
         return None
     return finished if matches and finished.key == job.key else None
+
+
+def _decode_counter(kind: Any, value: Any) -> Any:
+    """Decode the one type of results that msgspec does not know, `Counter[...]`."""
+    (key,) = get_args(kind)
+    return Counter(msgspec.convert(value, dict[key, int], str_keys=True))  # type: ignore[valid-type]
 
 
 def read_all_finished(jobs: Sequence[Job[Result]]) -> list[Finished[Result] | None]:
@@ -162,12 +174,14 @@ def run_jobs(
                 future.add_done_callback(finished.put)
             if not running:
                 return
+            done: Future[Outcome] | None = None
             with suppress(queue.Empty):
-                future = finished.get(timeout=_POLL_SECONDS)
-                job = running.pop(future)
-                yield job, runner.result(future, job)
-            for news in runner.reports():
+                done = finished.get(timeout=_POLL_SECONDS)
+            for news in runner.reports():  # before the result: nothing is reported of a job that is over
                 on_report(news)
+            if done is not None:
+                job = running.pop(done)
+                yield job, runner.result(done, job)
     finally:
         runner.close()
 
@@ -212,7 +226,7 @@ class JobFolder:
             self.remove()
         self._lock.close()
 
-    def begin(self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+    def begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         """Make this the folder of a run with these settings, and empty it unless it already is and `resume` is set.
 
         Args:
@@ -232,7 +246,7 @@ class JobFolder:
         if finished and not overwrite:
             if earlier == settings:
                 raise OutputError(
-                    f"{self.path} holds {finished:,} finished parts of an earlier run; continue with --resume, or "
+                    f"{self.path} holds {finished:,} finished chunks of an earlier run; continue with --resume, or "
                     "start anew with --overwrite"
                 )
             # "unknown": a setting that one of two versions of this project does not have.

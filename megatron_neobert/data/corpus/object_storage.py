@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, FileRecord, Manifest, corpus_files, read_manifest
+from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.format import Volume as VolumeRecord
 from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
 from megatron_neobert.data.inputs.stream import is_url, named_errors
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, StorageError
-from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.atomic_files import FileRecord, lock_if_possible, replacing, sha256_of
 
 LIMIT_GB = 100  # unless a run says otherwise
 BLOCK_BYTES = 256 << 10  # docs/training.md has what others cost
