@@ -96,7 +96,7 @@ def _iterate(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
     started, still_seconds = time.perf_counter(), 0.0
     for number in range(iterations):
         train_step(run, next(steps))
-        run.progress = replace(run.progress, iteration=run.progress.iteration + 1)
+        run.state = replace(run.state, iteration=run.state.iteration + 1)
         stopped = time.perf_counter()
         if number == 0 and mode != "none":
             saver.save()

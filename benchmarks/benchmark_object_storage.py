@@ -156,7 +156,7 @@ def main() -> int:
             for size in arguments.document_block_size:
                 cache = folder / f"cache{size}"
                 for where, again in (("local", ""), (url, ""), (url, ", again")):
-                    storage = ObjectStorage(cache, limit_bytes=10**11) if where == url else None
+                    storage = ObjectStorage(cache) if where == url else None
                     start = time.perf_counter()
                     corpus = Corpus(prefix if storage is None else f"{url}/{Path(prefix).name}", storage)
                     opening = time.perf_counter() - start

@@ -140,7 +140,7 @@ def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespac
     from benchmarks.step_layouts import passes_in_each_layout
 
     rows, rows_per_step = rows_of_batch(seq_length, arguments)
-    stream = run.training_stream.legs[0].stream
+    stream = run.training_stream.streams[0]
     settings = replace(stream.settings, seq_length=seq_length, micro_batch_size=rows, global_batch_size=rows_per_step)
     stream = replace(stream, settings=settings)  # the model does not depend on the length
     for _, batches in zip(range(arguments.rounds + 1), stream.steps(), strict=False):
@@ -172,8 +172,7 @@ class Bench:
             if is_reference:
                 loss = self.reference.step(passes["reference"])
             else:
-                total, masked, *_ = train_step(self.run, passes[layout]).sums
-                loss = total / masked  # a number: the device has finished
+                loss = train_step(self.run, passes[layout]).sums.mean_loss  # a number: the device has finished
             seconds = clock() - start
         batches = passes["packed" if layout == "packed" else "padded"].micro_batches
         tokens, capacity = (sum(one.real_tokens for one in batches), sum(one.tokens_t.numel() for one in batches))

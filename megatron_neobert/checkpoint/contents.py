@@ -4,7 +4,7 @@ Every tensor has one name in the whole model, and each rank stores the part that
 the header of its file, so that another number of ranks or another layout finds what it needs; torch's
 HuggingFaceStorageReader reads the same files. They hold numbers alone: nothing in them can be executed, and what a
 header says is compared with the size of the files before memory is taken. train_state.json holds how far the run had
-come and its optimizer's groups; its progress is checked before anything is computed with it: the file may come from
+come and its optimizer's groups; the values are checked before anything is computed with them: the file may come from
 another machine, or another person.
 """
 
@@ -24,7 +24,7 @@ from megatron_neobert.checkpoint.folder import TRAIN_STATE
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
-from megatron_neobert.state import Progress
+from megatron_neobert.state import TrainState
 
 OPTIMIZER_PREFIX = "optimizer."
 # torch.distributed.checkpoint's names for where the parts begin, torch/distributed/checkpoint/_hf_utils.py.
@@ -146,45 +146,45 @@ class StoredTensors:
         return tensor
 
 
-def write_train_state(folder: Path, progress: Progress, optimizer: dict[str, Any] | None = None) -> None:
-    """Writes the file.
+def write_train_state(folder: Path, state: TrainState, optimizer: dict[str, Any] | None = None) -> None:
+    """Write train_state.json.
 
     Args:
         optimizer: Plain values of megatron.core's optimizer state; none for weights alone.
     """
-    state = {"progress": asdict(progress)} | ({} if optimizer is None else {"optimizer": optimizer})
-    (folder / TRAIN_STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    content = {"progress": asdict(state)} | ({} if optimizer is None else {"optimizer": optimizer})
+    (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-class TrainState(NamedTuple):
-    """What the file holds."""
+class SavedState(NamedTuple):
+    """Content of train_state.json."""
 
-    progress: Progress
+    state: TrainState
     optimizer: dict[str, Any] | None  # None: a conversion writes weights alone
 
 
-def read_train_state(folder: Path) -> TrainState:
-    """Reads the file, each value checked: nothing else may be computed with.
+def read_train_state(folder: Path) -> SavedState:
+    """Read train_state.json and check each value, before anything is computed with it.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or is not of a run of this program.
+        CheckpointError: The file is missing or damaged, or no run of this program has written it.
     """
     path = folder / TRAIN_STATE
     try:
-        state = json.loads(read_text(path))
-        optimizer, found = state.get("optimizer"), dict(state["progress"])
+        content = json.loads(read_text(path))
+        optimizer, found = content.get("optimizer"), dict(content["progress"])
         found["iteration"]  # which has a default, and is never left out
         found["cursor"] = Cursor(**found["cursor"])
         found["recent_updates"] = tuple((loss, norm) for loss, norm in found.get("recent_updates", ()))
-        progress = Progress(**found)
+        state = TrainState(**found)
         special = {"corpus_sha256", "cursor", "recent_updates"}
-        counts = {name: count for name, count in vars(progress).items() if name not in special}
-        for name, count in (counts | vars(progress.cursor)).items():
+        counts = {name: count for name, count in vars(state).items() if name not in special}
+        for name, count in (counts | vars(state.cursor)).items():
             if type(count) is not int or not 0 <= count < _LARGEST_COUNT:
                 raise ValueError(f"{name} is {count!r:.40}, no count")
-        if not isinstance(progress.corpus_sha256, str) or not isinstance(optimizer, dict | None):
-            raise ValueError(f"corpus_sha256 is {progress.corpus_sha256!r:.80}, optimizer a {type(optimizer).__name__}")
-        if not all(type(number) is float for pair in progress.recent_updates for number in pair):
+        if not isinstance(state.corpus_sha256, str) or not isinstance(optimizer, dict | None):
+            raise ValueError(f"corpus_sha256 is {state.corpus_sha256!r:.80}, optimizer a {type(optimizer).__name__}")
+        if not all(type(number) is float for pair in state.recent_updates for number in pair):
             raise ValueError("recent_updates holds more than numbers")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
@@ -192,4 +192,4 @@ def read_train_state(folder: Path) -> TrainState:
         raise CheckpointError(
             f"{path}: not of a run of this program ({short_reason(error)}); use another checkpoint."
         ) from error
-    return TrainState(progress, optimizer)
+    return SavedState(state, optimizer)

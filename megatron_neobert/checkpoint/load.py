@@ -19,9 +19,9 @@ from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
 from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
 from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError
@@ -39,7 +39,7 @@ _STATE_FORMAT = {
 
 
 def load_checkpoint(run: Run) -> Path | None:
-    """Restores weights, optimizer and progress from the newest good checkpoint of --load, else of --continue-from.
+    """Restore weights, optimizer and train state from the newest good checkpoint of --load, else of --continue-from.
 
     From the latter, the run continues in the same data; other data start anew.
 
@@ -63,7 +63,7 @@ def load_checkpoint(run: Run) -> Path | None:
 
 
 def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
-    """Restores weights, optimizer and progress from a checkpoint whose files are whole.
+    """Restore weights, optimizer and train state from a checkpoint whose files are whole.
 
     One that a conversion wrote holds weights only: the optimizer then starts anew.
 
@@ -76,24 +76,24 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     Collective: all ranks.
     """
     record = read_record(folder / "settings.yaml")
-    progress, optimizer = read_train_state(folder)
+    train_state, optimizer = read_train_state(folder)
     weights_only = optimizer is None
-    leg = run.training_stream.leg_of(progress.iteration)
+    identities = run.training_stream.identities_at(train_state.iteration)
     saved = SavedRun(
         folder=folder,
         settings=record,
-        iteration=progress.iteration,
-        data_identity=progress.corpus_sha256,
+        iteration=train_state.iteration,
+        data_identity=train_state.corpus_sha256,
         weights_only=weights_only,
     )
-    refuse_unfit_checkpoint(saved, run.settings, leg.identities, has_new_data=has_new_data)
+    refuse_unfit_checkpoint(saved, run.settings, identities, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
     wanted = _state_of_weights(run) if weights_only else sharded_state(run, loading=True)
     state = _read(wanted, folder, optimizer)  # collective: all ranks
     if has_new_data:
-        then = settings_at(record, progress.iteration)
-        cursor = leg.continue_at(progress.cursor, then, identity=progress.corpus_sha256)
-        progress = replace(progress, cursor=cursor)
+        phase, then = phase_at(run.settings, train_state.iteration), phase_at(record, train_state.iteration).settings
+        cursor = run.training_stream.cursor_in(phase, train_state.cursor, then, identity=train_state.corpus_sha256)
+        train_state = replace(train_state, cursor=cursor)
     missing, unexpected = run.unwrapped_model.load_state_dict(state[_MODEL], strict=False)
     missing = [name for name in missing if not name.endswith("_extra_state")]
     assert not missing and not unexpected, f"{missing=} {unexpected=}"
@@ -101,14 +101,14 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         _load_main_weights(run, state)
     else:
         _load_optimizer(run, state["optimizer"], folder)
-    run.progress = replace(progress, corpus_sha256=leg.identities[0])
-    run.scheduler.step(increment=run.progress.iteration)  # the schedule is a function of the iteration alone
+    run.state = replace(train_state, corpus_sha256=identities[0])
+    run.scheduler.step(increment=run.state.iteration)  # the schedule is a function of the iteration alone
     if is_rank_zero():
         if has_new_data:
-            begins = "begin anew" if progress.cursor == Cursor() else f"continue at {progress.cursor}"
+            begins = "begin anew" if train_state.cursor == Cursor() else f"continue at {train_state.cursor}"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {begins}", flush=True)
-        if not has_new_data and progress.corpus_sha256 != leg.identities[0]:
+        if not has_new_data and train_state.corpus_sha256 != identities[0]:
             print(f"{folder} does not say where its documents begin, and is taken to be of this corpus", flush=True)
         for change in changes(record, run.settings, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)

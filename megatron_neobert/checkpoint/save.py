@@ -40,14 +40,14 @@ from megatron_neobert.model.initialization import name_in_whole_model
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.signals import fulfil_save_request, take_save_request
-from megatron_neobert.state import Progress, Run
+from megatron_neobert.state import Run, TrainState
 
 
 @dataclass
 class _Pending:
     """A checkpoint on its way to disk."""
 
-    progress: Progress
+    state: TrainState
     optimizer: dict[str, Any]  # its plain values, the same on all ranks
     file: Future[dict[str, Fingerprint]] | None  # of this rank, which a thread writes; None: it has no part to write
 
@@ -80,7 +80,7 @@ class Saver:
         self.finish()
         take_save_request()
         run, config = self.run, self.run.settings.checkpoint
-        self._iteration = run.progress.iteration
+        self._iteration = run.state.iteration
         self.refuse_drift()
         problem = None
         if is_rank_zero():
@@ -105,7 +105,7 @@ class Saver:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             file = thread.submit(_write, path, copies, {tensor.key: tensor.global_offset for tensor in own})
             thread.shutdown(wait=False)
-        self._pending = _Pending(run.progress, plain["optimizer"], file)
+        self._pending = _Pending(run.state, plain["optimizer"], file)
         if config.async_save:
             self.log(f"saving {self._final} in the background")
         else:
@@ -121,7 +121,7 @@ class Saver:
         """
         drift = _first_problem(describe_drift(self.run))
         if drift is not None:
-            iteration = self.run.progress.iteration
+            iteration = self.run.state.iteration
             self.finish()  # an earlier checkpoint, whose replicas were compared then
             raise DivergenceError(
                 f"iteration {iteration} is not saved: {drift}. {self._remaining} Start again with the same command; if "
@@ -173,7 +173,7 @@ class Saver:
         if (problem := next((problem for _, problem in parts if problem is not None), None)) is not None:
             return problem
         try:
-            write_train_state(self._temporary, pending.progress, pending.optimizer)
+            write_train_state(self._temporary, pending.state, pending.optimizer)
             write_record(run.settings, self._temporary / "settings.yaml")
             run.tokenizer.save_tokenizer_files(
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings

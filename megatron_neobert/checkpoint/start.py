@@ -13,9 +13,9 @@ from megatron_neobert.checkpoint.folder import (
     verify_files,
 )
 from megatron_neobert.config.cli import read_record
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import CheckpointConfig, Settings
-from megatron_neobert.config.stretches import stretch_of, stretches
 from megatron_neobert.data.batches.inputs import Inputs
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, NeoBERTError, SaveError
@@ -53,7 +53,7 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
         )
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
-    own = inputs[stretches(settings).index(stretch_of(settings, saved.iteration))]
+    own = inputs[phase_at(settings, saved.iteration).number]
     refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=resumed is None)
     refuse_other_tokenizer(folder, tokenizer, own.tokenizer)
 

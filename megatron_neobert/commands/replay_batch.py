@@ -106,10 +106,10 @@ def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | N
 
     if place is not None:
         load_from(run, place)
-    progress = run.progress
+    state = run.state
     if weights is not None and weights != place:
         load_from(run, weights)
-    stream = replace(run.training_stream, iteration=progress.iteration, cursor=progress.cursor)
+    stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor)
     return stream.from_iteration(iteration)
 
 

@@ -13,11 +13,10 @@ import yaml
 
 from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, typed_fields
 from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.phases import PHASE_SETTINGS, Phase
+from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
-from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.config.stretches import stretches
+from megatron_neobert.config.schema import PHASE_SETTINGS, ModelConfig, PhaseChange, Settings
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, suggestion, yaml_reason
 
 SECTIONS = {name: cast(type, section) for name, section in get_type_hints(Settings).items()}
@@ -67,6 +66,7 @@ _NOW_IGNORED = {
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_per_virtual_pipeline_stage",
+    "object_storage_cache_gb",
     "overlap_param_gather",
     "probe_data_path",
     "profile_step_end",
@@ -145,7 +145,7 @@ class _HelpAll(argparse.Action):
 def _missing_inputs(settings: Settings) -> list[str]:
     """Inputs that are not there, so that they need not be found out about one after the other."""
     data = settings.data
-    paths = dict.fromkeys(stretch.settings.data.data_path for stretch in stretches(settings))
+    paths = dict.fromkeys(phase.settings.data.data_path for phase in resolve_phases(settings))
     given = [(path, "--data-path") for path in paths]
     given += [((entry,), "--valid-data-path") for entry in data.valid_data_path or ()]
     problems = []
@@ -281,7 +281,7 @@ def _is_of_earlier_version(name: str, value: Any) -> bool:
 def _load_yaml(text: bytes | str) -> Any:
     try:
         content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        return yaml.load(content, Loader=_UniqueKeyLoader)  # a SafeLoader
+        return yaml.load(content, Loader=_UniqueKeyLoader)  # noqa: S506  a SafeLoader
     except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
         raise ConfigError(_one_line(yaml_reason(error)) or type(error).__name__) from error
 
@@ -309,7 +309,7 @@ def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: A
     return assign(values[section], *known[name], value, source=source)
 
 
-def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[str]]:
+def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], list[str]]:
     """Phases out of a list, or a text that holds one as YAML; and what is wrong with them."""
     if isinstance(value, str):
         try:
@@ -326,7 +326,7 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
         ]
     if len(entries) > _MOST_PHASES:
         return (), [f"{source} holds {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
-    known = {item.name: (item, wanted) for item, wanted in typed_fields(Phase)}
+    known = {item.name: (item, wanted) for item, wanted in typed_fields(PhaseChange)}
     phases, problems = [], []
     for number, entry in enumerate(entries, start=1):
         given: dict[str, Any] = {}
@@ -343,7 +343,7 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[Phase, ...], list[st
                 hint = suggestion(name, list(PHASE_SETTINGS))
                 problems.append(f"{source}: phase {number}: unknown setting {name}{hint}")
         if not problems:
-            phases.append(Phase(**given))
+            phases.append(PhaseChange(**given))
     return tuple(phases), problems
 
 

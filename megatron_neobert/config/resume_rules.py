@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_neobert.cli import flag_of
 from megatron_neobert.config.data_path import parse_data_path
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.errors import CheckpointError, ConfigError
 
 _MUST_FIT = {
@@ -64,7 +64,6 @@ _NOT_LOGGED = {
     "distributed_timeout_minutes",
     "num_workers",
     "object_storage_cache_path",
-    "object_storage_cache_gb",
     "dataloader_type",
 }
 
@@ -97,7 +96,7 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
         ConfigError: With --continue-from, no iteration is left to train, or the same batches would be read again.
     """
     folder, iteration = saved.folder, saved.iteration
-    then, own = settings_at(saved.settings, iteration), settings_at(now, iteration)
+    then, own = phase_at(saved.settings, iteration).settings, phase_at(now, iteration).settings
     refuse_other_run(then, own, folder, has_new_data=has_new_data, weights_only=saved.weights_only)
     if saved.weights_only and not has_new_data:
         raise CheckpointError(
@@ -142,7 +141,7 @@ def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
 
     def past(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
         begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]
-        return [(phase.after_iters, {**phase.changes, "data_path": phase.data_path is not None}) for phase in begun]
+        return [(phase.after_iters, {**phase.values, "data_path": phase.data_path is not None}) for phase in begun]
 
     if past(saved.settings) != past(now) and "phases" not in now.checkpoint.changes_allowed:
         raise CheckpointError(

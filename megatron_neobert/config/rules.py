@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from megatron_neobert.cli import flag_of, typed_fields, value_problem
 from megatron_neobert.config.compute_rules import FP8_TOKENS, compute_problems
 from megatron_neobert.config.data_path import parse_data_path
+from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.resume_rules import ALLOWABLE
 from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings
-from megatron_neobert.config.stretches import stretches
 from megatron_neobert.errors import ConfigError
 
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
@@ -107,11 +107,12 @@ def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
             f"{settings.training.train_iters}; leave it out, or train longer."
         )
     known: list[str] = []
-    for number, stretch in enumerate(stretches(settings)):
-        for problem in find_problems(stretch.settings, world_size=world_size):
+    for phase in resolve_phases(settings):
+        for problem in find_problems(phase.settings, world_size=world_size):
             if problem not in known:
                 known.append(problem)
-                yield f"phase {number} (after {stretch.first - 1} iterations): {problem}" if number else problem
+                place = f"phase {phase.number} (after {phase.first - 1} iterations): " if phase.number else ""
+                yield f"{place}{problem}"
 
 
 def need_problems(settings: Settings) -> Iterator[str]:

@@ -5,13 +5,14 @@ flag of the same name; the names are Megatron-LM's wherever Megatron has the not
 checked in `rules.py`.
 """
 
+import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.cli import flag_of
 from megatron_neobert.cli import option as setting
-from megatron_neobert.config.phases import Phase
 
 # Megatron's names for what a tokenizer file can be; "auto" goes by its content.
 TOKENIZER_TYPES = (
@@ -175,7 +176,6 @@ class DataConfig:
         choices=("all_mask", "bert"),
     )
     object_storage_cache_path: str | None = path_setting(None, "local folder that URLs in --data-path are read through")
-    object_storage_cache_gb: int = setting(100, "most GB in that folder, indexes not counted", minimum=1)
     dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
     num_workers: int = setting(1, "data loader processes; 0 prepares batches in the training process", minimum=0)
 
@@ -224,6 +224,40 @@ class OptimizerConfig:
     clip_grad: float = setting(1.0, "gradient clipping: largest norm; 0 does not clip", minimum=0.0)
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PhaseChange:
+    """An entry of --phases: settings that change after `after_iters` iterations; None leaves a setting as it was."""
+
+    after_iters: int
+    data_path: tuple[str, ...] | None = None
+    seq_length: int | None = None
+    mask_prob: float | None = None
+    mask_replacement: str | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The changed settings by name."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        del given["after_iters"]
+        return given
+
+    @property
+    def flags(self) -> str:
+        """The changed settings as command-line flags, for log lines."""
+        given = {name: value if isinstance(value, tuple) else (value,) for name, value in self.values.items()}
+        return " ".join(f"{flag_of(name)} {' '.join(map(str, value))}" for name, value in given.items())
+
+    def __repr__(self) -> str:
+        """Format the entry as YAML on one line."""
+        given = {"after_iters": self.after_iters, **self.values}
+        return f"{{{', '.join(f'{name}: {json.dumps(value)}' for name, value in given.items())}}}"
+
+
+PHASE_SETTINGS = tuple(item.name for item in fields(PhaseChange))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Batches, length and precision of the run."""
@@ -231,7 +265,7 @@ class TrainingConfig:
     micro_batch_size: int = setting(64, "micro-batch size: packed sequences per forward pass and rank", minimum=1)
     global_batch_size: int = setting(2048, "global batch size: packed sequences per iteration", minimum=1)
     train_iters: int = setting(1_000_000, "training iterations of the whole run", minimum=1)
-    phases: tuple[Phase, ...] = setting(
+    phases: tuple[PhaseChange, ...] = setting(
         (),
         "settings that change while the run trains, as YAML: [{after_iters: N, mask_prob: X}, ...]; also seq_length, "
         "global_batch_size, micro_batch_size, mask_replacement, data_path",

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.packing import PackedRows
 from megatron_neobert.data.batches.phases import build_training_stream
@@ -91,22 +91,25 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     inputs = open_phases(settings)
     batches = build_training_stream(settings, inputs)
     if place is not None:
-        progress = read_train_state(place).progress
-        leg = batches.leg_of(progress.iteration)
-        if progress.corpus_sha256 not in leg.identities:
+        saved = read_train_state(place).state
+        identities = batches.identities_at(saved.iteration)
+        if saved.corpus_sha256 not in identities:
             raise CheckpointError(
-                f"{place} was trained on the corpus with sha256 {progress.corpus_sha256[:12]}, --data-path names one "
-                f"with {leg.identities[0][:12]}; its place in the data means nothing there. Name the corpus it was "
+                f"{place} was trained on the corpus with sha256 {saved.corpus_sha256[:12]}, --data-path names one "
+                f"with {identities[0][:12]}; its place in the data means nothing there. Name the corpus it was "
                 "trained on."
             )
-        batches = replace(batches, iteration=progress.iteration, cursor=progress.cursor)
+        batches = replace(batches, iteration=saved.iteration, cursor=saved.cursor)
     elif continued is not None:
         folder = latest_checkpoint(Path(continued))
-        progress, then = read_train_state(folder).progress, read_record(folder / "settings.yaml")
-        cursor = batches.leg_of(progress.iteration).continue_at(
-            progress.cursor, settings_at(then, progress.iteration), identity=progress.corpus_sha256
+        saved, then = read_train_state(folder).state, read_record(folder / "settings.yaml")
+        cursor = batches.cursor_in(
+            phase_at(settings, saved.iteration),
+            saved.cursor,
+            phase_at(then, saved.iteration).settings,
+            identity=saved.corpus_sha256,
         )
-        batches = replace(batches, iteration=progress.iteration, cursor=cursor)
+        batches = replace(batches, iteration=saved.iteration, cursor=cursor)
     batches = batches.from_iteration(iteration)
     if share is not None:
         batches = batches.on_rank(
@@ -117,7 +120,7 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
     numbers = range(stream.data_parallel_rank, len(rows) // size, stream.data_parallel_size)
     return FoundBatch(
         iteration=iteration,
-        settings=settings_at(settings, iteration),
+        settings=phase_at(settings, iteration).settings,
         tokenizer=inputs[0].tokenizer,
         sources=stream.sources,
         cursor=stream.cursor,

@@ -17,8 +17,8 @@ import numpy as np
 
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.cli import flag_of
+from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.rows import count_windows, documents_in_window, pack_window
@@ -77,12 +77,12 @@ class PlannedPhase:
 def plan_phases(settings: Settings, inputs: Sequence[Inputs], *, first: int, world_size: int) -> list[PlannedPhase]:
     """What is to be trained behind `first` iterations: one phase where --phases changes nothing in between."""
     last_of_run = settings.training.train_iters
-    words = ["", *(phase.words for phase in settings.training.phases)]
-    spans = [(max(one.first, first + 1), min(one.last or last_of_run, last_of_run)) for one in stretches(settings)]
+    words = ["", *(change.flags for change in settings.training.phases)]
+    spans = [(max(one.first, first + 1), min(one.last or last_of_run, last_of_run)) for one in resolve_phases(settings)]
     left = [number for number, (begin, end) in enumerate(spans) if begin <= end]
     planned = []
     for number in left or [len(spans) - 1]:  # of a run that has nothing left, the last one, with no iteration
-        own, phase_settings = inputs[number], stretches(settings)[number].settings
+        own, phase_settings = inputs[number], resolve_phases(settings)[number].settings
         begin, end = spans[number]
         planned.append(
             PlannedPhase(

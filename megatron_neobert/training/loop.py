@@ -1,10 +1,10 @@
-"""The story of a run: read a batch, train on it, log, validate, save, stop."""
+"""The training loop: read a batch, train on it, log, validate, save, stop."""
 
 import functools
 import os
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from megatron_neobert.checkpoint.folder import check_folders, claim, list_checkp
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.loader import DaliLoader, build_loader
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
@@ -24,9 +24,9 @@ from megatron_neobert.model.kernels import choose_kernels, engine_attention
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, is_rank_zero
 from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank
-from megatron_neobert.state import Progress, RankStatus, Run, StepReport
+from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
 from megatron_neobert.training.hang_detector import HangDetector
-from megatron_neobert.training.metrics import Monitor, add_sums
+from megatron_neobert.training.metrics import Monitor
 from megatron_neobert.training.profile import profiled
 from megatron_neobert.training.setup import build_run, join
 from megatron_neobert.training.skip_update import count_update, too_many_skips
@@ -35,7 +35,7 @@ from megatron_neobert.training.trackers import refuse_missing_wandb
 
 
 def run_training(settings: Settings) -> int:
-    """Builds a run, continues it from --load if there is something to continue, and trains.
+    """Build a run, resume it from --load if that holds a checkpoint, and train.
 
     Returns:
         The exit code, see `train`.
@@ -54,7 +54,7 @@ def run_training(settings: Settings) -> int:
             run.tick = detector.tick
             loaded = load_checkpoint(run)
             monitor = Monitor(
-                settings, iteration=run.progress.iteration, vocab_size=run.tokenizer.vocab_size, device=device
+                settings, iteration=run.state.iteration, vocab_size=run.tokenizer.vocab_size, device=device
             )
             monitor.log(_opening_line(run, loaded))
             if settings.checkpoint.save is None:
@@ -67,24 +67,8 @@ def run_training(settings: Settings) -> int:
         return code
 
 
-@dataclass(frozen=True)
-class Next:
-    """What follows an iteration, the same on all ranks."""
-
-    stop: str | None = None  # why the run stops before its last iteration
-    failure: str | None = None  # why it ends as broken
-    is_last: bool = False
-    validates: bool = False
-    saves: bool = False
-    logs: bool = False
-
-    @property
-    def ends(self) -> bool:
-        return self.is_last or self.stop is not None or self.failure is not None
-
-
 def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
-    """Trains from `run.progress` to the last iteration, or until somebody wants the run to stop.
+    """Train from `run.state` to the last iteration, a stop request, or a failure.
 
     Returns:
         The exit code: 0 at the end of training, 75 if the run can resume later, 130 if it was stopped unsaved.
@@ -96,45 +80,47 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     Collective: all ranks.
     """
     saver = Saver(run, log=monitor.log)
-    following = _before_the_first_iteration(run, monitor, saver, detector)
-    if following.ends:
+    control = _before_the_first_iteration(run, monitor, saver, detector)
+    if control.ends:
         saver.finish()
-        return _exit_code(run, monitor, following)
-    detector.mark("waiting for data", run.progress.iteration + 1)
+        return _exit_code(run, monitor, control)
+    detector.mark("waiting for data", run.state.iteration + 1)
     attention: str | None = None
     for batches in monitor.clocked(profiled(_training_batches(run), run, log=monitor.log)):
-        _announce_phase(run, monitor)
-        detector.mark("training", run.progress.iteration + 1)
+        for change in run.settings.training.phases:
+            if change.after_iters == run.state.iteration:
+                monitor.log(f"a phase begins with iteration {run.state.iteration + 1}: {change.flags}")
+        detector.mark("training", run.state.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
-        report = train_step(run, batches)
-        run.progress = _advance(run, batches, report)
-        monitor.add(report, run.progress)
+        result = train_step(run, batches)
+        run.state = _state_after_step(run, batches, result)
+        monitor.add(result, run.state)
         if attention != (attention := engine_attention()):  # known after the first step, if at all
             monitor.log(f"Transformer Engine computes attention by {attention}")
-        following = _what_follows(run, report)
-        _finish_save(saver, report)
-        if _due(run.progress.iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):
+        control = _control_after_step(run, result)
+        _finish_save(saver, result)
+        if _due(run.state.iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):
             saver.refuse_drift()
-        if following.logs:
-            run.progress = monitor.close_interval(run.progress, lr=learning_rate, grad_norm=report.grad_norm)
-        if following.validates:
-            following = _validate(run, monitor, saver, detector, following)
-        if following.saves:
-            detector.mark("saving", run.progress.iteration)
+        if control.logs:
+            run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
+        if control.validates:
+            control = _validate(run, monitor, saver, detector, control)
+        if control.saves:
+            detector.mark("saving", run.state.iteration)
             saver.save()
-        if following.ends:
+        if control.ends:
             break
-        if following.saves or following.validates:
+        if control.saves or control.validates:
             monitor.restart_clock()
-        detector.mark("waiting for data", run.progress.iteration + 1)
+        detector.mark("waiting for data", run.state.iteration + 1)
     saver.finish()
-    if following.stop is None and run.settings.checkpoint.save is None:
+    if control.stop is None and run.settings.checkpoint.save is None:
         monitor.log("warning: the trained weights are lost, because no --save was given")
-    return _exit_code(run, monitor, following)
+    return _exit_code(run, monitor, control)
 
 
-def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> Next:
-    """Whether there is anything to train: a request to stop may have come while the run was built.
+def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
+    """Return whether there is anything to train: a request to stop may have come while the run was built.
 
     Makes up for a validation before or during which the run was stopped. Collective: all ranks.
     """
@@ -145,74 +131,74 @@ def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detect
 
     run.own_status = functools.partial(own_status, has_trained=False)
     status = share_status(run)  # collective: all ranks
-    training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.progress.iteration
+    training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.state.iteration
     if checkpoint.save_initial and iteration == 0 and not list_checkpoints(Path(checkpoint.save or "")):
         saver.save()
-    following = Next(
+    control = LoopControl(
         stop=reason_to_stop(training, iteration=iteration, agreed_code=status.stop_code),
         is_last=iteration >= training.train_iters,
     )
-    if following.stop is None and _validation_is_due(run):
-        following = _validate(run, monitor, saver, detector, following)
+    if control.stop is None and _validation_is_due(run):
+        control = _validate(run, monitor, saver, detector, control)
     run.own_status = own_status
-    if following.is_last and following.stop is None:
+    if control.is_last and control.stop is None:
         monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is saved already")
-    return following
+    return control
 
 
-def _what_follows(run: Run, report: StepReport) -> Next:
-    training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.progress.iteration
-    stop = reason_to_stop(training, iteration=iteration, agreed_code=report.status.stop_code)
+def _control_after_step(run: Run, result: StepResult) -> LoopControl:
+    training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.state.iteration
+    stop = reason_to_stop(training, iteration=iteration, agreed_code=result.status.stop_code)
     if stop is None and iteration < training.train_iters and _due(iteration, training.exit_interval):
         stop = f"--exit-interval {training.exit_interval}"
-    following = Next(
+    control = LoopControl(
         stop=stop,
-        failure=too_many_skips(run.progress, training, save=checkpoint.save),
+        failure=too_many_skips(run.state, training, save=checkpoint.save),
         is_last=iteration == training.train_iters,
     )
-    is_saved = following.ends or bool(report.status.save_is_wanted) or _due(iteration, checkpoint.save_interval)
-    validates = not (following.stop or following.failure) and _validation_is_due(run)
+    is_saved = control.ends or bool(result.status.save_is_wanted) or _due(iteration, checkpoint.save_interval)
+    validates = not (control.stop or control.failure) and _validation_is_due(run)
     return replace(
-        following,
+        control,
         validates=validates,
         saves=is_saved and checkpoint.save is not None,
         logs=is_saved or validates or _due(iteration, run.settings.logging.log_interval),
     )
 
 
-def _finish_save(saver: Saver, report: StepReport) -> None:
-    """Completes a checkpoint whose tensors all ranks have written meanwhile. Collective: all ranks."""
-    if not report.status.is_saving:
+def _finish_save(saver: Saver, result: StepResult) -> None:
+    """Complete a checkpoint whose tensors all ranks have written meanwhile. Collective: all ranks."""
+    if not result.status.is_saving:
         saver.finish()
 
 
-def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, following: Next) -> Next:
-    """Logs the loss over the first `eval_iters` batches of each held-out corpus, the same ones at every call.
+def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, control: LoopControl) -> LoopControl:
+    """Log the loss over the first `eval_iters` batches of each held-out corpus, the same ones at every call.
 
     Returns:
-        What follows: that the run stops, if somebody asks for that meanwhile. Nothing is logged then; the validation is
-        due again when the run resumes.
+        The control with a stop, if one was requested meanwhile. Nothing is logged then; the validation is due again
+        when the run resumes.
 
     Collective: all ranks.
     """
-    training, iteration = run.settings.training, run.progress.iteration
-    sums: dict[str, tuple[float, ...]] = {}
+    training, iteration = run.settings.training, run.state.iteration
+    sums: dict[str, MetricSums] = {}
     stop: str | None = None
     run.model.eval()
     for name, batches in _validation_batches(run):
         detector.mark("validating", iteration)
-        report = validation_step(run, batches)
-        sums[name] = add_sums(sums.get(name), report.sums)
-        _finish_save(saver, report)
-        stop = reason_to_stop(training, iteration=iteration, agreed_code=report.status.stop_code)
+        result = validation_step(run, batches)
+        sums[name] = sums.get(name, MetricSums()) + result.sums
+        _finish_save(saver, result)
+        stop = reason_to_stop(training, iteration=iteration, agreed_code=result.status.stop_code)
         if stop is not None:
             break
     run.model.train()
     if stop is not None:
-        return replace(following, stop=stop, saves=run.settings.checkpoint.save is not None)
-    run.progress = replace(run.progress, validated_iteration=iteration)
-    monitor.report_validation(run.progress, sums)
-    return following
+        return replace(control, stop=stop, saves=run.settings.checkpoint.save is not None)
+    run.state = replace(run.state, validated_iteration=iteration)
+    monitor.report_validation(run.state, sums)
+    return control
 
 
 def _validation_batches(run: Run) -> Iterator[tuple[str, StepBatches]]:
@@ -222,29 +208,29 @@ def _validation_batches(run: Run) -> Iterator[tuple[str, StepBatches]]:
 
 
 def _validation_is_due(run: Run) -> bool:
-    iteration, training = run.progress.iteration, run.settings.training
+    iteration, training = run.state.iteration, run.settings.training
     return (
         bool(run.validation_streams)
-        and iteration > run.progress.validated_iteration
+        and iteration > run.state.validated_iteration
         and (iteration == training.train_iters or _due(iteration, training.eval_interval))
     )
 
 
-def _exit_code(run: Run, monitor: Monitor, following: Next) -> int:
-    if following.failure is not None:
-        raise DivergenceError(following.failure)
-    if following.stop is None:
+def _exit_code(run: Run, monitor: Monitor, control: LoopControl) -> int:
+    if control.failure is not None:
+        raise DivergenceError(control.failure)
+    if control.stop is None:
         return 0
     is_saved = run.settings.checkpoint.save is not None
     saved = "" if is_saved else "; nothing was saved, there is no --save"
-    place = f"iteration {run.progress.iteration} of {run.settings.training.train_iters}"
-    monitor.log(f"stopped after {place}: {following.stop}{saved}")
+    place = f"iteration {run.state.iteration} of {run.settings.training.train_iters}"
+    monitor.log(f"stopped after {place}: {control.stop}{saved}")
     return EXIT_STOPPED_EARLY if is_saved else EXIT_INTERRUPTED
 
 
 def _training_batches(run: Run) -> Iterable[StepBatches]:
-    progress, data = run.progress, run.settings.data
-    stream = replace(run.training_stream, iteration=progress.iteration, cursor=progress.cursor)
+    state, data = run.state, run.settings.data
+    stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor)
     if data.dataloader_type == "dali":
         return DaliLoader(stream, num_workers=data.num_workers, device=run.device)
     return build_loader(stream, num_workers=data.num_workers)
@@ -256,31 +242,23 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
     start = f"from {loaded}" if loaded else f"from fresh weights of seed {settings.training.seed}"
     return (
         f"training {parameters:,} parameters {start} on {torch.distributed.get_world_size()} x {run.device.type}, "
-        f"{settings_at(settings, run.progress.iteration + 1).tokens_per_iteration:,} tokens per iteration"
+        f"{phase_at(settings, run.state.iteration + 1).settings.tokens_per_iteration:,} tokens per iteration"
     )
 
 
-def _announce_phase(run: Run, monitor: Monitor) -> None:
-    """Logs which settings change with the next iteration, if any do."""
-    done = run.progress.iteration
-    for phase in run.settings.training.phases:
-        if phase.after_iters == done:
-            monitor.log(f"a phase begins with iteration {done + 1}: {phase.words}")
-
-
-def _advance(run: Run, batches: StepBatches, report: StepReport) -> Progress:
-    """The progress after a step; of updates before a phase nothing is kept to compare its own ones with."""
-    iteration = run.progress.iteration + 1
-    leg = run.training_stream.leg_of(iteration)
-    progress = replace(
-        run.progress,
+def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> TrainState:
+    """Return the train state after a step. At the end of a phase the updates kept for comparison are dropped."""
+    iteration = run.state.iteration + 1
+    phase = phase_at(run.settings, iteration)
+    state = replace(
+        run.state,
         iteration=iteration,
-        corpus_sha256=leg.identities[0],
+        corpus_sha256=run.training_stream.identities_at(iteration)[0],
         cursor=batches.cursor_after,
-        consumed_samples=run.progress.consumed_samples + leg.stretch.settings.training.global_batch_size,
+        consumed_samples=run.state.consumed_samples + phase.settings.training.global_batch_size,
     )
-    progress = count_update(progress, report, run.settings.training)
-    return replace(progress, recent_updates=()) if iteration == leg.stretch.last else progress
+    state = count_update(state, result, run.settings.training)
+    return replace(state, recent_updates=()) if iteration == phase.last else state
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -1,31 +1,25 @@
-"""What a run logs: two lines per interval to the console and to the trackers, and a bar on a terminal.
+"""Logs of a run: two lines per interval to the console, and values to the trackers.
 
-The reports of steps are over all ranks already, so nothing here is a collective. A skipped update is logged when it
+The results of steps are over all ranks already, so nothing here is a collective. A skipped update is logged when it
 happens; its loss enters no average, its tokens count.
 """
 
-import functools
 import math
-import operator
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
-from megatron_neobert.runtime.terminal import Terminal
-from megatron_neobert.state import Progress, StepReport
+from megatron_neobert.state import MetricSums, StepResult, TrainState
 from megatron_neobert.text import duration, percent, with_prefix
 from megatron_neobert.training.trackers import Trackers
 
@@ -76,7 +70,7 @@ class Interval:
 
         A dash stands for what an interval without an update does not have.
         """
-        progress = [
+        training = [
             f"iteration {self.iteration}/{self.train_iters}",
             f"loss {_in_seven_columns(self.loss, digits=4)}",
             f"accuracy {'-' if self.masked_accuracy is None else percent(self.masked_accuracy, digits=2)}",
@@ -90,7 +84,7 @@ class Interval:
             f"wait {percent(self.data_wait, digits=0)}",
             f"ETA {duration(self.eta_seconds)}",
         ]
-        return "\n".join(" | ".join(line) for line in (progress, machine))
+        return "\n".join(" | ".join(line) for line in (training, machine))
 
 
 def _in_seven_columns(value: float | None, *, digits: int) -> str:
@@ -98,30 +92,6 @@ def _in_seven_columns(value: float | None, *, digits: int) -> str:
         return "-"
     text = f"{value:.{digits}f}"
     return text if len(text) <= 7 else f"{value:.1e}"
-
-
-@dataclass(frozen=True)
-class Averages:
-    """Means over all ranks and over the steps that were added up."""
-
-    loss: float  # nats per masked token
-    accuracy: float  # share of the masked tokens whose likeliest prediction is right
-    tokens: int  # tokens of documents
-    seen_tokens: float = 0.0  # by a token on average, its document's, itself among them
-
-    @classmethod
-    def of(cls, sums: Sequence[float]) -> "Averages":
-        """Of the sums of a StepReport."""
-        loss, masked, correct, tokens, pairs = sums
-        covered = max(masked, 1)
-        return cls(
-            loss=loss / covered, accuracy=correct / covered, tokens=round(tokens), seen_tokens=pairs / max(tokens, 1)
-        )
-
-
-def add_sums(one: Sequence[float] | None, other: Sequence[float]) -> tuple[float, ...]:
-    """Those of several steps, from None on."""
-    return tuple(other if one is None else map(operator.add, one, other))
 
 
 class Monitor:
@@ -134,43 +104,30 @@ class Monitor:
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
         self.logs = is_rank_zero()
-        self.sums: tuple[float, ...] | None = None
+        self.sums = MetricSums()
         self.iterations = 0
         self.capacity_tokens = 0  # of these iterations
         self.updates = 0  # of these iterations, those that were not skipped
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
         self.largest_memory_mib = 0  # of all ranks
-        self.console = Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
-        # Not console.is_terminal alone: FORCE_COLOR makes a terminal of any file.
-        shows_bar = sys.stdout.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
-        self.bar = ProgressBar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not (self.logs and shows_bar),
-        )
-        self.task = self.bar.add_task("pretraining", total=settings.training.train_iters, completed=iteration)
         self.trackers = Trackers(settings, iteration=iteration, log=self.log) if self.logs else None
 
     @contextmanager
     def running(self) -> Iterator["Monitor"]:
-        """Shows the bar, and closes every file at the end, also after an error."""
+        """Close every file at the end, also after an error."""
         failed = True
         try:
-            with self.bar:
-                yield self
+            yield self
             failed = False
         finally:
             if self.trackers is not None:
                 self.trackers.close(failed=failed)
 
     def log(self, text: str) -> None:
-        """One line on rank 0."""
+        """Print one line on rank 0."""
         if self.logs:
-            self.console.print(text, markup=False)
+            print(text, flush=True)
 
     def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
         """The same steps; how long this rank waits for them counts as waiting for data."""
@@ -188,91 +145,87 @@ class Monitor:
             return peak
         return int(psutil.Process().memory_info().rss) >> 20
 
-    def add(self, report: StepReport, progress: Progress) -> None:
-        """Adds a step to the current interval, and logs if its update was skipped; `progress` counts it already."""
-        sums = report.sums
-        if report.skip_reason is None:
+    def add(self, result: StepResult, state: TrainState) -> None:
+        """Add a step to the current interval, and log a skipped update; `state` counts the step already."""
+        sums = result.sums
+        if result.skip_reason is None:
             self.updates += 1
         else:
-            sums = (0.0, 0.0, 0.0, *sums[3:])
+            sums = MetricSums(tokens=sums.tokens, attended_pairs=sums.attended_pairs)
             self.log(
-                f"{self._place(progress)} | update skipped: {report.skip_reason} | {progress.skipped_iterations} "
-                f"skipped, {progress.skipped_in_a_row} in a row"
+                f"{self._place(state)} | update skipped: {result.skip_reason} | {state.skipped_iterations} skipped, "
+                f"{state.skipped_in_a_row} in a row"
             )
-            self._record(progress, {"skipped_iterations": progress.skipped_iterations})
-        self.sums = add_sums(self.sums, sums)
-        memory_mib = report.status.memory_mib
+            self._record(state, {"skipped_iterations": state.skipped_iterations})
+        self.sums += sums
+        memory_mib = result.status.memory_mib
         # Of a GPU's peaks the largest counts; what is resident on a CPU is that of now.
         self.largest_memory_mib = max(self.largest_memory_mib, memory_mib) if self.device.type == "cuda" else memory_mib
         self.iterations += 1
-        self.capacity_tokens += settings_at(self.settings, progress.iteration).tokens_per_iteration
-        self.bar.advance(self.task)
+        self.capacity_tokens += phase_at(self.settings, state.iteration).settings.tokens_per_iteration
 
-    def close_interval(self, progress: Progress, *, lr: float, grad_norm: float) -> Progress:
-        """Logs the averages since the last call and counts their tokens into `progress`."""
-        assert self.sums is not None, "an interval has at least one step"
-        averages = Averages.of(self.sums)
-        progress = replace(progress, consumed_tokens=progress.consumed_tokens + averages.tokens)
-        interval = self._interval(progress, averages, lr=lr, grad_norm=grad_norm)
+    def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> TrainState:
+        """Log the averages since the last call, and return the train state with their tokens counted."""
+        state = replace(state, consumed_tokens=state.consumed_tokens + round(self.sums.tokens))
+        interval = self._interval(state, lr=lr, grad_norm=grad_norm)
         self.log(str(interval))
-        self._record(progress, interval.values)
+        self._record(state, interval.values)
         self.restart_clock()
-        return progress
+        return state
 
-    def report_validation(self, progress: Progress, sums: Mapping[str, Sequence[float]]) -> None:
+    def report_validation(self, state: TrainState, sums: Mapping[str, MetricSums]) -> None:
         """Log a validation: over all corpora, and over each of them if there are several.
 
         Args:
-            sums: Those of the steps' reports, by the name of the curve.
+            sums: By the name of the curve.
         """
-        curves = {"": functools.reduce(add_sums, sums.values()), **(sums if len(sums) > 1 else {})}
+        curves = {"": sum(sums.values(), start=MetricSums()), **(sums if len(sums) > 1 else {})}
         values: dict[str, float] = {}
         for name, own in curves.items():
-            averages = Averages.of(own)
             corpus = f" on {name}" if name else ""
             self.log(
-                f"{self._place(progress)} | validation{corpus} loss {averages.loss:.4f} | "
-                f"accuracy {percent(averages.accuracy, digits=2)} | {averages.tokens:,} tokens"
+                f"{self._place(state)} | validation{corpus} loss {own.mean_loss:.4f} | "
+                f"accuracy {percent(own.accuracy, digits=2)} | {own.tokens:,.0f} tokens"
             )
             suffix = f"_{name}" if name else ""
-            values |= {f"validation_loss{suffix}": averages.loss, f"validation_accuracy{suffix}": averages.accuracy}
-        self._record(progress, values)
+            values |= {f"validation_loss{suffix}": own.mean_loss, f"validation_accuracy{suffix}": own.accuracy}
+        self._record(state, values)
 
     def restart_clock(self) -> None:
         """Starts a new interval now, so that saving and validating do not count as training."""
-        self.sums, self.iterations, self.updates, self.largest_memory_mib = None, 0, 0, 0
+        self.sums, self.iterations, self.updates, self.largest_memory_mib = MetricSums(), 0, 0, 0
         self.capacity_tokens = 0
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
 
-    def _interval(self, progress: Progress, averages: Averages, *, lr: float, grad_norm: float) -> Interval:
-        settings = settings_at(self.settings, progress.iteration)
+    def _interval(self, state: TrainState, *, lr: float, grad_norm: float) -> Interval:
+        settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds
         flops_per_token = training_flops_per_token(
-            settings, vocab_size=self.vocab_size, document_tokens=averages.seen_tokens
+            settings, vocab_size=self.vocab_size, document_tokens=sums.attended_pairs / max(sums.tokens, 1)
         )
         return Interval(
-            iteration=progress.iteration,
+            iteration=state.iteration,
             train_iters=settings.training.train_iters,
-            loss=averages.loss if self.updates else None,
-            masked_accuracy=averages.accuracy if self.updates else None,
+            loss=sums.mean_loss if self.updates else None,
+            masked_accuracy=sums.accuracy if self.updates else None,
             lr=lr,
             grad_norm=grad_norm,
             ranks=world_size(),
-            tokens_per_second=averages.tokens / seconds,
-            flops_per_second=averages.tokens * flops_per_token / seconds,
+            tokens_per_second=sums.tokens / seconds,
+            flops_per_second=sums.tokens * flops_per_token / seconds,
             peak_tflops=self.peak_tflops,
             memory_gib=self.largest_memory_mib / 1024,
-            fill=averages.tokens / self.capacity_tokens,
+            fill=sums.tokens / self.capacity_tokens,
             data_wait=self.waited_seconds / seconds,
-            consumed_tokens=progress.consumed_tokens,
-            skipped_iterations=progress.skipped_iterations,
-            eta_seconds=(settings.training.train_iters - progress.iteration) * seconds / self.iterations,
+            consumed_tokens=state.consumed_tokens,
+            skipped_iterations=state.skipped_iterations,
+            eta_seconds=(settings.training.train_iters - state.iteration) * seconds / self.iterations,
         )
 
-    def _place(self, progress: Progress) -> str:
-        return f"iteration {progress.iteration}/{self.settings.training.train_iters}"
+    def _place(self, state: TrainState) -> str:
+        return f"iteration {state.iteration}/{self.settings.training.train_iters}"
 
-    def _record(self, progress: Progress, values: dict[str, float]) -> None:
+    def _record(self, state: TrainState, values: dict[str, float]) -> None:
         if self.trackers is not None:
-            self.trackers.record(progress.iteration, values, cursor=progress.cursor)
+            self.trackers.record(state.iteration, values, cursor=state.cursor)

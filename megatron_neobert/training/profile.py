@@ -19,7 +19,7 @@ def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], Non
     What follows an iteration until the next batch is there, a validation for one, is part of it. Of a run that begins
     or ends between the two the trace has what there was.
     """
-    done = run.progress.iteration
+    done = run.state.iteration
     first, last = run.settings.logging.profiled_iterations or (0, 0)
     first = max(first, done + 1 + _WARM_UP)
     if first > last or not is_rank_zero():
@@ -30,7 +30,7 @@ def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], Non
 
     def write(profiler: profile) -> None:
         configure_nvtx_profiling(False)
-        reached = min(last, run.progress.iteration)
+        reached = min(last, run.state.iteration)
         path = Path(run.settings.checkpoint.save or "") / "profile" / f"iterations_{first}_to_{reached}.json.gz"
         try:
             path.parent.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.megatron_patches import scale_by_tokens
 from megatron_neobert.runtime.signals import remember_signals
-from megatron_neobert.state import Progress, Run
+from megatron_neobert.state import Run, TrainState
 from megatron_neobert.training.muon import build_with_muon
 
 
@@ -55,7 +55,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_streams=validation_streams,
-        progress=Progress(corpus_sha256=inputs[0].identities[0]),
+        state=TrainState(corpus_sha256=inputs[0].identities[0]),
     )
 
 
@@ -70,7 +70,7 @@ def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStr
         context_parallel_rank=distributed.context_parallel_rank(),
         context_parallel_size=distributed.context_parallel_size(),
     )
-    first = training.legs[0].stream
+    first = training.streams[0]
     validation = inputs[0].validation if settings.training.eval_iters else {}
     return training, {name: replace(first, sources=sources) for name, sources in validation.items()}
 

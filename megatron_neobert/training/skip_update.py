@@ -10,20 +10,20 @@ import statistics
 from dataclasses import replace
 
 from megatron_neobert.config.schema import TrainingConfig
-from megatron_neobert.state import Progress, StepReport
+from megatron_neobert.state import StepResult, TrainState
 
 SPIKE_WINDOW = 128  # updates whose mean and deviation a new one is compared with
 MOST_SKIPPED = 10  # updates in a row, before a run ends as diverged
 
 
-def skip_reason(progress: Progress, *, loss: float, grad_norm: float, training: TrainingConfig) -> str | None:
-    """Why an update with this loss (nats per masked token) and gradient norm must not be made; None if it may.
+def skip_reason(state: TrainState, *, loss: float, grad_norm: float, training: TrainingConfig) -> str | None:
+    """Return why an update with this loss (nats per masked token) and gradient norm must not be made; None if it may.
 
     With --loss-spike-sigma, both are compared with the last good updates, once there are half of SPIKE_WINDOW.
     """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return f"loss {loss:.4f}, gradient norm {grad_norm:.3f}"
-    recent = progress.recent_updates
+    recent = state.recent_updates
     if training.loss_spike_sigma is None or 2 * len(recent) < SPIKE_WINDOW:
         return None
     for name, value, column in (("loss", loss, 0), ("gradient norm", grad_norm, 1)):
@@ -38,32 +38,32 @@ def skip_reason(progress: Progress, *, loss: float, grad_norm: float, training: 
     return None
 
 
-def count_update(progress: Progress, report: StepReport, training: TrainingConfig) -> Progress:
-    """The progress after a step was trained or skipped."""
-    if report.skip_reason is not None:
+def count_update(state: TrainState, result: StepResult, training: TrainingConfig) -> TrainState:
+    """Return the train state after a step was trained or skipped."""
+    if result.skip_reason is not None:
         return replace(
-            progress,
-            skipped_iterations=progress.skipped_iterations + 1,
-            skipped_in_a_row=progress.skipped_in_a_row + 1,
+            state,
+            skipped_iterations=state.skipped_iterations + 1,
+            skipped_in_a_row=state.skipped_in_a_row + 1,
         )
-    recent = progress.recent_updates
+    recent = state.recent_updates
     if training.loss_spike_sigma is None:
         recent = ()
-    elif report.loss > 0:  # without a masked token there is no loss, and nothing to compare others with
-        recent = (*recent, (report.loss, report.grad_norm))[-SPIKE_WINDOW:]
-    return replace(progress, skipped_in_a_row=0, recent_updates=recent)
+    elif result.sums.mean_loss > 0:  # without a masked token there is no loss, and nothing to compare others with
+        recent = (*recent, (result.sums.mean_loss, result.grad_norm))[-SPIKE_WINDOW:]
+    return replace(state, skipped_in_a_row=0, recent_updates=recent)
 
 
-def too_many_skips(progress: Progress, training: TrainingConfig, *, save: str | None) -> str | None:
-    """Why the run must end, None while it may continue.
+def too_many_skips(state: TrainState, training: TrainingConfig, *, save: str | None) -> str | None:
+    """Return why the run must end; None while it may continue.
 
-    A run that is started again may skip as many once more: somebody has looked at it.
+    A run that is started again may skip as many updates once more.
     """
-    skipped = progress.skipped_in_a_row
+    skipped = state.skipped_in_a_row
     if skipped == 0 or skipped % MOST_SKIPPED:
         return None
     spike = "" if training.loss_spike_sigma is None else f" or above --loss-spike-sigma {training.loss_spike_sigma:g}"
-    last = progress.iteration
+    last = state.iteration
     return (
         f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
         f"gradient norm was not finite{spike}; at most {MOST_SKIPPED} in a row are skipped. Look at the batch with "

@@ -8,7 +8,7 @@ norm among them, and what each rank has to report travel together: a step waits 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from functools import partial
 
 import torch
@@ -17,26 +17,24 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
-from megatron_neobert.state import RankStatus, Run, StepReport
+from megatron_neobert.state import MetricSums, RankStatus, Run, StepResult
 from megatron_neobert.training.skip_update import skip_reason
 
-_SUMS = 5  # of a StepReport
+_SUMS = len(fields(MetricSums))
 
 
-def train_step(run: Run, batches: StepBatches) -> StepReport:
+def train_step(run: Run, batches: StepBatches) -> StepResult:
     """Forward and backward over this rank's micro-batches, then one update if it does no harm. Collective: all ranks.
 
     The learning rate changes without an update too: it is a function of the iteration.
     """
     reports, own_norm = compute_gradients(run, batches)
     sums, grad_norm, status = _over_all_ranks(run, _sum_up(reports, batches, run.device), own_norm)
-    nats, masked, *_ = sums
-    loss = nats / max(masked, 1)
-    reason = skip_reason(run.progress, loss=loss, grad_norm=grad_norm, training=run.settings.training)
+    reason = skip_reason(run.state, loss=sums.mean_loss, grad_norm=grad_norm, training=run.settings.training)
     if reason is None:
         _update(run, grad_norm)
     run.scheduler.step(increment=1)
-    return StepReport(sums, status, loss=loss, grad_norm=grad_norm, skip_reason=reason)
+    return StepResult(sums, status, grad_norm=grad_norm, skip_reason=reason)
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
@@ -54,11 +52,11 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Ten
 
 
 @torch.no_grad()
-def validation_step(run: Run, batches: StepBatches) -> StepReport:
+def validation_step(run: Run, batches: StepBatches) -> StepResult:
     """Loss sums of one validation batch. Collective: all ranks."""
     reports = run_schedule(run, batches, _forward_step, forward_only=True)
     sums, _, status = _over_all_ranks(run, _sum_up(reports, batches, run.device))  # collective: all ranks
-    return StepReport(sums, status)
+    return StepResult(sums, status)
 
 
 def share_status(run: Run) -> RankStatus:
@@ -66,13 +64,13 @@ def share_status(run: Run) -> RankStatus:
     return _over_all_ranks(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device))[2]
 
 
-def _over_all_ranks(
-    run: Run, sums: Tensor, grad_norm: Tensor | None = None
-) -> tuple[tuple[float, ...], float, RankStatus]:
-    """The sums over the ranks, the gradient norm, and the largest status, the same bits on all. Collective: all ranks.
+def _over_all_ranks(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> tuple[MetricSums, float, RankStatus]:
+    """Return the sums over the ranks, the gradient norm, and the largest status, the same bits on all ranks.
 
     What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm
     is reduced by each replica for itself unless the optimizer is distributed, and equal only up to rounding.
+
+    Collective: all ranks.
     """
     # From pinned memory, or the copy would wait for the device.
     status = torch.tensor(astuple(run.own_status()), dtype=torch.float64, pin_memory=run.device.type == "cuda")
@@ -84,7 +82,7 @@ def _over_all_ranks(
     torch.distributed.all_gather_into_tensor(gathered, own)
     columns = gathered.cpu().view(ranks, -1).T.tolist()  # the device is waited for here, and nowhere else in a step
     copies = parallel_state.get_tensor_model_parallel_world_size()  # of the same sums
-    totals = tuple(sum(column) / copies for column in columns[:_SUMS])
+    totals = MetricSums(*(sum(column) / copies for column in columns[:_SUMS]))
     largest = RankStatus(*(int(max(column)) for column in columns[_SUMS + 1 :]))
     return totals, sum(columns[_SUMS]) / ranks, largest
 
@@ -130,7 +128,7 @@ def run_schedule(
 
 
 def _sum_up(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
-    """This rank's part of the sums of a StepReport."""
+    """Return this rank's part of the MetricSums of a step."""
     if not reports:  # a stage without the head
         return torch.zeros(_SUMS, dtype=torch.float64, device=device)
     # Filled on the device: a copy from here would wait for it.

@@ -178,7 +178,7 @@ def _start(settings: Settings) -> Any:
             dir=save,
             config=asdict(settings),
             allow_val_change=True,  # of that config: a run may resume with another learning rate
-            settings=wandb.Settings(console="off"),  # it would catch what the progress bar writes
+            settings=wandb.Settings(console="off"),  # the log is on the console already
         )
     except (wandb.Error, ValueError, OSError) as error:  # ValueError: what it makes of a wrong WANDB_ variable
         reason = " ".join(" ".join(str(error).splitlines()[:_REASON_LINES]).split()).rstrip(".")

@@ -9,8 +9,8 @@ from processes import run_on_ranks
 from ranks import train_on_ranks
 from tolerances import MEGATRON_LOGITS
 
+from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.mapping import join_halves
-from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
@@ -39,7 +39,7 @@ def _save_on_rank(settings: Settings, logits: Path | None) -> None:
     run.model.zero_grad_buffer()
     run.optimizer.prepare_grads()
     run.optimizer.step_with_ready_grads()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
-    run.progress = replace(run.progress, iteration=7)
+    run.state = replace(run.state, iteration=7)
     Saver(run, log=print).save()
 
 

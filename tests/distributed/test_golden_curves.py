@@ -17,16 +17,15 @@ from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
 from training_command import flags_of
 
-from megatron_neobert.config.phases import Phase
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 CURVES = Path(__file__).with_name("golden_curves.json")
 STEPS = 20
 PHASES = (
-    Phase(after_iters=6, mask_prob=0.1),
-    Phase(after_iters=10, global_batch_size=16),
-    Phase(after_iters=14, seq_length=64, micro_batch_size=4),
+    PhaseChange(after_iters=6, mask_prob=0.1),
+    PhaseChange(after_iters=10, global_batch_size=16),
+    PhaseChange(after_iters=14, seq_length=64, micro_batch_size=4),
 )
 RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "plain": (1, {}),

@@ -32,7 +32,7 @@ from megatron_neobert.training import loop
 train_step, marker = loop.train_step, Path(__file__).with_suffix(".failed")
 
 def fail_once(run, batches):
-    if run.progress.iteration == 4 and os.environ["RANK"] == "1" and not marker.exists():
+    if run.state.iteration == 4 and os.environ["RANK"] == "1" and not marker.exists():
         marker.touch()
         {failure}
     return train_step(run, batches)

@@ -147,7 +147,7 @@ def test_of_two_runs_that_both_got_the_lock_the_older_one_ends_before_it_writes_
     """As on a file system where each machine has locks of its own."""
 
     def start_another(run, batches):
-        if run.progress.iteration == 1:
+        if run.state.iteration == 1:
             child = os.fork()
             if child == 0:
                 with checkpoint_files.claim(run.settings.checkpoint.save):
@@ -201,7 +201,7 @@ def test_training_goes_on_when_wandb_has_ended(build, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
     def kill(run, batches):
-        if run.progress.iteration == 1:
+        if run.state.iteration == 1:
             for child in psutil.Process().children(recursive=True):
                 if "wandb" in child.name():
                     child.send_signal(signal.SIGKILL)

@@ -10,20 +10,19 @@ from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tolerances import LAYOUT_LOSS
 
-from megatron_neobert.config.phases import Phase
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import PhaseChange, Settings
 
 RECORDED = ("loss", "grad_norm", "lr", "consumed_tokens", "fill", "cursor", "validation_loss")
 SHORT_ROWS = {"seq_length": 32}
 
 
-def phases_of(corpus: Any) -> tuple[Phase, ...]:
+def phases_of(corpus: Any) -> tuple[PhaseChange, ...]:
     """Every setting that can change, one after the other: masks, batch, rows, corpora."""
     blend = ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
     return (
-        Phase(after_iters=1, mask_prob=0.1, mask_replacement="bert", global_batch_size=16),
-        Phase(after_iters=3, seq_length=128, micro_batch_size=1, global_batch_size=4),
-        Phase(after_iters=5, data_path=blend),
+        PhaseChange(after_iters=1, mask_prob=0.1, mask_replacement="bert", global_batch_size=16),
+        PhaseChange(after_iters=3, seq_length=128, micro_batch_size=1, global_batch_size=4),
+        PhaseChange(after_iters=5, data_path=blend),
     )
 
 
@@ -88,7 +87,7 @@ def test_one_run_of_two_phases_is_the_two_runs_that_it_replaces(settings, tiny_c
     """The stages of the paper in small: longer rows of another blend with another seed, by --continue-from."""
     blend = ("1", tiny_corpus.prefix, "1", f"{tiny_corpus.prefix}:min=20")
     later = {"seq_length": 128, "data_path": blend}
-    phase = Phase(after_iters=3, global_batch_size=4, **later)
+    phase = PhaseChange(after_iters=3, global_batch_size=4, **later)
     both = settings("both", data=SHORT_ROWS, training={"phases": (phase,)})
     train_on_ranks(both)
 
@@ -107,12 +106,14 @@ def test_one_run_of_two_phases_is_the_two_runs_that_it_replaces(settings, tiny_c
 def test_a_phase_that_is_added_to_a_run_is_taken_and_one_that_would_change_its_past_is_not(settings, capfd):
     first = settings("run", training={"exit_interval": 2})
     train_on_ranks(first)
-    added = resumable(settings("run", training={"phases": (Phase(after_iters=3, mask_prob=0.1),), "exit_interval": 4}))
+    added = resumable(
+        settings("run", training={"phases": (PhaseChange(after_iters=3, mask_prob=0.1),), "exit_interval": 4})
+    )
     train_on_ranks(added)
     assert "--phases was () and is now ({after_iters: 3, mask_prob: 0.1},)" in capfd.readouterr().out
     with pytest.raises(Exception, match=r"--mask-prob was 0\.1 and is now 0\.2"):
         train_on_ranks(resumable(settings("run")))
-    edited = resumable(settings("run", training={"phases": (Phase(after_iters=2, mask_prob=0.1),)}))
+    edited = resumable(settings("run", training={"phases": (PhaseChange(after_iters=2, mask_prob=0.1),)}))
     with pytest.raises(Exception, match="a phase that began before iteration 4 is not what it was"):
         train_on_ranks(edited)
     train_on_ranks(edited.with_section("checkpoint", allow_changed=("phases",)))

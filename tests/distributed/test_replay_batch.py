@@ -34,7 +34,7 @@ def note_batches(folder: Path, *, poisoned: bool) -> None:
         Saver._refuse_values_not_finite = lambda *arguments: None
 
     def compute_gradients(run, batches):
-        iteration = run.progress.iteration + 1
+        iteration = run.state.iteration + 1
         if poisoned and iteration == LAST:
             run.unwrapped_model.embedding.word_embeddings.weight.data[RARE_TOKEN] = float("nan")
         tokens = [batch.tokens_t.tolist() for batch in batches.micro_batches]

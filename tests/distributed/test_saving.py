@@ -50,7 +50,7 @@ def write_after_the_next_update() -> None:
 
     def save_and_hold(self: Saver) -> None:
         updated.clear()
-        if self.run.progress.iteration == ITERATIONS:  # no other update will come
+        if self.run.state.iteration == ITERATIONS:  # no other update will come
             updated.set()
         save(self)
 
@@ -215,7 +215,7 @@ def poison_a_weight_after_the_update() -> None:
     save = Saver.save
 
     def save_poisoned(self: Saver) -> None:
-        if self.run.progress.iteration == 2 and torch.distributed.get_rank() == 1:
+        if self.run.state.iteration == 2 and torch.distributed.get_rank() == 1:
             with torch.no_grad():
                 self.run.unwrapped_model.decoder.layers[1].mlp.linear_fc2.weight[0, 0] = float("nan")
         save(self)
@@ -239,7 +239,7 @@ def drift_after_the_update(rank: int, iteration: int) -> Any:
 
         def step_and_drift(run: Any, batches: Any) -> Any:
             report = step(run, batches)
-            if run.progress.iteration + 1 == iteration and torch.distributed.get_rank() == rank:
+            if run.state.iteration + 1 == iteration and torch.distributed.get_rank() == rank:
                 with torch.no_grad():
                     run.unwrapped_model.decoder.layers[-1].mlp.linear_fc2.weight[3, 5] += 1.0
             return report
@@ -302,7 +302,7 @@ def ask_for_a_checkpoint_that_rank_1_writes_slowly(folder: Path) -> Any:
             pending.append(self._pending)
 
         def step_and_look(run: Any, batches: Any) -> Any:
-            iteration, kept = run.progress.iteration + 1, folder / "run"
+            iteration, kept = run.state.iteration + 1, folder / "run"
             if torch.distributed.get_rank() == 0:
                 if iteration == 2:
                     (kept / "SAVE_NOW").touch()

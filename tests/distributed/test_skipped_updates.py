@@ -49,7 +49,7 @@ class Poison:
             Saver._refuse_values_not_finite = lambda *args: None
 
     def _train_step(self, original, run, batches):
-        iteration = run.progress.iteration + 1
+        iteration = run.state.iteration + 1
         if iteration not in self.iterations:
             return original(run, batches)
         before = state_of(run)
@@ -216,7 +216,7 @@ def mask_nothing() -> None:
     original = loop.train_step
 
     def train_step(run, batches):
-        if run.progress.iteration + 1 == POISONED:
+        if run.state.iteration + 1 == POISONED:
             empty = dict.fromkeys(("labels_m", "masked_positions_m"), torch.empty(0, dtype=torch.int64))
             batches = replace(batches, micro_batches=[replace(batch, **empty) for batch in batches.micro_batches])
         return original(run, batches)

@@ -239,7 +239,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.model.kernels import choose_kernels
     from megatron_neobert.runtime import distributed
-    from megatron_neobert.state import Progress, Run
+    from megatron_neobert.state import Run, TrainState
     from megatron_neobert.training import setup, step
 
     RANKS.update(rank=case.get("rank", 0), world_size=case.get("world_size", 1))
@@ -266,7 +266,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             scheduler=setup.build_scheduler(settings, optimizer),
             training_stream=None,  # type: ignore[arg-type]
             validation_streams={},
-            progress=Progress(corpus_sha256=""),
+            state=TrainState(corpus_sha256=""),
         )
         batches = [
             PackedBatch(

@@ -61,7 +61,7 @@ def install(faults: str) -> None:
 
     def broken_step(run: Run, batches: Any) -> Any:
         for name, rank, iteration in wanted:
-            if rank == RANK and int(iteration) == run.progress.iteration + 1:
+            if rank == RANK and int(iteration) == run.state.iteration + 1:
                 globals()[name](run)
         return train_step(run, batches)
 

@@ -143,7 +143,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_settings_import_the_standard_library_alone():
-    """Those that change while a run trains are in a module of their own."""
+    """So do the phases, which are resolved from them."""
     modules = {f"megatron_neobert.{name}" for name in ("cli", "config.schema", "config.phases", "errors", "text")}
     names = set().union(*(imported_names(MODULES[module].read_text(encoding="utf-8")) for module in modules))
     others = {name for name in names if not any(f"{name}.".startswith(f"{module}.") for module in modules)}

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron_neobert.config.cli import parse_command_line, read_settings
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
 from megatron_neobert.model.flops import count_parameters
@@ -142,7 +142,7 @@ def test_recipes_read_as_many_tokens_per_iteration_as_the_paper(pattern, tokens)
 @pytest.mark.parametrize(("stage", "iteration"), [(1, 1_000_000), (2, 1_000_001)])
 def test_both_stages_in_one_file_have_the_settings_of_their_own_files(stage, iteration):
     """But for how long the run is, how many checkpoints it keeps, and the corpus, which those files leave open."""
-    both = flatten(settings_at(read_settings(CONFIGS / "neobert_both_stages.yaml"), iteration))
+    both = flatten(phase_at(read_settings(CONFIGS / "neobert_both_stages.yaml"), iteration).settings)
     own = flat(f"neobert_stage{stage}")
     may_differ = {"train_iters", "keep_every", "save_interval", "data_path", "max_position_embeddings"}
     assert {name for name in own if own[name] != both[name]} - may_differ == set()

@@ -17,7 +17,6 @@ MEGATRON_NAMES = dict.fromkeys(
         "batch_layout",
         "document_block_size",
         "mask_replacement",
-        "object_storage_cache_gb",
         "weight_decay_scope",
         "phases",
         "loss_spike_sigma",

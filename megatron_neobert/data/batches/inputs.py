@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from megatron_neobert.config.data_path import Component, curve_names, parse_data_path, whole_weights
+from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, Settings
-from megatron_neobert.config.stretches import stretches
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source
@@ -49,8 +49,7 @@ def open_inputs(data: DataConfig) -> Inputs:
         DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left.
     """
     components = parse_data_path(data.data_path)
-    folder, limit_bytes = Path(data.object_storage_cache_path or ""), data.object_storage_cache_gb * 10**9
-    storage = ObjectStorage(folder, limit_bytes=limit_bytes)
+    storage = ObjectStorage(Path(data.object_storage_cache_path or ""))
     tokenizer = load_tokenizer(Path(data.tokenizer_model or ""), data.tokenizer_type)
 
     @cache
@@ -82,17 +81,17 @@ def open_inputs(data: DataConfig) -> Inputs:
 
 
 def open_phases(settings: Settings) -> list[Inputs]:
-    """What each stretch of a run reads, opened once per --data-path.
+    """Open what each phase of a run reads, once per --data-path.
 
     Raises:
         ConfigError, MissingInputError, DataError: As `open_inputs`.
     """
     opened: dict[tuple[str, ...], Inputs] = {}
-    data_of_stretches = [stretch.settings.data for stretch in stretches(settings)]
-    for data in data_of_stretches:
+    data_of_phases = [phase.settings.data for phase in resolve_phases(settings)]
+    for data in data_of_phases:
         if data.data_path not in opened:
             opened[data.data_path] = open_inputs(data)
-    return [opened[data.data_path] for data in data_of_stretches]
+    return [opened[data.data_path] for data in data_of_phases]
 
 
 def token_ids_of(tokenizer: Tokenizer) -> TokenIds:

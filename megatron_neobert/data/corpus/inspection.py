@@ -17,6 +17,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.cli import option
@@ -107,12 +108,17 @@ def inspect_data(options: InspectDataOptions) -> None:
 
 
 def _open(prefix: str, cache_path: str | None) -> "Corpus":
-    from megatron_neobert.data.corpus.object_storage import storage_for
+    from megatron_neobert.data.corpus.object_storage import ObjectStorage
     from megatron_neobert.data.corpus.reader import Corpus
+    from megatron_neobert.data.inputs.stream import is_url
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
-    return Corpus(prefix, storage_for(prefix, cache_path))
+    if not is_url(prefix):
+        return Corpus(prefix)
+    if cache_path is None:
+        raise ConfigError(f"{prefix} is read through a folder on a local disk; name one: --object-storage-cache-path.")
+    return Corpus(prefix, ObjectStorage(Path(cache_path)))
 
 
 def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[int] | None:

@@ -87,7 +87,10 @@ def load_filter(source: FilterSource) -> Filter:
         raise DataError(f"--filter {source.label} has changed since the run started; start again")
     if not source.place.endswith(".py"):
         return cast(Filter, getattr(importlib.import_module(source.place), source.function))
-    spec = importlib.util.spec_from_file_location(f"filters_{source.sha256[:16]}", source.place)
+    # The code that --filter names on the command line.
+    spec = importlib.util.spec_from_file_location(  # noqa: TID251
+        f"filters_{source.sha256[:16]}", source.place
+    )
     assert spec and spec.loader, source.place
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look up annotations that are strings

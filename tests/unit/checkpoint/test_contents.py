@@ -11,9 +11,9 @@ import pytest
 from megatron_neobert.checkpoint.contents import read_train_state, write_train_state
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError
-from megatron_neobert.state import Progress
+from megatron_neobert.state import TrainState
 
-PROGRESS = Progress(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3), recent_updates=((2.5, 0.5),))
+PROGRESS = TrainState(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3), recent_updates=((2.5, 0.5),))
 
 
 @pytest.mark.parametrize("optimizer", [{"param_groups": [{"step": 7, "lr": 0.1 + 0.2}]}, None])
@@ -25,7 +25,7 @@ def test_progress_that_a_run_saves_is_read_back(tmp_path: Path, optimizer: dict[
 def test_progress_of_an_older_version_is_read(tmp_path: Path):
     state = {"progress": {"corpus_sha256": "ab", "iteration": 7, "cursor": asdict(Cursor())}, "optimizer": {}}
     (tmp_path / "train_state.json").write_text(json.dumps(state))
-    assert read_train_state(tmp_path) == (Progress(corpus_sha256="ab", iteration=7), {})
+    assert read_train_state(tmp_path) == (TrainState(corpus_sha256="ab", iteration=7), {})
 
 
 @pytest.mark.parametrize(

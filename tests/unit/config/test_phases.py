@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
+from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.config.stretches import settings_at
 from megatron_neobert.errors import ConfigError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
@@ -37,7 +37,7 @@ def problems_of(phases: str, *more: str) -> list[str]:
 
 
 def values_at(settings: Settings, iteration: int) -> tuple[object, ...]:
-    now = settings_at(settings, iteration)
+    now = phase_at(settings, iteration).settings
     assert now.training.phases == ()
     return (
         now.data.mask_prob,

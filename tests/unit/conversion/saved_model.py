@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.comparison import Checks, make_loud
-from checkpoint_conversion.convert import ExportOptions, export
+from checkpoint_conversion.checkpoint import read_checkpoint
+from checkpoint_conversion.compare import Checks, make_loud
+from checkpoint_conversion.export import ExportOptions, export
 from checkpoint_conversion.mapping import shape_of, split_halves
-from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.state import Progress
+from megatron_neobert.state import TrainState
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
 MODEL = ModelConfig(
@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     rotary_base=5000,
 )
 SHAPE = shape_of(MODEL, vocab_size=len(WORDS), padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
-PROGRESS = Progress(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
+PROGRESS = TrainState(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
 
 
 @dataclass

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from unit.inspection.batch_places import LENGTHS, settings_of, write_checkpoint
 
-from megatron_neobert.config.phases import Phase
-from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
+from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig, PhaseChange
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError
 from megatron_neobert.inspection.batch_rows import rows_of
@@ -95,7 +94,7 @@ def test_a_run_that_continues_another_goes_on_in_the_same_data_and_begins_others
 
 
 def test_a_batch_of_a_phase_is_found_with_its_settings(place):
-    phases = (Phase(after_iters=2, seq_length=128, mask_prob=0.1),)
+    phases = (PhaseChange(after_iters=2, seq_length=128, mask_prob=0.1),)
     settings = settings_of(place)
     found = find_batch(settings.with_section("training", phases=phases), 4, place=None)
     assert (found.settings.data.seq_length, found.settings.data.mask_prob) == (128, 0.1)

@@ -14,9 +14,8 @@ from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.checkpoint.start import refuse_full_disk
-from megatron_neobert.config.phases import Phase
-from megatron_neobert.config.schema import CheckpointConfig, Settings
-from megatron_neobert.config.stretches import stretches
+from megatron_neobert.config.phases import resolve_phases
+from megatron_neobert.config.schema import CheckpointConfig, PhaseChange, Settings
 from megatron_neobert.data.batches import rows
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
@@ -298,11 +297,11 @@ def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
 
 def test_plan_of_phases_states_each_with_its_tokens_and_fill_and_all_of_them_together(tiny_corpus, tmp_path, capsys):
     """Each as a run of its own would have it, for as many iterations; what is done already is left out."""
-    phases = (Phase(after_iters=400, seq_length=64, mask_prob=0.05), Phase(after_iters=2000, mask_prob=0.1))
+    phases = (PhaseChange(after_iters=400, seq_length=64, mask_prob=0.05), PhaseChange(after_iters=2000, mask_prob=0.1))
     settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 1000, "phases": phases})
     plan = plan_of(settings, capsys)
     runs = []
-    for first, last, stretch in zip((1, 401), (400, 1000), stretches(settings), strict=False):
+    for first, last, stretch in zip((1, 401), (400, 1000), resolve_phases(settings), strict=False):
         own = stretch.settings.with_section("training", train_iters=last - first + 1)
         lines = plan_of(own, capsys).splitlines()
         (words,) = [line.split(": ")[1] for line in lines if "tokens of documents" in line]

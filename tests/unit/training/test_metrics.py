@@ -11,18 +11,17 @@ import torch
 from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
 from megatron_neobert.inspection.run_log import read_run
 from megatron_neobert.model.flops import training_flops_per_token
-from megatron_neobert.state import Progress, StepReport
+from megatron_neobert.state import MetricSums, StepResult, TrainState
 from megatron_neobert.training.metrics import Interval, Monitor
 
 NAN = float("nan")
 TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step: two documents
 
 
-def report(loss: float = 2.0, *, masked: int = 10, skip_reason: str | None = None) -> StepReport:
+def report(loss: float = 2.0, *, masked: int = 10, skip_reason: str | None = None) -> StepResult:
     """A step of 50 tokens in which every second prediction is right."""
-    return StepReport(
-        (loss * masked, masked, masked / 2, TOKENS, PAIRS), loss=loss, grad_norm=1.0, skip_reason=skip_reason
-    )
+    sums = MetricSums(loss * masked, masked, masked / 2, TOKENS, PAIRS)
+    return StepResult(sums, grad_norm=1.0, skip_reason=skip_reason)
 
 
 def start(tmp_path: Path, *, iteration: int = 0) -> Monitor:
@@ -35,13 +34,13 @@ def recorded(monitor: Monitor) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def progress_of(iteration: int, *, skipped: int = 0, in_a_row: int = 0) -> Progress:
-    return Progress(corpus_sha256="", iteration=iteration, skipped_iterations=skipped, skipped_in_a_row=in_a_row)
+def state_of(iteration: int, *, skipped: int = 0, in_a_row: int = 0) -> TrainState:
+    return TrainState(corpus_sha256="", iteration=iteration, skipped_iterations=skipped, skipped_in_a_row=in_a_row)
 
 
 def test_a_skip_is_said_and_recorded_at_once(tmp_path, capsys):
     monitor = start(tmp_path)
-    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), progress_of(4, skipped=3, in_a_row=2))
+    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), state_of(4, skipped=3, in_a_row=2))
     said = "iteration 4/10 | update skipped: loss nan, gradient norm nan | 3 skipped, 2 in a row\n"
     assert capsys.readouterr().out == said
     (line,) = recorded(monitor)
@@ -50,10 +49,10 @@ def test_a_skip_is_said_and_recorded_at_once(tmp_path, capsys):
 
 def test_skipped_steps_count_with_their_tokens_but_enter_no_average(tmp_path):
     monitor = start(tmp_path)
-    monitor.add(report(2.0), progress_of(1))
-    monitor.add(report(NAN, skip_reason="loss nan"), progress_of(2, skipped=1, in_a_row=1))
-    monitor.add(report(4.0, masked=30), progress_of(3, skipped=1))
-    progress = monitor.close_interval(progress_of(3, skipped=1), lr=1e-4, grad_norm=1.0)
+    monitor.add(report(2.0), state_of(1))
+    monitor.add(report(NAN, skip_reason="loss nan"), state_of(2, skipped=1, in_a_row=1))
+    monitor.add(report(4.0, masked=30), state_of(3, skipped=1))
+    progress = monitor.close_interval(state_of(3, skipped=1), lr=1e-4, grad_norm=1.0)
     line = recorded(monitor)[-1]
     assert line["loss"] == (10 * 2.0 + 30 * 4.0) / (10 + 30)
     assert line["masked_accuracy"] == 0.5
@@ -63,9 +62,9 @@ def test_skipped_steps_count_with_their_tokens_but_enter_no_average(tmp_path):
 
 def test_an_interval_of_skipped_steps_alone_has_no_loss(tmp_path, capsys):
     monitor = start(tmp_path)
-    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), progress_of(1, skipped=1, in_a_row=1))
+    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), state_of(1, skipped=1, in_a_row=1))
     capsys.readouterr()
-    monitor.close_interval(progress_of(1, skipped=1, in_a_row=1), lr=1e-4, grad_norm=NAN)
+    monitor.close_interval(state_of(1, skipped=1, in_a_row=1), lr=1e-4, grad_norm=NAN)
     said = capsys.readouterr().out
     assert said.startswith("iteration 1/10 | loss - | accuracy - | grad norm -\n  lr 1.0e-04 | ")
     assert not {"loss", "masked_accuracy", "grad_norm"} & recorded(monitor)[-1].keys()
@@ -74,16 +73,16 @@ def test_an_interval_of_skipped_steps_alone_has_no_loss(tmp_path, capsys):
 def test_the_next_interval_starts_from_nothing(tmp_path):
     monitor = start(tmp_path)
     for iteration, loss in ((1, 2.0), (2, 4.0)):
-        monitor.add(report(loss), progress_of(iteration))
-        monitor.close_interval(progress_of(iteration), lr=1e-4, grad_norm=1.0)
+        monitor.add(report(loss), state_of(iteration))
+        monitor.close_interval(state_of(iteration), lr=1e-4, grad_norm=1.0)
     assert [line["loss"] for line in recorded(monitor)] == [2.0, 4.0]
     assert all(line["fill"] == TOKENS / monitor.settings.tokens_per_iteration for line in recorded(monitor))
 
 
 def test_operations_are_those_of_the_documents_that_were_read(tmp_path):
     monitor = start(tmp_path)
-    monitor.add(report(), progress_of(1))
-    monitor.close_interval(progress_of(1), lr=1e-4, grad_norm=1.0)
+    monitor.add(report(), state_of(1))
+    monitor.close_interval(state_of(1), lr=1e-4, grad_norm=1.0)
     (line,) = recorded(monitor)
     expected = training_flops_per_token(monitor.settings, vocab_size=1000, document_tokens=PAIRS / TOKENS)
     assert line["tflops_per_rank"] * 1e12 / line["tokens_per_second"] == pytest.approx(expected)
@@ -100,8 +99,8 @@ def test_time_spent_waiting_for_a_batch_is_said_as_a_share_and_forgotten_with_th
         yield "second"
 
     for iteration, _ in enumerate(monitor.clocked(load()), start=1):
-        monitor.add(report(), progress_of(iteration))
-        monitor.close_interval(progress_of(iteration), lr=1e-4, grad_norm=1.0)
+        monitor.add(report(), state_of(iteration))
+        monitor.close_interval(state_of(iteration), lr=1e-4, grad_norm=1.0)
         time.sleep(0.2)
     waiting, training = (line["data_wait"] for line in recorded(monitor))
     assert training < 0.5 < waiting
@@ -109,38 +108,22 @@ def test_time_spent_waiting_for_a_batch_is_said_as_a_share_and_forgotten_with_th
 
 def test_every_line_of_the_record_is_json_that_other_readers_accept(tmp_path):
     monitor = start(tmp_path)
-    monitor.add(report(2.0), progress_of(1))
-    monitor.close_interval(progress_of(1), lr=1e-4, grad_norm=NAN)
-    monitor.report_validation(progress_of(1), {"split": (NAN, 2.0, 1.0, 50.0, 100.0)})
+    monitor.add(report(2.0), state_of(1))
+    monitor.close_interval(state_of(1), lr=1e-4, grad_norm=NAN)
+    monitor.report_validation(state_of(1), {"split": MetricSums(NAN, 2.0, 1.0, 50.0, 100.0)})
     assert "NaN" not in (Path(monitor.settings.checkpoint.save) / "metrics.jsonl").read_text()
-
-
-@pytest.mark.parametrize(("variables", "shown"), [({}, True), ({"TERM": "dumb"}, False)])
-def test_bar_is_drawn_on_a_terminal_that_can_draw(tmp_path, monkeypatch, variables, shown):
-    monkeypatch.setenv("TERM", "xterm")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert start(tmp_path).bar.disable is not shown
-
-
-def test_no_bar_is_drawn_into_a_file_even_if_colours_are_forced(tmp_path, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monitor = start(tmp_path)
-    assert monitor.console.is_terminal, "so the console believes"
-    assert monitor.bar.disable
 
 
 def test_run_that_goes_on_says_so_in_its_record_and_one_that_begins_does_not(tmp_path):
     start(tmp_path, iteration=5)  # of another folder's weights: nothing has been recorded here
     first = start(tmp_path)
-    first.add(report(), progress_of(1))
-    first.close_interval(progress_of(1), lr=1e-4, grad_norm=1.0)
+    first.add(report(), state_of(1))
+    first.close_interval(state_of(1), lr=1e-4, grad_norm=1.0)
     assert ["restarted" in line for line in recorded(first)] == [False]
     again = start(tmp_path, iteration=1)
     for iteration in (2, 3):
-        again.add(report(), progress_of(iteration))
-        again.close_interval(progress_of(iteration), lr=1e-4, grad_norm=1.0)
+        again.add(report(), state_of(iteration))
+        again.close_interval(state_of(iteration), lr=1e-4, grad_norm=1.0)
     lines = [(line["iteration"], line.get("restarted")) for line in recorded(again)]
     assert lines == [(1, None), (1, 1), (2, None), (3, None)]
     start(tmp_path, iteration=3)  # which finds nothing to do
@@ -151,8 +134,8 @@ def test_line_behind_one_that_a_kill_has_torn_can_still_be_read(tmp_path):
     monitor = start(tmp_path)
     with (tmp_path / "metrics.jsonl").open("w") as stream:
         stream.write('{"iteration": 1, "cursor": {"epo')
-    monitor.add(report(2.0), progress_of(2))
-    monitor.close_interval(progress_of(2), lr=1e-4, grad_norm=1.0)
+    monitor.add(report(2.0), state_of(2))
+    monitor.close_interval(state_of(2), lr=1e-4, grad_norm=1.0)
     assert read_run(tmp_path, name="torn").series("loss") == ([2], [2.0])
 
 

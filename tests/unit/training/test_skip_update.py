@@ -6,14 +6,14 @@ from statistics import fmean, pstdev
 import pytest
 
 from megatron_neobert.config.schema import TrainingConfig
-from megatron_neobert.state import Progress, StepReport
+from megatron_neobert.state import MetricSums, StepResult, TrainState
 from megatron_neobert.training import skip_update
 from megatron_neobert.training.skip_update import count_update, skip_reason, too_many_skips
 
 WINDOW = 8
 PLAIN = TrainingConfig()
 SPIKES = TrainingConfig(loss_spike_sigma=4.0)
-START = Progress(corpus_sha256="")
+START = TrainState(corpus_sha256="")
 
 
 @pytest.fixture(autouse=True)
@@ -22,19 +22,19 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(skip_update, "MOST_SKIPPED", 3)
 
 
-def report_of(loss: float, grad_norm: float, skip_reason: str | None = None) -> StepReport:
-    return StepReport((), loss=loss, grad_norm=grad_norm, skip_reason=skip_reason)
+def report_of(loss: float, grad_norm: float, skip_reason: str | None = None) -> StepResult:
+    return StepResult(MetricSums(loss, masked_tokens=1), grad_norm=grad_norm, skip_reason=skip_reason)
 
 
-def after(reports: list[StepReport], training: TrainingConfig = SPIKES) -> Progress:
-    progress = START
+def after(reports: list[StepResult], training: TrainingConfig = SPIKES) -> TrainState:
+    state = START
     for report in reports:
-        progress = count_update(replace(progress, iteration=progress.iteration + 1), report, training)
-    return progress
+        state = count_update(replace(state, iteration=state.iteration + 1), report, training)
+    return state
 
 
-def reason(progress: Progress, loss: float, grad_norm: float, training: TrainingConfig = SPIKES) -> str | None:
-    return skip_reason(progress, loss=loss, grad_norm=grad_norm, training=training)
+def reason(state: TrainState, loss: float, grad_norm: float, training: TrainingConfig = SPIKES) -> str | None:
+    return skip_reason(state, loss=loss, grad_norm=grad_norm, training=training)
 
 
 GOOD = [report_of(2.0 + 0.1 * (number % 3), 1.0 + 0.2 * (number % 2)) for number in range(WINDOW)]
@@ -54,7 +54,7 @@ def test_without_the_option_no_finite_value_is_skipped_and_nothing_is_remembered
 
 @pytest.mark.parametrize("column", [0, 1])
 def test_a_spike_is_what_exceeds_the_mean_by_the_given_number_of_deviations(column):
-    values = [(report.loss, report.grad_norm)[column] for report in GOOD]
+    values = [(report.sums.mean_loss, report.grad_norm)[column] for report in GOOD]
     limit = fmean(values) + 4.0 * pstdev(values)
     for factor, is_skipped in ((0.999, False), (1.001, True)):
         loss, grad_norm = (limit * factor, 1.0) if column == 0 else (2.0, limit * factor)
@@ -81,8 +81,8 @@ def test_the_window_holds_the_last_good_updates_alone():
 
 
 def test_skipped_updates_are_counted_in_all_and_in_a_row():
-    progress = after([BAD, *GOOD[:2], BAD, BAD], PLAIN)
-    assert (progress.skipped_iterations, progress.skipped_in_a_row) == (3, 2)
+    state = after([BAD, *GOOD[:2], BAD, BAD], PLAIN)
+    assert (state.skipped_iterations, state.skipped_in_a_row) == (3, 2)
     assert after([BAD, BAD, GOOD[0]], PLAIN).skipped_in_a_row == 0
 
 

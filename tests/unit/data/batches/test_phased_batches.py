@@ -8,8 +8,7 @@ import pytest
 from tests_tiny import tiny_settings
 from unit.data.corpus.memory_corpus import contents
 
-from megatron_neobert.config.phases import Phase
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import rows
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.loader import build_loader
@@ -26,7 +25,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 64)
 
 
-def settings_of(corpus: Any, *phases: Phase, **data: Any) -> Settings:
+def settings_of(corpus: Any, *phases: PhaseChange, **data: Any) -> Settings:
     sizes = {"micro_batch_size": 2, "global_batch_size": 4}
     return tiny_settings(corpus, data={"seq_length": 64, **data}, training={**sizes, "phases": phases})
 
@@ -35,12 +34,12 @@ def stream_of(settings: Settings) -> TrainingStream:
     return build_training_stream(settings, open_phases(settings))
 
 
-def all_changes(corpus: Any) -> tuple[Phase, ...]:
+def all_changes(corpus: Any) -> tuple[PhaseChange, ...]:
     return (
-        Phase(after_iters=2, mask_prob=0.1, mask_replacement="bert"),
-        Phase(after_iters=4, global_batch_size=8),
-        Phase(after_iters=6, seq_length=128, micro_batch_size=1),
-        Phase(after_iters=9, data_path=blend(corpus), mask_prob=0.05),
+        PhaseChange(after_iters=2, mask_prob=0.1, mask_replacement="bert"),
+        PhaseChange(after_iters=4, global_batch_size=8),
+        PhaseChange(after_iters=6, seq_length=128, micro_batch_size=1),
+        PhaseChange(after_iters=9, data_path=blend(corpus), mask_prob=0.05),
     )
 
 
@@ -91,8 +90,8 @@ def test_rates_and_sizes_change_without_touching_the_order_of_the_documents(tiny
     changed = stream_of(
         settings_of(
             tiny_corpus,
-            Phase(after_iters=2, mask_prob=0.1),
-            Phase(after_iters=4, global_batch_size=8, micro_batch_size=1),
+            PhaseChange(after_iters=2, mask_prob=0.1),
+            PhaseChange(after_iters=4, global_batch_size=8, micro_batch_size=1),
         )
     )
     # 12 iterations of 4 rows, or 4 of 4 and 4 of 8.
@@ -101,7 +100,7 @@ def test_rates_and_sizes_change_without_touching_the_order_of_the_documents(tiny
 
 def test_longer_rows_begin_with_documents_that_were_not_read_yet(tiny_corpus):
     """The rest of a window is left out, and nothing comes twice before the epoch is over."""
-    stream = stream_of(settings_of(tiny_corpus, Phase(after_iters=3, seq_length=128)))
+    stream = stream_of(settings_of(tiny_corpus, PhaseChange(after_iters=3, seq_length=128)))
     cursors = [cursor for _, _, cursor in islice(stream.global_batches(), 4)]
     assert cursors[2].row > 0
     assert cursors[3] == Cursor(0, cursors[2].window + 1, 4)
@@ -110,7 +109,7 @@ def test_longer_rows_begin_with_documents_that_were_not_read_yet(tiny_corpus):
 
 
 def test_other_data_begin_at_their_start_in_another_order_and_with_other_masks(tiny_corpus):
-    stream = stream_of(settings_of(tiny_corpus, Phase(after_iters=3, data_path=blend(tiny_corpus))))
+    stream = stream_of(settings_of(tiny_corpus, PhaseChange(after_iters=3, data_path=blend(tiny_corpus))))
     same_seed = settings_of(tiny_corpus, data_path=blend(tiny_corpus))
     own = stream_of(same_seed.with_section("training", seed=1))
     from_edge = contents(islice(stream.from_iteration(4).steps(), 3))

@@ -49,7 +49,7 @@ def server(original, tmp_path, monkeypatch):
 
 @pytest.fixture
 def storage(tmp_path):
-    return ObjectStorage(tmp_path / "cache", limit_bytes=10**9)
+    return ObjectStorage(tmp_path / "cache")
 
 
 def fetched(server, ending, method="GET"):
@@ -121,7 +121,7 @@ def test_resumed_run_reads_only_what_it_has_still_to_train_on(server, storage, o
     resumed = stream(Corpus(f"{server.url}/P", storage), cursor=cursor, document_block_size=8)
     for _ in islice(resumed.steps(), 10):
         pass
-    storage.threads.shutdown()  # so that all that was announced has been asked for
+    storage.fetching.threads.shutdown()  # so that all that was announced has been asked for
     needed = set()
     for rows, _ in steps[20:35]:  # ten, and four that are announced while the tenth is built
         for number in rows.segments.numbers_n.tolist():
@@ -151,42 +151,12 @@ def test_steps_of_remote_documents_are_announced_four_before_they_are_built():
     assert len(np.concatenate(corpus.announced)) == (1 + 4) * 4  # a document fills a row
 
 
-def test_blocks_stay_below_the_limit_and_batches_the_same(server, tmp_path, original):
-    limit = 6 * BLOCK
-    storage = ObjectStorage(tmp_path / "cache", limit_bytes=limit)
-    storage._know_this_process()
-    corpus = Corpus(f"{server.url}/P", storage)
-    assert batches(corpus, steps=40) == batches(Corpus(original / "P"), steps=40)
-    storage.threads.shutdown()
-    storage.count_written(limit)
-    assert 0 < sum(path.stat().st_size for path in blocks_in(storage)) <= limit
-
-
-def test_processes_that_share_a_folder_stay_below_its_limit_and_seldom_look_at_all_blocks(tmp_path, monkeypatch):
-    """24 of them, of which a half is killed and replaced now and then, with whatever it had not yet added up."""
-    limit, block, looks = 100_000, 100, Counter()
-    generator, folder = np.random.default_rng(0), tmp_path / "blocks" / "bin"
-    folder.mkdir(parents=True)
-    look = ObjectStorage._remove_oldest
-    monkeypatch.setattr(ObjectStorage, "_remove_oldest", lambda storage: looks.update([storage]) or look(storage))
-
-    def start():
-        storage = ObjectStorage(tmp_path, limit_bytes=limit)
-        storage._know_this_process()
-        return storage
-
-    processes, most = [start() for _ in range(24)], 0
-    for number in range(4000):
-        if number % 1000 == 999:
-            processes[:12] = [start() for _ in range(12)]
-        (folder / str(number)).write_bytes(bytes(block))
-        os.utime(folder / str(number), ns=(number, number))
-        processes[generator.integers(24)].count_written(block)
-        most = max(most, block * sum(1 for _ in folder.iterdir()))
-    assert 0.85 * limit < most <= limit
-    assert (folder / "3999").exists() and not (folder / "0").exists()
-    room_written = 4000 * block / (0.1 * limit)
-    assert looks.total() <= 24 + 4 * 12 + room_written
+def test_blocks_stay_below_the_limit_and_batches_the_same(server, storage, original, monkeypatch):
+    monkeypatch.setattr(object_storage, "LIMIT_BYTES", 6 * BLOCK)
+    assert batches(Corpus(f"{server.url}/P", storage), steps=40) == batches(Corpus(original / "P"), steps=40)
+    storage.fetching.threads.shutdown()
+    storage.count_written(BLOCK)
+    assert 0 < sum(path.stat().st_size for path in blocks_in(storage)) <= 6 * BLOCK
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "empty", "removed"])
@@ -197,7 +167,7 @@ def test_damaged_block_of_the_cache_is_fetched_again(server, storage, original, 
         content[7] ^= 1
         after = {"changed": content, "cut": content[:-9], "empty": b""}.get(damage)
         path.unlink() if after is None else path.write_bytes(after)
-    corpus = Corpus(f"{server.url}/P", ObjectStorage(storage.folder, limit_bytes=10**9))
+    corpus = Corpus(f"{server.url}/P", ObjectStorage(storage.folder))
     assert batches(corpus) == before == batches(Corpus(original / "P"))
     assert max(fetched(server, ".bin").values()) == 2
 
@@ -241,9 +211,9 @@ def test_block_of_a_replaced_object_is_not_taken_from_the_cache(server, storage,
     for time in (1, 2):
         for path in server.folder.glob("P_*.bin"):
             os.utime(path, (time, time))
-        storage = ObjectStorage(storage.folder, limit_bytes=10**9)
+        storage = ObjectStorage(storage.folder)
         assert batches(Corpus(f"{server.url}/P", storage)) == batches(Corpus(original / "P"))
-        storage.threads.shutdown()  # what is announced has been fetched
+        storage.fetching.threads.shutdown()  # what is announced has been fetched
         assert set(fetched(server, ".bin").values()) == {time}
 
 
@@ -275,7 +245,7 @@ def test_prefix_without_manifest_is_no_corpus(server, storage):
 def test_cache_that_cannot_be_written_is_named(server, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "blocks").write_bytes(b"")  # a file where a folder must be
-    corpus = Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache", limit_bytes=10**9))
+    corpus = Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache"))
     with pytest.raises(StorageError, match=r"--object-storage-cache-path: .*cache/blocks.* cannot be written"):
         batches(corpus)
 
@@ -310,9 +280,9 @@ def bucket(original, monkeypatch):
 
 def test_batches_from_s3_are_those_of_the_local_corpus_until_an_object_is_replaced(bucket, original, tmp_path):
     for workers in (0, 1):
-        corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / f"cache {workers}", limit_bytes=10**9))
+        corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / f"cache {workers}"))
         assert batches(corpus, workers=workers) == batches(Corpus(original / "P"))
-    corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / "another cache", limit_bytes=10**9))
+    corpus = Corpus("s3://bucket/P", ObjectStorage(tmp_path / "another cache"))
     for path in original.glob("P*.bin"):
         bucket.pipe_file(f"bucket/{path.name}", path.read_bytes()[::-1])
     with pytest.raises(DataError, match=r"s3://bucket/P_0000\d\.bin was replaced after this run had opened it"):
