@@ -135,7 +135,7 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
         MissingInputError: The folders hold no scores of this model.
         DataError: A record cannot be read.
     """
-    from megatron_neobert.evaluation.encoders import fingerprint  # torch: seconds
+    from megatron_neobert.evaluation.models import fingerprint  # torch: seconds
     from megatron_neobert.evaluation.report import find_runs
 
     kinds = {"glue": "text-classification", "ner": "token-classification"}

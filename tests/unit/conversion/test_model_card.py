@@ -22,7 +22,7 @@ from checkpoint_conversion.export import write_folder, write_sentence_transforme
 from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
-from megatron_neobert.evaluation.encoders import fingerprint
+from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
 FIGURES = {
