@@ -40,7 +40,7 @@ from megatron_neobert.runtime.executors import WorkerPool
 from megatron_neobert.runtime.jobs import Finished, read_all_finished, run_jobs
 from megatron_neobert.text import counted
 
-_SHOW_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
+_SHOW_SECONDS = 0.2  # between two looks at the progress of all chunks, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000  # before that a share of errors says little
 # Times as many errors as all of the input may have if the rest is faultless: it is an estimate, and must not be wrong.
 _HOPELESS = 2.0
