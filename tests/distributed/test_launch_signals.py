@@ -1,0 +1,121 @@
+"""Signals to a launcher whose rank hangs, and ranks whose launcher has gone."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests_tiny import tiny_settings
+from training_command import environment, flags_of
+
+from megatron_neobert.config.schema import Settings
+
+TRAIN_ITERS = 8
+LAUNCHER = [sys.executable, "-m", "megatron_neobert.launch"]
+
+# The training command, with a rank 1 that sleeps before its fifth update.
+HANGING_SCRIPT = """
+import os, time
+from megatron_neobert.errors import run_command
+from megatron_neobert.pretrain import main
+from megatron_neobert.training import loop
+
+train_step = loop.train_step
+
+def hang(run, batches):
+    if run.state.iteration == 4 and os.environ["RANK"] == "1":
+        print("rank 1 sleeps", flush=True)
+        time.sleep(300)
+    return train_step(run, batches)
+
+loop.train_step = hang
+run_command(main)
+"""
+
+
+def resumable(corpus: Any, save: Path) -> Settings:
+    settings = tiny_settings(corpus, save=save, checkpoint={"load": str(save), "save_interval": 2})
+    return settings.with_section("training", train_iters=TRAIN_ITERS, eval_iters=0)
+
+
+@pytest.fixture
+def hanging(tiny_corpus, tmp_path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher whose rank 1 sleeps, for which rank 0 waits."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING_SCRIPT)
+    words = [*LAUNCHER, str(script), *flags_of(resumable(tiny_corpus, tmp_path / "run"))]
+    with subprocess.Popen(
+        words, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        read_until(process, "rank 1 sleeps")
+        ranks = psutil.Process(process.pid).children()
+        yield process
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+        process.kill()
+
+
+@pytest.mark.slow
+def test_signal_before_a_single_rank_has_any_handler_ends_it_with_75(tiny_corpus, tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n" + HANGING_SCRIPT)
+    words = [*LAUNCHER, str(script), *flags_of(tiny_settings(tiny_corpus))]
+    finished = subprocess.run(words, env=environment(1), capture_output=True, text=True, check=False, timeout=600)
+    assert (finished.returncode, finished.stderr) == (75, "rank 0: stopped by SIGTERM before the first iteration\n")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="with fewer cores each rank gets one anyway")
+def test_ranks_get_as_many_threads_as_the_launcher_may_use_cores(tiny_corpus, tmp_path):
+    """Slurm and containers allow a process fewer cores than the machine has."""
+    script = tmp_path / "threads.py"
+    script.write_text('import os\nprint(os.environ["OMP_NUM_THREADS"], "threads")\n')
+    words = [*LAUNCHER, str(script), *flags_of(resumable(tiny_corpus, tmp_path / "run"))]
+    one = min(os.sched_getaffinity(0))
+    here = {name: value for name, value in environment(2).items() if name != "OMP_NUM_THREADS"}
+    finished = subprocess.run(
+        words, env=here, capture_output=True, text=True, check=False, preexec_fn=lambda: os.sched_setaffinity(0, {one})
+    )
+    assert (finished.returncode, finished.stdout) == (0, "1 threads\n" * 2), finished.stderr
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(said))
+
+
+@pytest.mark.slow
+def test_second_interrupt_aborts_launcher_and_ranks_with_130(hanging):
+    ranks = psutil.Process(hanging.pid).children()
+    hanging.send_signal(signal.SIGINT)
+    read_until(hanging, "Ctrl-C again aborts at once")
+    hanging.send_signal(signal.SIGINT)
+    said, _ = hanging.communicate(timeout=600)
+    assert hanging.returncode == 130, said
+    assert "rank 0: aborted\n" in said
+    assert "rank 1: aborted\n" in said
+    assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.slow
+def test_ranks_without_their_launcher_end_by_themselves(hanging):
+    ranks = psutil.Process(hanging.pid).children()
+    assert len(ranks) == 2
+    hanging.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=600)
+    assert not alive
+    assert hanging.stdout is not None
+    said = hanging.stdout.read()
+    for rank in (0, 1):
+        assert f"error: rank {rank}: the launcher that started it has gone." in said
