@@ -209,7 +209,7 @@ class _ChunkWriter:
 def _keep(
     encoded: EncodedBatch, settings: ChunkSettings
 ) -> tuple[EncodedBatch, NDArray[np.int64] | range, Counter[str]]:
-    """What is left of a batch, which texts these are, and how many documents each filter has taken."""
+    """Return the documents that are kept, the places of their texts, and the number that each rule has dropped."""
     lengths = encoded.lengths
     longest = np.iinfo(np.int32).max if settings.max_tokens is None else settings.max_tokens
     if lengths.min() >= max(1, settings.min_tokens) and lengths.max() <= longest:
@@ -229,12 +229,12 @@ _loaded: dict[tuple[str, bool], tuple[Tokenizer, Encoder]] = {}  # by fingerprin
 
 
 def remember(tokenizer: Tokenizer, encoder: Encoder) -> None:
-    """Spares this process the loading of what it has loaded already."""
+    """Keep a tokenizer that this process has loaded, for its jobs."""
     _loaded[tokenizer.fingerprint, encoder.is_reference] = tokenizer, encoder
 
 
 def load_early(path: str, tokenizer_type: str, backend: Literal["auto", "fast", "reference"]) -> None:
-    """Loads in a worker what its first task will probably need. What goes wrong is reported by the parent, once."""
+    """Load in a worker what its first job will probably need. The parent reports, once, what goes wrong."""
     with suppress(NeoBERTError, OSError):
         tokenizer = load_tokenizer(path, tokenizer_type=tokenizer_type)
         remember(tokenizer, open_encoder(tokenizer, backend, probe=False))

@@ -92,7 +92,7 @@ class Plan:
     damaged: dict[str, str]  # why an input file has no chunks, by path or URL; empty without --quarantine
 
     def input_name(self, path: str) -> str:
-        """What messages, rejects and the manifest call it."""
+        """Return what messages, rejects and the manifest call an input file."""
         return STANDARD_INPUT if STANDARD_INPUT in self.settings.inputs else input_label(path)  # it is the only one
 
     @property
@@ -153,12 +153,12 @@ class Plan:
         return Counter(chunk.path for chunk in self.chunks)
 
     def input_bytes(self, chunk: Chunk) -> float:
-        """Its share of the shard, taken as equal among the shard's parts: for estimates."""
+        """Return the chunk's share of its input file, taken as equal among all its chunks: for estimates."""
         return self.versions[chunk.path].bytes / self._chunks_of[chunk.path]
 
     @property
     def filters(self) -> dict[str, int | float | str | None]:
-        """The settings that decide which documents are in the corpus."""
+        """Settings that decide which documents are in the corpus."""
         settings = self.settings
         own = {source.label: f"sha256 {source.sha256}" for source in self.filter_sources}
         return own | {
@@ -178,9 +178,9 @@ def open_job_folder(files: CorpusFiles) -> JobFolder:
 
 
 def plan_preprocessing(settings: PreprocessSettings) -> Plan:
-    """Finds shards and tokenizer, and what would make the run fail early.
+    """Find the input files and the tokenizer, and what would make the run fail early.
 
-    Writes nothing, but for the copy of standard input in PREFIX.partial.
+    Nothing is written, but for the copy of standard input in PREFIX.partial.
 
     Raises:
         MissingInputError: An input or the tokenizer does not exist.
@@ -250,7 +250,7 @@ def _plan_chunks(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: En
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
-    """Raises DataError about all damaged shards, unless they may be left out and others remain.
+    """Raise DataError about all damaged input files, unless they may be left out and others remain.
 
     Args:
         damaged: Why, by path or URL.

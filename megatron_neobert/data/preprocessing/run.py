@@ -40,7 +40,7 @@ from megatron_neobert.runtime.executors import WorkerPool
 from megatron_neobert.runtime.jobs import Finished, read_all_finished, run_jobs
 from megatron_neobert.text import counted
 
-_SHOW_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
+_SHOW_SECONDS = 0.2  # between two looks at the progress of all chunks, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000  # before that a share of errors says little
 # Times as many errors as all of the input may have if the rest is faultless: it is an estimate, and must not be wrong.
 _HOPELESS = 2.0
@@ -48,7 +48,7 @@ _HOPELESS = 2.0
 
 @dataclass
 class Progress:
-    """How far a run is; chunks in work count as far as they have reported."""
+    """Progress of a run; chunks in work count as far as they have reported."""
 
     plan: Plan
     input_bytes: float
@@ -71,7 +71,7 @@ class Progress:
 
     @property
     def read_bytes(self) -> float:
-        """Of the inputs, in this run and in the one that it continues."""
+        """Bytes of the inputs that have been read, in this run and in the one that it continues."""
         chunks = ((self.plan.chunks[number], news.fraction) for number, news in self.in_work.items())
         return self.finished_bytes + sum(fraction * self.plan.input_bytes(chunk) for chunk, fraction in chunks)
 
@@ -130,7 +130,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What a run has done."""
+    """Result of a run."""
 
     written: WrittenCorpus
     counts: Counts  # of all chunks, those of an earlier run included
@@ -204,7 +204,7 @@ def preprocess(
 
 
 class _Chunks:
-    """What has become of each chunk, by its number.
+    """Outcome of each chunk, by its number.
 
     Args:
         mismatch_file: Where it is kept that a fast back end was found wrong, in this run or before a restart. From then
@@ -218,7 +218,7 @@ class _Chunks:
 
     @property
     def mismatch(self) -> str | None:
-        """Where a fast back end was found wrong."""
+        """Place at which a fast back end was found wrong, if it was."""
         return self._mismatch_file.read_text(encoding="utf-8") if self._mismatch_file.exists() else None
 
     def take_over(self) -> None:

@@ -161,7 +161,7 @@ def test_two_filters_that_the_manifest_would_call_alike_are_refused(place, filte
         plan_preprocessing(place.settings(filter=both, record_keys=()))
 
 
-def test_finished_parts_of_other_code_are_not_continued(place, filters):
+def test_finished_chunks_of_other_code_are_not_continued(place, filters):
     place.add_texts("a.jsonl", "hello", "world")
     (place.shards / "b.jsonl").write_text("broken\n" * 9)
     with pytest.raises(DataError):
