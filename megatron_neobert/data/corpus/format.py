@@ -50,6 +50,7 @@ class CorpusFiles(NamedTuple):
     rejects: Path
     partial: Path
     sources: Path  # a number for each document, where sources are counted
+    attributes: Path  # a row for each document, if the corpus keeps attributes
 
     @property
     def name(self) -> str:
@@ -63,14 +64,13 @@ class CorpusFiles(NamedTuple):
     def existing_volumes(self) -> list[Path]:
         """Every .bin, .idx and .sources that is called like one of this prefix, sorted, also of other programs."""
         folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.sources)")
+        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.sources|\.attributes\.parquet)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
 
 
 def corpus_files(prefix: str | Path) -> CorpusFiles:
-    return CorpusFiles(
-        *(Path(f"{prefix}.{end}") for end in ("bin", "idx", "json", "rejects.jsonl", "partial", "sources"))
-    )
+    ends = ("bin", "idx", "json", "rejects.jsonl", "partial", "sources", "attributes.parquet")
+    return CorpusFiles(*(Path(f"{prefix}.{end}") for end in ends))
 
 
 def validation_files(files: CorpusFiles) -> CorpusFiles:
@@ -237,6 +237,7 @@ class Manifest:
     source_key: str | None = None  # the field of records by which sources are told apart; None: they are not counted
     sources: dict[str, SourceRecord] = field(default_factory=dict)  # by value of that field, sorted
     sources_sha256: str | None = None  # of PREFIX.sources; None: there is none, as in corpora of earlier commits
+    attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None: no attribute besides length and input
     eod_id: int | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
@@ -337,6 +338,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         del volume["name"]
     if manifest.source_key is None:
         del content["source_key"], content["sources"], content["sources_sha256"]
+    if manifest.attributes is None:
+        del content["attributes"]
     # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
@@ -383,6 +386,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return {key: _decode(arguments[1], entry, f"{where} of {key!r}") for key, entry in value.items()}
     if origin is list and isinstance(value, list):
         return [_decode(arguments[0], entry, f"{where} number {number}") for number, entry in enumerate(value)]
+    if origin is UnionType and isinstance(value, dict):
+        return _decode(arguments[0], value, where)
     if origin is Literal:
         fits = value in arguments
     elif origin is UnionType:

@@ -148,6 +148,8 @@ def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[
 
 
 def print_summary(corpus: "Corpus") -> None:
+    from megatron_neobert.data.corpus.attributes import attribute_types
+
     manifest = corpus.manifest
     filters = ", ".join(f"{name} {value}" for name, value in manifest.filters.items() if value is not None)
     print_rows(
@@ -156,6 +158,7 @@ def print_summary(corpus: "Corpus") -> None:
             "inputs": f"{len(manifest.inputs):,} with {sum(i.bytes for i in manifest.inputs.values()):,} bytes"
             + (f", text from '{manifest.text_key}'" if manifest.text_key else ", adopted"),
             "filters": filters or "none",
+            "attributes": ", ".join(f"{name} ({kind})" for name, kind in attribute_types(corpus).items()),
             **manifest.describe(),
             "volumes": f"{len(manifest.volumes):,}, {sum(v.bin.bytes for v in manifest.volumes):,} bytes of "
             f"{manifest.dtype} and {sum(v.idx.bytes for v in manifest.volumes):,} of index",

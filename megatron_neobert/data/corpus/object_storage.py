@@ -104,9 +104,8 @@ class ObjectStorage:
             self._copy(f"{above}/{index.name}", index, volume.idx)
             return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
 
-        if manifest.sources_sha256 is not None:
-            record = FileRecord(2 * manifest.documents, manifest.sources_sha256)
-            self._copy(f"{above}/{files.sources.name}", files.sources, record)
+        if manifest.attributes is not None:
+            self._copy(f"{above}/{files.attributes.name}", files.attributes, manifest.attributes)
         with ThreadPoolExecutor(_THREADS) as threads:
             volumes = list(threads.map(open_volume, manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share the connection.

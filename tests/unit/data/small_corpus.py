@@ -4,16 +4,28 @@ import hashlib
 import shutil
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import models, pre_tokenizers
 
 from megatron_neobert.data.corpus import writer
-from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, draft_manifest, token_dtype
+from megatron_neobert.data.corpus.format import (
+    CorpusFiles,
+    FileRecord,
+    Manifest,
+    corpus_files,
+    draft_manifest,
+    read_manifest,
+    token_dtype,
+    write_manifest,
+)
 from megatron_neobert.data.corpus.writer import OutputSettings, PartFiles, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -114,6 +126,15 @@ def write_corpus(
     written = writer.write_corpus([part], output, made_up_draft([part], tokenizer), folder=files.partial)
     shutil.rmtree(files.partial)
     return written.manifest
+
+
+def write_attributes(prefix: Path, columns: dict[str, Any], *, rows: int | None = None) -> Path:
+    """Put attributes beside a corpus, in row groups of `rows` documents, and name them in the manifest."""
+    files = corpus_files(prefix)
+    pq.write_table(pa.table(columns), files.attributes, row_group_size=rows, write_page_checksum=True)
+    record = FileRecord(files.attributes.stat().st_size, sha256_of(files.attributes))
+    write_manifest(files.manifest, replace(read_manifest(files.manifest), attributes=record))
+    return files.attributes
 
 
 def random_documents(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[NDArray[np.int64]]:

@@ -15,7 +15,6 @@ from unit.tools.commands import call
 from megatron_neobert.data.corpus import sources
 from megatron_neobert.data.corpus.format import SourceRecord
 from megatron_neobert.data.corpus.reader import check_content
-from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 
 RECORDS = 60
@@ -153,31 +152,6 @@ def test_an_array_of_tasks_and_a_merge_give_the_same_sources(place):
         place.run(source_key="meta.from", shard_index=task, num_shards=3)
     place.run(source_key="meta.from", merge=True, workers=3)
     assert place.contents() == place.contents("whole")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.unlink(), "content_document.sources missing beside the rest"),
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-2]),
-            r"sources, byte \d+: expected \d+ bytes for \d+ documents",
-        ),
-        (
-            lambda path: path.write_bytes(path.read_bytes()[::-1]),
-            r"sources, byte 0: expected sha256 .* as in run_content_document\.json, found",
-        ),
-    ],
-    ids=["missing", "cut", "changed"],
-)
-def test_damaged_file_of_sources_is_found_by_the_check_and_a_missing_one_is_not_complete(place, damage, message):
-    place.run(source_key="meta.from")
-    assert is_complete(plan_preprocessing(place.settings(source_key="meta.from", resume=True)))
-    damage(place.corpus().files.sources)
-    with pytest.raises(DataError, match=message):
-        check_content(place.corpus())
-    if "sha256" not in message:
-        assert not is_complete(plan_preprocessing(place.settings(source_key="meta.from", resume=True)))
 
 
 def test_corpus_that_replaces_one_with_sources_leaves_none_of_them(place):
