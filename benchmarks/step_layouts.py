@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint_conversion.checkpoint import load_into_megatron, model_shape, reference_config
 from checkpoint_conversion.mapping import NEOBERT, to_internal
-from checkpoint_conversion.megatron_io import load_into_megatron, model_shape, reference_config
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
 from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceNeoBERT, mlm_loss

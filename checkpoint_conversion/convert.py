@@ -8,37 +8,35 @@ answers at once.
 """
 
 import argparse
-import json
 import os
 import re
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-import megatron_neobert
-from megatron_neobert.config.phases import phase_at
 from megatron_neobert.errors import CommandParser, ConfigError, ConversionError, OutputError, run_command
-from megatron_neobert.runtime.atomic_files import build_folder, read_text, refuse_existing, require_folder, sha256_of
+from megatron_neobert.runtime.atomic_files import refuse_existing, require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
-    from checkpoint_conversion.comparison import Checks
-    from checkpoint_conversion.hf_reader import ImportedModel
-    from checkpoint_conversion.megatron_io import MegatronCheckpoint
+    from checkpoint_conversion.checkpoint import MegatronCheckpoint
+    from checkpoint_conversion.compare import LogitModel
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-_SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
+VERIFY = """Command: are two models the same?
+
+Each side is a folder that training saved to, or a Hugging Face folder of a masked language model. Both run in fp32 on
+the same fixed prompts, padded and, where B's architecture can, packed into one row, each against A's padded rows. Where
+both have a layout that conversion reads, the settings that decide the function must be equal as well, and every weight
+in every bit, or within the tolerance if one is given. Exit code 0: equal; 1: not.
+"""
 
 
 def main() -> None:
-    """Reads the arguments and converts."""
+    """Read the arguments and convert."""
     arguments, start = _parse(), time.monotonic()
     # Not Path.resolve, which raises RuntimeError at a link to itself.
     if Path(os.path.realpath(arguments.output)).is_relative_to(os.path.realpath(arguments.load)):
@@ -101,31 +99,8 @@ def _size(text: str) -> str:
     return text
 
 
-# --- to Hugging Face
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """What can be chosen about a folder."""
-
-    layout: str = "eurobert"
-    dtype: str = "float32"
-    max_shard_size: str = "5GB"
-    sentence_transformers: bool = False
-    verified: bool = True
-    license: str | None = None  # the Hub's identifier, for the model card
-    base_model: str | None = None  # on the Hub, whose weights training began from; for the model card
-    datasets: Sequence[str] = ()  # on the Hub; for the model card
-    model_id: str | None = None  # its own name on the Hub; for the model card
-
-    @property
-    def choices(self) -> dict[str, Any]:
-        """What the files depend on besides layout and dtype."""
-        return {name: getattr(self, name) for name in ("max_shard_size", "sentence_transformers")}
-
-
 def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
-    """Returns the number of folders written."""
+    """Return the number of folders written."""
     from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
 
     if arguments.revision and (arguments.all_iterations or not arguments.model_id):
@@ -134,71 +109,45 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
             "--all-iterations."
         )
     newest = latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
-    from checkpoint_conversion.comparison import to_table
-    from checkpoint_conversion.megatron_io import read_checkpoint
-    from checkpoint_conversion.model_card import check_declared
+    from checkpoint_conversion.card import Declared, write_model_card
+    from checkpoint_conversion.checkpoint import read_checkpoint
+    from checkpoint_conversion.export import ExportOptions, export, is_export_of, open_hub_model, push_to_hub
 
     declared = {name: getattr(arguments, name) for name in ("license", "base_model", "datasets", "model_id")}
-    check_declared(**declared)
     options = ExportOptions(
         layout=arguments.format,
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,
         sentence_transformers=arguments.sentence_transformers,
         verified=arguments.verified,
-        **declared,
+        declared=Declared(**declared),
     )
     wanted = [(newest, arguments.output)]
     if arguments.all_iterations:
         wanted = [(one, arguments.output / one.name) for one in reversed(list_checkpoints(arguments.load))]
-    hub = None
     if arguments.model_id:
-        from checkpoint_conversion.hub import HubModel
-
-        hub = HubModel(arguments.model_id)
+        open_hub_model(arguments.model_id)
     written = 0
     for source, folder in wanted:
         iteration = iteration_of(source)
-        if not _is_there(folder, source, options):
+        if is_export_of(folder, source, options):
+            print(f"kept {folder}, which is there already")
+            write_model_card(folder, options.declared)
+        else:
+            refuse_existing(folder)
             checkpoint = read_checkpoint(arguments.load, iteration=iteration)
             tokenizer = _choose_tokenizer(arguments.tokenizer_model, checkpoint)
             print(f"converting {checkpoint.folder}")
             if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
+                from checkpoint_conversion.compare import to_table
+
                 print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
             written += 1
-        if hub and arguments.all_iterations:
-            hub.push(folder, f"iteration-{iteration}")
-        if hub and source == newest:
-            hub.push(folder, arguments.revision)
+        if arguments.model_id and arguments.all_iterations:
+            push_to_hub(folder, arguments.model_id, f"iteration-{iteration}")
+        if arguments.model_id and source == newest:
+            push_to_hub(folder, arguments.model_id, arguments.revision)
     return written
-
-
-def _is_there(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
-    """Whether the checkpoint was converted before.
-
-    Raises:
-        OutputError: Something else is in its place.
-    """
-    if _is_export_of(folder, checkpoint, options):
-        print(f"kept {folder}, which is there already")
-        _write_card(folder, options, {})
-        return True
-    refuse_existing(folder)
-    return False
-
-
-def _is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
-    from checkpoint_conversion.model_card import REPORT
-    from megatron_neobert.checkpoint.folder import MANIFEST
-
-    try:
-        report = json.loads(read_text(folder / REPORT))
-        found = (report["source"]["manifest_sha256"], report["format"], report["dtype"], report["options"])
-        is_verified = bool(report["verification"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    wanted = (sha256_of(checkpoint / MANIFEST), options.layout, options.dtype, options.choices)
-    return found == wanted and is_verified >= options.verified
 
 
 def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "Tokenizer":
@@ -216,120 +165,29 @@ def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "T
     return tokenizer
 
 
-def export(
-    checkpoint: "MegatronCheckpoint", output: Path, *, tokenizer: "Tokenizer", options: ExportOptions
-) -> "Checks":
-    """Writes and verifies the folder.
-
-    Args:
-        tokenizer: Written beside the weights; encodes as the checkpoint's own.
-
-    Returns:
-        How far the written model is from the reference, empty if that was not wanted.
-
-    Raises:
-        OutputError: The folder exists, or cannot be created.
-        ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
-    """
-    import torch
-
-    from checkpoint_conversion.comparison import checkpoint_model, verify
-    from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
-
-    dtype = getattr(torch, options.dtype)
-    with build_folder(output) as temporary:
-        model, size, length = checkpoint.settings.model, options.max_shard_size, checkpoint.trained_length
-        spec = FolderSpec(model, checkpoint.shape, tokenizer, dtype, model_max_length=length)
-        write_folder(temporary, options.layout, spec, checkpoint.tensors, max_shard_size=size)
-        checks = {}
-        if options.verified:
-            from checkpoint_conversion.hf_model import load_logit_model  # transformers: seconds
-
-            source, load = checkpoint_model(checkpoint, dtype), partial(load_logit_model, temporary)
-            checks = verify(source, load, stored=dtype, what="the exported model")
-        if options.sentence_transformers:
-            write_sentence_transformers_files(temporary, options.layout, model, max_seq_length=length)
-        _write_report(checkpoint, temporary, checks, options)
-        _write_card(temporary, options, checkpoint.declared)
-    return checks
-
-
-def _write_card(folder: Path, options: ExportOptions, declared: Mapping[str, str]) -> None:
-    """`declared`: what is known of the source; what neither has stays as in a card that is there."""
-    from checkpoint_conversion.model_card import write_model_card
-
-    write_model_card(
-        folder,
-        license=options.license or declared.get("license"),
-        base_model=options.base_model or declared.get("base_model"),
-        datasets=options.datasets,
-        model_id=options.model_id,
-    )
-
-
-def _write_report(checkpoint: "MegatronCheckpoint", folder: Path, checks: "Checks", options: ExportOptions) -> None:
-    """What the folder was made of and how it was checked, for those who meet it later."""
-    from checkpoint_conversion.comparison import COMPARED_SETTINGS
-    from checkpoint_conversion.model_card import REPORT
-    from megatron_neobert.checkpoint.folder import MANIFEST
-
-    progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
-    last = phase_at(checkpoint.settings, checkpoint.iteration).settings  # of several phases the last that has begun
-    settings = {
-        section: {item.name: getattr(values, item.name) for item in fields(values) if "is_path" not in item.metadata}
-        for section, values in ((name, getattr(last, name)) for name in _SECTIONS)
-    }
-    report = {
-        "source": {
-            "checkpoint": checkpoint.folder.name,
-            "iteration": checkpoint.iteration,
-            "consumed_rows": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_tokens,
-            **({"continued_from": Path(continued).name} if continued else {}),
-            "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
-        },
-        "format": options.layout,
-        "dtype": options.dtype,
-        "options": options.choices,
-        "training": settings if checkpoint.iteration else {},  # 0: converted, not trained
-        "verification": {name: asdict(check) for name, check in checks.items()},
-        # Read back from the written folder; one that differed would not be here.
-        "compared": {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)} if checks else {},
-        "files": {
-            str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
-        },
-        "versions": {
-            "megatron_neobert": megatron_neobert.__version__,
-            **{name: version(name) for name in ("torch", "transformers", "safetensors")},
-        },
-    }
-    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-# --- from Hugging Face
-
-
 def _convert_to_megatron(arguments: argparse.Namespace) -> int:
-    """Returns the number of checkpoints written."""
+    """Return the number of checkpoints written."""
     refuse_existing(arguments.output)
     require_folder("--load", arguments.load, holding="config.json")
-    from checkpoint_conversion.comparison import to_table
-    from checkpoint_conversion.model_card import check_declared
+    from checkpoint_conversion.card import Declared
+    from checkpoint_conversion.imports import import_folder
     from megatron_neobert.config.cli import model_flags
 
     print(f"converting {arguments.load}")
-    check_declared(license=arguments.license, base_model=arguments.base_model)
+    given = {name: getattr(arguments, name) for name in ("license", "base_model") if getattr(arguments, name)}
+    Declared(**given)  # refuses what the Hub would
     imported, checks = import_folder(
         arguments.load,
         arguments.output,
         verified=arguments.verified,
         drop_padding=arguments.drop_padded_vocabulary,
-        license=arguments.license,
-        base_model=arguments.base_model,
+        declared=given,
     )
     for note in imported.notes:
         print(f"note: {note}")
     if checks:
+        from checkpoint_conversion.compare import to_table
+
         print(f"{arguments.output} against the model of {arguments.load}:\n{to_table(checks)}")
     print(
         f"{imported.layout} layout; continue pre-training with --continue-from {arguments.output} --tokenizer-model "
@@ -338,53 +196,84 @@ def _convert_to_megatron(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def import_folder(
-    folder: Path,
-    output: Path,
-    *,
-    verified: bool = True,
-    drop_padding: bool = False,
-    license: str | None = None,
-    base_model: str | None = None,
-) -> tuple["ImportedModel", "Checks"]:
-    """Writes and verifies the checkpoint.
+def verify() -> int:
+    """Compare two models, print a table, and return 0 or 1: the command `neobert verify`."""
+    parser = CommandParser(VERIFY)
+    parser.add_argument("first", type=Path, metavar="A", help="folder of checkpoints, or Hugging Face folder")
+    parser.add_argument("second", type=Path, metavar="B", help="the same")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference that still counts as equal, over the largest logit, and over the largest value of a "
+        "weight (default: 1e-4 for logits, as after a conversion, and none for weights; rounded to bfloat16 on one "
+        "side, logits differ by 0.015)",
+    )
+    arguments = parser.parse_args()
+    for name, folder in (("A", arguments.first), ("B", arguments.second)):
+        require_folder(name, folder)
 
-    Args:
-        drop_padding: As `read_folder`.
-        license: Of the weights; by default as the folder's README.md has it.
-        base_model: The weights' name on the Hub; by default as a cache of the Hub or the folder's README.md has it.
-
-    Returns:
-        What was read, and how far the checkpoint's model is from the folder's (empty if that was not wanted).
-
-    Raises:
-        OutputError: The output exists, or cannot be created.
-        MissingInputError, ConversionError: The folder cannot be used. Nothing is left behind.
-    """
     import torch
 
-    from checkpoint_conversion.comparison import checkpoint_model, verify
-    from checkpoint_conversion.hf_reader import read_folder
-    from checkpoint_conversion.mapping import TABLES, to_internal
-    from checkpoint_conversion.megatron_io import model_shape, read_checkpoint, write_checkpoint
-    from checkpoint_conversion.model_card import read_declared
-    from megatron_neobert.config.schema import Settings
+    from checkpoint_conversion.compare import TOLERANCES, compare_models, to_table
 
-    imported = read_folder(folder, drop_padding=drop_padding)
-    given = {"license": license, "base_model": base_model}
-    declared = read_declared(folder) | {name: value for name, value in given.items() if value}
-    shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
-    tensors = to_internal(imported.weights, shape, TABLES[imported.layout])
-    with build_folder(output) as temporary:
-        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer, declared=declared)
-        checks = {}
-        if verified:
-            from checkpoint_conversion.hf_model import build_logit_model  # transformers: seconds
+    first, second = (_load_side(folder) for folder in (arguments.first, arguments.second))
+    if first.vocab_size != second.vocab_size:
+        raise ConversionError(
+            f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
+            "only models of one vocabulary can be compared."
+        )
+    checks = compare_models(first, second)
+    tolerance = TOLERANCES[torch.float32] if arguments.tolerance is None else arguments.tolerance
+    alike = all(comparison.within(tolerance) for comparison in checks.values())
+    print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
+    print(f"logits: {'equal' if alike else 'NOT equal'} within {tolerance:g} of the largest")
+    alike &= _compare_content(first, second, tolerance=arguments.tolerance or 0.0)
+    print("equal" if alike else "NOT equal")
+    return 0 if alike else 1
 
-            written = checkpoint_model(read_checkpoint(temporary))
-            source = build_logit_model(folder, imported.layout, imported.weights)
-            checks = verify(source, lambda _: written, stored=torch.float32, what="the written checkpoint")
-    return imported, checks
+
+def _compare_content(first: "LogitModel", second: "LogitModel", *, tolerance: float) -> bool:
+    """Print how settings and weights compare, and return False if they are known and differ."""
+    from checkpoint_conversion.compare import differing_settings, differing_weights
+
+    if first.weights is None or second.weights is None:
+        print("settings and weights: not compared; one of the folders has no layout that conversion reads")
+        return True
+    settings = differing_settings(first, second)
+    print(f"settings: {'; '.join(settings) + ' in A and B' if settings else 'equal'}")
+    weights, others = first.weights(), second.weights()
+    if {name: tensor.shape for name, tensor in weights.items()} != {name: one.shape for name, one in others.items()}:
+        print("weights: not compared; their shapes differ")
+        return False
+    differing = differing_weights(weights, others)
+    if not differing:
+        print(f"weights: all {len(weights)} tensors equal bit for bit")
+        return not settings
+    worst = max(differing, key=lambda name: differing[name])
+    print(
+        f"weights: {len(differing)} of {len(weights)} tensors differ; most of all {worst}, by {differing[worst]:.2g} "
+        "of its largest value"
+    )
+    return not settings and differing[worst] <= tolerance
+
+
+def _load_side(folder: Path) -> "LogitModel":
+    """Return the model of a folder in fp32, whichever kind it is.
+
+    Raises:
+        MissingInputError: It holds no model.
+        CheckpointError, ConversionError: The model cannot be used.
+    """
+    if (folder / "config.json").is_file():
+        from checkpoint_conversion.imports import load_as_read
+
+        return load_as_read(folder)
+    from checkpoint_conversion.checkpoint import read_checkpoint
+    from checkpoint_conversion.compare import checkpoint_model
+
+    checkpoint = read_checkpoint(folder)
+    return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ rotary convention.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ from megatron_neobert.errors import ConversionError
 from megatron_neobert.text import listed
 
 _HALVES = ("_w", "_v")  # what megatron.core adds to the name, mlp.py: apply_swiglu_sharded_factory
+HEAD_FOLDER = "mlm_head"  # below a folder whose layout has no place for a masked-language-model head
+HEAD_NAMES = ("decoder.weight", "decoder.bias")  # of the tensors in it
 LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its layers
 
 
@@ -42,7 +44,7 @@ class ModelShape:
     padded_vocab_size: int  # rows that Megatron allocates, a multiple of 128 x tensor-parallel ranks
 
     def resolve(self, letters: str) -> tuple[int, ...]:
-        """The sizes behind the letters of a table: `"3h h"` is (3 hidden, hidden)."""
+        """Return the sizes behind the letters of a table: `"3h h"` is (3 hidden, hidden)."""
         hidden, width = self.hidden_size, self.ffn_hidden_size
         sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
         sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
@@ -50,7 +52,7 @@ class ModelShape:
 
 
 def shape_of(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int | None = None) -> ModelShape:
-    """The sizes that settings give a model of `vocab_size` tokens; without `padded_vocab_size` nothing pads these."""
+    """Return the sizes of a model of `vocab_size` tokens; without `padded_vocab_size` no rows pad the vocabulary."""
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -62,28 +64,28 @@ def shape_of(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int | No
 
 
 class Rule(NamedTuple):
-    """How one internal tensor becomes one or more published ones, and how they become it again."""
+    """Two functions: one internal tensor to one or more published ones, and back."""
 
     publish: Callable[[Tensor, ModelShape], list[Tensor]]
     restore: Callable[[list[Tensor], ModelShape], Tensor]
 
 
 def _pair_adjacent(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Channels j and j + d/2 of every query and key head become channels 2j and 2j + 1; values stay."""
+    """Move channels j and j + d/2 of every query and key head to channels 2j and 2j + 1; values stay."""
     heads = qkv.reshape(shape.num_attention_heads, 3, 2, -1, shape.hidden_size)
     query_key = heads[:, :2].transpose(2, 3).reshape(heads[:, :2].shape)
     return [torch.cat((query_key, heads[:, 2:]), dim=1).view_as(qkv)]
 
 
 def _pair_halves(parts: list[Tensor], shape: ModelShape) -> Tensor:
-    """The way back of `_pair_adjacent`."""
+    """Reverse `_pair_adjacent`."""
     heads = parts[0].reshape(shape.num_attention_heads, 3, -1, 2, shape.hidden_size)
     query_key = heads[:, :2].transpose(2, 3).flatten(2, 3)
     return torch.cat((query_key, heads[:, 2:].flatten(2, 3)), dim=1).view_as(parts[0])
 
 
 def _split_heads(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Rows that stand as q, k, v within each head become one matrix each."""
+    """Split rows that are q, k, v within each head into one matrix each."""
     heads = qkv.reshape(shape.num_attention_heads, 3, -1, shape.hidden_size)
     return [part.reshape(shape.hidden_size, shape.hidden_size) for part in heads.unbind(1)]
 
@@ -120,12 +122,10 @@ class Entry:
     zero_biases: tuple[str, ...] = ()  # published biases, one value per row, that NeoBERT does not have
 
     def for_layer(self, layer: int) -> "Entry":
-        def numbered(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(name.replace("{i}", str(layer)) for name in names)
-
-        (internal,) = numbered((self.internal,))
-        published, zero_biases = numbered(self.published), numbered(self.zero_biases)
-        return Entry(internal, self.internal_shape, self.rule, published, self.published_shape, zero_biases)
+        names = (self.published, self.zero_biases)
+        published, zero_biases = (tuple(name.replace("{i}", str(layer)) for name in group) for group in names)
+        internal = self.internal.replace("{i}", str(layer))
+        return replace(self, internal=internal, published=published, zero_biases=zero_biases)
 
 
 Table = tuple[Entry, ...]
@@ -152,7 +152,7 @@ def _neobert() -> Table:
 
 
 def _llama_like(prefix: str, head: str, *, has_biases: bool) -> Table:
-    """The names that Llama gave its parts and EuroBERT kept.
+    """Return the names that Llama gave its parts and EuroBERT kept.
 
     EuroBERT's decoder has a bias only together with biases in its feed-forward layers; those are zeros.
     """
@@ -187,7 +187,7 @@ TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "llama": LLAMA}
 
 
 def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
-    """The weights of a Megatron model under the names of a published layout, dtypes kept.
+    """Return the weights of a Megatron model under the names of a published layout, dtypes kept.
 
     Raises:
         ConversionError: A tensor is missing, unknown, of another shape or not finite, or the rows that pad the
@@ -214,7 +214,7 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
 
 
 def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
-    """The way back of `to_published`; rows that pad the vocabulary are zeros.
+    """Reverse `to_published`; rows that pad the vocabulary are zeros.
 
     Raises:
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
@@ -234,7 +234,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
 
 
 def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a folder in this layout, and its shape."""
+    """Return the name and the shape of every tensor of a folder in this layout."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in expand_table(table, shape.num_layers):
         resolved = shape.resolve(entry.published_shape)
@@ -243,7 +243,7 @@ def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ..
 
 
 def expand_table(table: Table, num_layers: int) -> list[Entry]:
-    """The rows of every layer, and those that belong to none."""
+    """Return the rows of the table with one row per layer instead of `{i}`."""
     expanded: list[Entry] = []
     for entry in table:
         expanded += [entry.for_layer(layer) for layer in range(num_layers)] if "{i}" in entry.internal else [entry]
@@ -251,13 +251,13 @@ def expand_table(table: Table, num_layers: int) -> list[Entry]:
 
 
 def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Internal weights as views without the rows that pad the vocabulary."""
+    """Return internal weights as views without the rows that pad the vocabulary."""
     padded = {entry.internal for entry in NEOBERT if entry.rule is STRIP_PADDING}
     return {name: tensor[: shape.vocab_size] if name in padded else tensor for name, tensor in internal.items()}
 
 
 def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the model out of a checkpoint, which stores the gate and the value of SwiGLU apart."""
+    """Return the tensors of the model from a checkpoint, which stores the gate and the value of SwiGLU apart."""
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(_HALVES)}
     for name, gate in stored.items():
         whole = name.removesuffix(_HALVES[0])
@@ -267,7 +267,7 @@ def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The way back of `join_halves`."""
+    """Reverse `join_halves`."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("mlp.linear_fc1.weight"):

@@ -46,9 +46,9 @@ COMMANDS = {
     },
     "Models": {
         "convert": ("checkpoint_conversion.convert", "checkpoints to Hugging Face folders, and back"),
-        "verify": ("checkpoint_conversion.verify", "whether two models are the same"),
+        "verify": ("checkpoint_conversion.convert:verify", "whether two models are the same"),
         "model-card": (f"{OWN}.write_model_card", "the model card, with results"),
-        "export-onnx": (f"{OWN}.export_onnx", "a Hugging Face folder as ONNX"),
+        "export-onnx": ("checkpoint_conversion.export_onnx", "a Hugging Face folder as ONNX"),
     },
     "Evaluation": {
         "evaluate glue": (f"{OWN}.evaluate_glue", "GLUE by the paper's protocol"),

@@ -17,14 +17,14 @@ from megatron_neobert.errors import CommandParser, ConversionError, MissingInput
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 if TYPE_CHECKING:  # --help answers without importing torch
-    from checkpoint_conversion.megatron_io import MegatronCheckpoint
+    from checkpoint_conversion.checkpoint import MegatronCheckpoint
 
 
 def main() -> None:
     arguments = parse_arguments()
     refuse_existing(arguments.output)  # before minutes of reading
     iterations = choose_iterations(arguments.load, arguments.last, newest=arguments.iteration)
-    from checkpoint_conversion.megatron_io import write_checkpoint
+    from checkpoint_conversion.checkpoint import write_checkpoint
 
     mean = read_mean(arguments.load, iterations)
     with build_folder(arguments.output) as temporary:
@@ -66,7 +66,7 @@ def read_mean(save: Path, iterations: Sequence[int]) -> "MegatronCheckpoint":
         CheckpointError: A checkpoint is damaged or incomplete.
         ConversionError: The checkpoints are of different models, or their layers are not NeoBERT's.
     """
-    from checkpoint_conversion.megatron_io import read_checkpoint
+    from checkpoint_conversion.checkpoint import read_checkpoint
 
     mean = read_checkpoint(save, iteration=iterations[0])
     for iteration in iterations[1:]:

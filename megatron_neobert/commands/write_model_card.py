@@ -15,17 +15,20 @@ from megatron_neobert.runtime.atomic_files import require_folder
 
 def main() -> None:
     arguments = parse_arguments()
-    require_folder("--model", arguments.model)
-    from checkpoint_conversion.model_card import CARD, write_model_card
+    for flag, folders in {"--model": [arguments.model], "--results": arguments.results}.items():
+        for folder in folders:
+            require_folder(flag, folder)
+    from checkpoint_conversion.card import CARD, Declared, read_results, write_model_card
 
-    write_model_card(
-        arguments.model,
+    declared = Declared(
         model_id=arguments.name,
         license=arguments.license,
         base_model=arguments.base_model,
         datasets=arguments.dataset,
         language=arguments.language,
     )
+    results = read_results(arguments.results, arguments.model) if arguments.results else ()
+    write_model_card(arguments.model, declared, results)
     print(f"wrote {arguments.model / CARD}")
 
 
@@ -37,5 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--license", metavar="ID", help="the Hub's identifier, such as apache-2.0 (at first: unknown)")
     add("--base-model", metavar="OWNER/NAME", help="model on the Hub whose weights training started from")
     add("--dataset", nargs="+", default=(), metavar="OWNER/NAME", help="training data on the Hub")
+    scores = "--output of evaluations of this model: scores of GLUE and named-entity recognition"
+    add("--results", nargs="+", type=Path, default=(), metavar="DIR", help=scores)
     add("--language", nargs="+", default=(), metavar="CODE", help="ISO 639 codes, such as en")
     return parser.parse_args()

@@ -18,6 +18,7 @@ from megatron_neobert.text import listed
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+MODELING_FILE = "modeling_neobert.py"  # in a folder of the neobert layout that we wrote
 TORCH_ATTENTION = ("eager", "sdpa")
 
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_reference
 
+from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.mapping import NEOBERT, to_internal
-from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import verify_files
 from megatron_neobert.errors import CheckpointError, NeoBERTError

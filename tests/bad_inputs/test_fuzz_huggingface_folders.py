@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from unit.data.small_corpus import write_vocabulary
 
-from checkpoint_conversion.hf_reader import ImportedModel, read_folder
-from checkpoint_conversion.hf_writer import FolderSpec, build_config
+from checkpoint_conversion.checkpoint import model_shape, reference_config
+from checkpoint_conversion.config_json import FolderSpec, build_config
+from checkpoint_conversion.imports import ImportedModel, read_folder
 from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal, to_published
-from checkpoint_conversion.megatron_io import model_shape, reference_config
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError

@@ -9,8 +9,8 @@ from processes import run_on_ranks
 from ranks import train_on_ranks
 from tolerances import MEGATRON_LOGITS
 
+from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.mapping import join_halves
-from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings

@@ -8,9 +8,10 @@ import torch
 from ranks import read_metrics, train_on_ranks
 from torch import Tensor
 
-from checkpoint_conversion.convert import ExportOptions, export, import_folder
+from checkpoint_conversion.checkpoint import read_checkpoint
+from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.imports import import_folder
 from checkpoint_conversion.mapping import split_halves
-from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import latest_checkpoint
 from megatron_neobert.config.schema import Settings

@@ -15,7 +15,7 @@ from tolerances import (
     STEP_LOSS,
 )
 
-from checkpoint_conversion.hf_reader import LAYOUTS
+from checkpoint_conversion.mapping import TABLES
 from megatron_neobert.commands import check_parity
 
 Figures = dict[str, dict[str, Any]]
@@ -37,7 +37,7 @@ def test_megatron_computes_the_logits_of_the_reference_in_packed_rows(figures: F
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TABLES)
 def test_written_export_computes_the_logits_of_the_reference(figures: Figures, layout: str, rows: str):
     assert figures[f"{layout}, {rows}, float32"]["relative"] <= max(EUROBERT_LOGITS.gate, MODELING_LOGITS.gate)
     assert figures[f"{layout}, {rows}, float64"]["relative"] <= ALGEBRA.gate

@@ -14,7 +14,7 @@ from tolerances import EUROBERT_LOGITS, MODELING_LOGITS
 from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
-from checkpoint_conversion.comparison import Comparison, build_prompts, compare_logits, make_loud
+from checkpoint_conversion.compare import Comparison, build_prompts, compare_logits, make_loud
 from checkpoint_conversion.mapping import (
     COPY,
     NEOBERT,

@@ -17,12 +17,13 @@ from megatron_neobert.runtime.atomic_files import sha256_of
 
 
 def call(module: str, *arguments: Any) -> Ended:
-    """Runs `main` of a command's module in this process, which has imported transformers already."""
+    """Run `main` of a module, or MODULE:FUNCTION, in this process, which has imported transformers already."""
     output = io.StringIO()
+    name, _, function = module.partition(":")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.setattr(sys, "argv", [module, *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
-            run_command(importlib.import_module(module).main)
+            run_command(getattr(importlib.import_module(name), function or "main"))
     return Ended(int(end.value.code or 0), output.getvalue())
 
 

@@ -1,4 +1,4 @@
-"""Hostile Hugging Face folders: hf-to-megatron and verify.py run nothing of them and trust no size.
+"""Hostile Hugging Face folders: hf-to-megatron and verify run nothing of them and trust no size.
 
 What could run code is given to the commands; what can only lie is given to the function behind hf-to-megatron.
 """
@@ -20,7 +20,7 @@ from processes import Ended, run_command
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM
 
-from checkpoint_conversion.convert import import_folder
+from checkpoint_conversion.imports import import_folder
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import NeoBERTError
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
@@ -71,7 +71,7 @@ def convert(folder: Path, start: Start = call) -> Ended:
 
 
 def verify(folder: Path) -> Ended:
-    return call("checkpoint_conversion.verify", folder, folder)
+    return call("checkpoint_conversion.convert:verify", folder, folder)
 
 
 def assert_refused(folder: Path, *words: str, code: int = 78, commands: Sequence[Command] = (convert, verify)) -> None:
@@ -307,9 +307,12 @@ def test_header_that_is_none_is_refused(folder: Path, header: bytes, claimed: in
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda tensor: tensor.int(), ("is stored as I32", "only F32, BF16, F16")),
-        (lambda tensor: tensor.double(), ("is stored as F64",)),
-        (lambda tensor: tensor.to(torch.float8_e4m3fn), ("is stored as F8_E4M3",)),
+        (
+            lambda tensor: tensor.int(),
+            ("is stored as torch.int32", "only torch.float32, torch.bfloat16,"),
+        ),
+        (lambda tensor: tensor.double(), ("is stored as torch.float64",)),
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), ("is stored as torch.float8_e4m3fn",)),
         (lambda tensor: tensor[:4].contiguous(), ("has shape (4, 8)", "give it (8, 8)")),
         (lambda tensor: tensor.reshape(1, 8, 8), ("has shape (1, 8, 8)",)),
         (lambda tensor: tensor * float("nan"), ("finite",)),

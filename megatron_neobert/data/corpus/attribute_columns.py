@@ -90,7 +90,7 @@ def _typed(values: Sequence[object]) -> "pa.Array":
     if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in plain):  # type: ignore[operator]
         return pa.array(plain, pa.int64())
     if kinds and kinds <= {int, float}:
-        return pa.array([None if value is None else float(value) for value in plain], pa.float64())  # type: ignore[arg-type]
+        return pa.array([None if value is None else float(value) for value in plain], pa.float64())
     if kinds <= {bool}:
         return pa.array(plain, pa.bool_() if kinds else pa.null())
     words = {True: "true", False: "false"}

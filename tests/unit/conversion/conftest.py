@@ -9,7 +9,7 @@ import pytest
 from saved_model import SHAPE, SavedModel, build_reference, convert, save_model
 from torch import Tensor
 
-from checkpoint_conversion.comparison import Checks
+from checkpoint_conversion.compare import Checks
 from checkpoint_conversion.mapping import NEOBERT, to_internal
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.comparison import Checks, make_loud
-from checkpoint_conversion.convert import ExportOptions, export
+from checkpoint_conversion.checkpoint import read_checkpoint
+from checkpoint_conversion.compare import Checks, make_loud
+from checkpoint_conversion.export import ExportOptions, export
 from checkpoint_conversion.mapping import shape_of, split_halves
-from checkpoint_conversion.megatron_io import read_checkpoint
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import ModelConfig, Settings

@@ -8,7 +8,7 @@ from saved_model import SavedModel
 from torch import Tensor
 from unit.tools.commands import call
 
-from checkpoint_conversion.megatron_io import read_checkpoint
+from checkpoint_conversion.checkpoint import read_checkpoint
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from saved_model import MODEL, WORDS, assert_nothing_written, convert
 from unit.tools.commands import call
 
-from checkpoint_conversion import hf_writer
+from checkpoint_conversion import export
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CheckpointError, ConversionError
 
@@ -34,22 +34,22 @@ def change_a_bias(tensors):
     ids=["mapping", "one value", "head that transformers would invent", "layer that transformers would invent"],
 )
 def test_weights_that_arrive_otherwise_are_refused_and_leave_nothing(saved, tmp_path, monkeypatch, spoil, said):
-    right = hf_writer.to_published
+    right = export.to_published
 
     def wrong(*arguments):
         tensors = right(*arguments)
         spoil(tensors)
         return tensors
 
-    monkeypatch.setattr(hf_writer, "to_published", wrong)
+    monkeypatch.setattr(export, "to_published", wrong)
     with pytest.raises(ConversionError, match=said):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
 
 
 def test_setting_whose_difference_logits_do_not_show_is_refused_and_leaves_nothing(saved, tmp_path, monkeypatch):
-    right = hf_writer.build_config
-    monkeypatch.setattr(hf_writer, "build_config", lambda *a: {**right(*a), "rms_norm_eps": 1.0001e-5})
+    right = export.build_config
+    monkeypatch.setattr(export, "build_config", lambda *a: {**right(*a), "rms_norm_eps": 1.0001e-5})
     said = r"the exported model: norm_epsilon is 1e-05 and 1\.0001e-05.* nothing was written"
     with pytest.raises(ConversionError, match=said):
         convert(saved, tmp_path / "model")

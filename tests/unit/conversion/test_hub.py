@@ -18,7 +18,7 @@ def hub(monkeypatch):
     with LoopbackHub().serve() as hub:
         # The client reads its environment when it is imported.
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr("checkpoint_conversion.hub.HfApi", lambda: HfApi(endpoint=hub.address))
+        monkeypatch.setattr("checkpoint_conversion.export.HfApi", lambda: HfApi(endpoint=hub.address))
         monkeypatch.setenv("HF_TOKEN", hub.token)
         yield hub
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_conversion.hf_reader import FolderConfig, read_model_config
+from checkpoint_conversion.config_json import FolderConfig, read_model_config
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
 
@@ -96,20 +96,6 @@ def test_longest_row_has_two_names_in_the_neobert_layout():
     assert read("eurobert", max_length=20).model.max_position_embeddings == 64  # there it belongs to generation
 
 
-def test_start_of_the_weights_is_kept_where_it_is_said():
-    assert read("neobert", embedding_init_range=0.01).model.init_method_range == 0.01
-
-
-def test_dropout_is_a_note():
-    assert read("neobert", dropout=0.1).notes == ("dropout 0.1 of config.json is not kept: training here has none",)
-    assert read("eurobert", attention_dropout=0.0).notes == ()
-
-
-def test_tied_embeddings_are_reported():
-    assert read("neobert", tie_word_embeddings=True).tied
-    assert "tie_word_embeddings is 'yes'" in refusal("neobert", tie_word_embeddings="yes")
-
-
 REQUIRED = [
     *((layout, key) for layout in CONFIGS for key in SIZES),
     *((layout, "intermediate_size") for layout in CONFIGS),
@@ -184,9 +170,3 @@ def test_size_that_is_no_size_is_refused(key: str, value: object):
     message = refusal("eurobert", **{key: value})
     assert f"{key} is " in message
     assert len(message) < 300
-
-
-@pytest.mark.parametrize("value", [-1e-5, True, "1e-5", [1e-5], float("nan"), float("inf"), 10**400], ids=short)
-@pytest.mark.parametrize(("layout", "key"), [("eurobert", "rms_norm_eps"), ("neobert", "norm_eps")])
-def test_epsilon_that_is_no_number_is_refused(layout: str, key: str, value: object):
-    assert f"{key} is " in refusal(layout, **{key: value})

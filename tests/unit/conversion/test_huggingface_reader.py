@@ -12,8 +12,8 @@ from saved_model import MODEL, SHAPE, WORDS
 from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
 
-from checkpoint_conversion.hf_reader import read_folder
-from checkpoint_conversion.hf_writer import FolderSpec, build_config
+from checkpoint_conversion.config_json import FolderSpec, build_config
+from checkpoint_conversion.imports import read_folder
 from checkpoint_conversion.mapping import TABLES, to_internal, to_published
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
@@ -176,13 +176,6 @@ def test_shards_and_links_are_read_as_one_file_is(write: WriteFolder, tmp_path: 
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_decoder_that_is_stored_equal_to_the_embedding_is_taken_for_tied(write):
-    def tie(weights: dict[str, Tensor]) -> None:
-        weights["decoder.weight"] = weights["model.encoder.weight"].clone()
-
-    assert read_folder(write("neobert", tie, tie_word_embeddings=True)).notes == ()
-
-
 # --- what is refused: weights
 
 
@@ -272,7 +265,7 @@ def test_files_that_are_missing_or_contradict_each_other_are_refused_by_name(wri
     [
         ({"decoder.bias": SECOND_SHARD}, f"holds 'decoder.bias'; for that, {INDEX} names '{SECOND_SHARD}"),
         ({"decoder.bias": None}, f"holds 'decoder.bias'; for that, {INDEX} names None"),
-        ({"extra": FIRST_SHARD}, f"does not hold 'extra', which {INDEX} lists there"),
+        ({"extra": FIRST_SHARD}, f"does not hold 'extra'; for that, {INDEX} names '{FIRST_SHARD}'"),
     ],
 )
 def test_index_and_shards_that_name_other_tensors_are_refused(write, listed, said):

@@ -13,9 +13,10 @@ from saved_model import MODEL, WORDS, SavedModel, build_reference, change_config
 from torch import Tensor
 from unit.tools.commands import call
 
-from checkpoint_conversion import mapping
-from checkpoint_conversion.convert import ExportOptions, export, import_folder
-from checkpoint_conversion.megatron_io import read_checkpoint
+from checkpoint_conversion import imports
+from checkpoint_conversion.checkpoint import read_checkpoint
+from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.imports import import_folder
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.errors import ConversionError
 
@@ -129,7 +130,7 @@ def test_licence_and_name_of_published_weights_reach_the_card_of_what_is_trained
 @pytest.mark.parametrize("card", ["---\nlicense: [\n---\n", "---\nlicense: {a: b}\nbase_model: 3\n---\n", "\x00" * 9])
 def test_strangers_card_that_cannot_be_read_is_left_out(published: Path, tmp_path: Path, card: str):
     (published / "README.md").write_text(card)
-    import_folder(published, tmp_path / "imported", license="apache-2.0", verified=False)
+    import_folder(published, tmp_path / "imported", declared={"license": "apache-2.0"}, verified=False)
     assert read_checkpoint(tmp_path / "imported").declared == {"license": "apache-2.0"}
 
 
@@ -184,14 +185,14 @@ def test_what_neoberts_own_training_code_saves_is_imported_bit_for_bit(published
 
 
 def test_a_wrong_mapping_is_refused_and_leaves_nothing(exported, tmp_path, monkeypatch):
-    right = mapping.to_internal
+    right = imports.to_internal
 
     def exchange_gate_and_up(*arguments: object) -> dict[str, Tensor]:
         tensors = right(*arguments)  # type: ignore[arg-type]
         name = "decoder.layers.1.mlp.linear_fc1.weight"
         return tensors | {name: tensors[name].roll(len(tensors[name]) // 2, 0)}
 
-    monkeypatch.setattr(mapping, "to_internal", exchange_gate_and_up)
+    monkeypatch.setattr(imports, "to_internal", exchange_gate_and_up)
     with pytest.raises(ConversionError, match=r"the written checkpoint, padded: its logits differ"):
         import_folder(exported("eurobert"), tmp_path / "imported")
     assert not list(tmp_path.glob("imported*"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_neobert import build_config, build_model
+from tiny_neobert import build_config
 
 from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTForMaskedLM, SwiGLU
 
@@ -39,11 +39,6 @@ def test_published_config_is_understood_and_can_be_saved(shared_data: Path, tmp_
     assert saved["auto_map"] == AUTO_MAP, "the file that the published map names is not saved"
 
 
-def test_max_position_embeddings_wins_over_its_legacy_name():
-    assert NeoBERTConfig(max_length=512, max_position_embeddings=1024).max_position_embeddings == 1024
-    assert NeoBERTConfig().max_position_embeddings == 4096
-
-
 @pytest.mark.parametrize(("intermediate_size", "width"), [(3072, 2048), (72, 48), (100, 72), (11, 8), (12, 8), (13, 8)])
 def test_width_of_swiglu_is_two_thirds_rounded_up_to_eights(intermediate_size: int, width: int):
     assert SwiGLU(build_config(intermediate_size=intermediate_size)).w3.in_features == width
@@ -73,11 +68,6 @@ def test_rotary_base_is_read_from_where_transformers_5_writes_it(name: str):
     assert build_config(**{name: None}).rope_theta == 10_000.0
 
 
-def test_code_kept_in_another_repository_stays_there():
-    elsewhere = {"AutoModel": "someone/base--modeling_neobert.NeoBERT", "AutoTokenizer": ["tokens.Own", None]}
-    assert build_config(auto_map=elsewhere).auto_map == {**AUTO_MAP, **elsewhere}
-
-
 def test_weights_are_drawn_as_published():
     """Uniform within 0.02, the padding row included; biases 0, norms 1, heads normal with deviation 0.02."""
     from megatron_neobert.huggingface.modeling_neobert import NeoBERTForSequenceClassification
@@ -94,20 +84,3 @@ def test_weights_are_drawn_as_published():
     assert language_model.decoder.bias.abs().max() == 0
     assert torch.equal(language_model.model.layer_norm.weight, torch.ones(32))
     assert 0.18 < classifier.dense.weight.std() < 0.22
-
-
-def test_document_longer_than_the_model_was_trained_for_is_reported_once(caplog: pytest.LogCaptureFixture):
-    from transformers.utils import logging
-
-    logging.enable_propagation()
-    try:
-        model = build_model(max_position_embeddings=7)
-        model(torch.ones(1, 7).long())
-        packed = {"input_ids": torch.ones(1, 14).long(), "cu_seqlens": torch.tensor([0, 7, 14])}
-        model(**packed)
-        assert caplog.text == "", "a packed row may be longer than each of its documents"
-        for _ in range(2):
-            model(torch.ones(1, 8).long())
-    finally:
-        logging.disable_propagation()
-    assert caplog.text.count("8 tokens is longer than max_position_embeddings, 7") == 1

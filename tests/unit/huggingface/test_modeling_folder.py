@@ -14,10 +14,8 @@ from tiny_neobert import build_documents, build_model, gap, lay_end_to_end, pad
 
 from megatron_neobert.huggingface.modeling_neobert import (
     AUTO_MAP,
-    EncoderBlock,
     NeoBERT,
     NeoBERTForMaskedLM,
-    NeoBERTForSequenceClassification,
 )
 
 DOCUMENTS = build_documents()
@@ -83,14 +81,6 @@ def test_folder_that_names_the_masked_language_model_as_the_published_one_does_s
     assert torch.equal(model.eval()(**BATCH).logits, build_model()(**BATCH).logits)
 
 
-def test_missing_weights_are_drawn_and_the_others_are_not(saved: Path):
-    torch.manual_seed(1)
-    model = NeoBERTForSequenceClassification.from_pretrained(saved, trust_remote_code=False)
-    assert torch.equal(model.model.encoder.weight, build_model().model.encoder.weight)
-    assert 0.018 < model.dense.weight.std() < 0.022
-    assert model.dense.bias.abs().max() == 0
-
-
 def test_model_holds_no_buffers():
     """transformers 5 builds models without memory and fills in what the file holds; a buffer would stay garbage."""
     assert list(build_model().buffers()) == []
@@ -107,19 +97,6 @@ def test_tied_weights_are_one_also_after_saving(tmp_path: Path):
     assert build_model().decoder.weight is not build_model().model.encoder.weight
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_resized_vocabulary_keeps_its_logits(tied: bool):
-    model = build_model(tie_word_embeddings=tied)
-    expected = model(**BATCH).logits
-    model.resize_token_embeddings(120)
-    assert model.decoder.weight.shape == (120, 32)
-    assert model.decoder.bias.shape == (120,)
-    assert model.config.vocab_size == 120
-    assert model(**BATCH).logits.shape == (3, 9, 120)
-    assert torch.equal(model(**BATCH).logits[..., :101], expected)
-    assert (model.decoder.weight is model.model.encoder.weight) == tied
-
-
 @pytest.mark.parametrize("batch", [BATCH, lay_end_to_end(DOCUMENTS)], ids=["padded", "end to end"])
 def test_forward_is_one_graph_also_with_another_length(batch: dict[str, torch.Tensor]):
     torch._dynamo.reset()
@@ -130,26 +107,3 @@ def test_forward_is_one_graph_also_with_another_length(batch: dict[str, torch.Te
         for inputs in (batch, shorter):
             chosen = inputs["attention_mask"].bool() if "attention_mask" in inputs else slice(None)
             assert gap(compiled(**inputs).logits[chosen], model(**inputs).logits[chosen]) < 1e-5
-
-
-def test_traced_forward_keeps_its_mask():
-    """A trace of a batch without padding must not leave out the mask for batches that have it."""
-    model = build_model(return_dict=False)
-    whole = {"input_ids": BATCH["input_ids"], "attention_mask": torch.ones_like(BATCH["input_ids"])}
-    traced = torch.jit.trace(model, example_kwarg_inputs=whole)
-    tokens = BATCH["attention_mask"].bool()
-    assert gap(traced(**BATCH)[0][tokens], model(**BATCH)[0][tokens]) < 1e-5
-
-
-def test_model_can_be_spread_over_devices_block_by_block(saved: Path, tmp_path: Path):
-    """Half of it lies on disk here, which a machine with one processor can do too."""
-    blocks = {f"model.transformer_encoder.{layer}": where for layer, where in enumerate(("cpu", "disk"))}
-    places = {"model.encoder": "cpu", **blocks, "model.layer_norm": "cpu", "decoder": "cpu"}
-    model = NeoBERTForMaskedLM.from_pretrained(
-        saved, device_map=places, offload_folder=tmp_path / "offloaded", trust_remote_code=False
-    )
-    assert model.model.transformer_encoder[1].qkv.weight.is_meta
-    assert torch.equal(model(**BATCH).logits, build_model()(**BATCH).logits)
-    assert set(model._no_split_modules) == {EncoderBlock.__name__}
-    automatic = NeoBERTForMaskedLM.from_pretrained(saved, device_map="auto", trust_remote_code=False)
-    assert torch.equal(automatic(**BATCH).logits.cpu(), build_model()(**BATCH).logits)

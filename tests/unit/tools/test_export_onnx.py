@@ -11,14 +11,13 @@ import onnxruntime
 import pytest
 import torch
 from commands import run
-from huggingface_hub import ModelCard
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 
-from checkpoint_conversion.hf_writer import FolderSpec, write_folder, write_sentence_transformers_files
+from checkpoint_conversion import export_onnx as tool
+from checkpoint_conversion.config_json import FolderSpec
+from checkpoint_conversion.export import write_folder, write_sentence_transformers_files
 from checkpoint_conversion.mapping import NEOBERT, to_internal
-from checkpoint_conversion.model_card import write_model_card
-from megatron_neobert.commands import export_onnx as tool
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
@@ -46,7 +45,6 @@ def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """A folder of the eurobert layout, what the command made of it, and what the command shown."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
     write_sentence_transformers_files(model, "eurobert", MODEL, max_seq_length=64)
-    write_model_card(model, license="mit")
     code, shown, complaints = run("export_onnx", "--model", model, "--output", output, "--int8")
     assert code == 0, complaints
     assert complaints == ""
@@ -62,7 +60,7 @@ def test_command_writes_graphs_where_libraries_look_with_config_and_tokenizer_be
     found = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
     tokenizer = ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
     graphs = ["onnx/model.onnx", "onnx/model_quantized.onnx"]
-    assert found == sorted(["config.json", "README.md", *graphs, *tokenizer])
+    assert found == sorted(["config.json", *graphs, *tokenizer])
     for name in ("config.json", *tokenizer):
         assert (output / name).read_text() == (model / name).read_text()
     assert list(output.parent.iterdir()) == [output], "no temporary folder is left"
@@ -74,16 +72,6 @@ def test_files_of_sentence_transformers_accompany_a_graph_of_hidden_states_alone
     tool.copy_companions(model, tmp_path, task)
     pooling = {"modules.json", "1_Pooling", "sentence_bert_config.json", "config_sentence_transformers.json"}
     assert len(pooling & {path.name for path in tmp_path.iterdir()}) == count
-
-
-def test_example_of_the_card_runs_with_the_files_of_the_folder(exported, monkeypatch):
-    _, output, _ = exported
-    card = ModelCard.load(output / "README.md")
-    assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
-    monkeypatch.chdir(output)
-    names: dict = {}
-    exec(card.text.split("```python\n")[1].split("```")[0], names)
-    assert names["logits"].shape[::2] == (2, len(WORDS))
 
 
 def test_text_through_the_written_tokenizer_and_graph_gives_the_logits_of_transformers(exported):
@@ -121,9 +109,8 @@ def test_output_shows_the_figures_of_both_graphs(exported):
 )
 def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(folder_of, tmp_path, layout, task, width):
     model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
-    tool.write_graph(model, tmp_path / "model.onnx", output=output)
-    tool.refuse_difference(tool.check_graph(model, tmp_path / "model.onnx", output=output), tolerance=tool.TOLERANCE)
-    graph = onnx.load(tmp_path / "model.onnx").graph
+    tool.write_graphs(model, tmp_path / "onnx", task, int8=False)
+    graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
     shapes = {
         value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in (*graph.input, *graph.output)
@@ -139,9 +126,8 @@ def test_graph_of_other_weights_is_refused_even_as_8_bit(exported):
     generator = torch.Generator().manual_seed(1)
     for parameter in changed.parameters():
         parameter.data.normal_(std=0.2, generator=generator)
-    check = tool.check_graph(changed, output / "onnx" / "model.onnx", output="logits")
     with pytest.raises(ConversionError, match=r"with 1 x 1 tokens .* more than 0\.5; nothing was written"):
-        tool.refuse_difference(check, tolerance=tool.TOLERANCE_INT8)
+        tool.check_graph(changed, output / "onnx" / "model.onnx", tolerance=tool.TOLERANCE_INT8)
 
 
 def test_graph_that_treats_padding_differently_is_refused(exported):
@@ -152,9 +138,8 @@ def test_graph_that_treats_padding_differently_is_refused(exported):
         return masked(input_ids, torch.ones_like(attention_mask))
 
     unmasked.config = masked.config
-    check = tool.check_graph(unmasked, output / "onnx" / "model.onnx", output="logits")
     with pytest.raises(ConversionError, match="with 2 x 64 tokens"):  # those before it have no padding
-        tool.refuse_difference(check, tolerance=tool.TOLERANCE)
+        tool.check_graph(unmasked, output / "onnx" / "model.onnx", tolerance=tool.TOLERANCE)
 
 
 def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
@@ -164,12 +149,7 @@ def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
         value.type.tensor_type.shape.dim[1].dim_value = 7
     onnx.save(graph, tmp_path / "frozen.onnx")
     with pytest.raises(ConversionError, match=r"frozen\.onnx: onnxruntime .* cannot run it .*Expected: 7"):
-        tool.check_graph(tool.load_for_task(model, "fill-mask"), tmp_path / "frozen.onnx", output="logits")
-
-
-def test_llama_folder_has_no_graph_of_logits(folder_of):
-    with pytest.raises(ConversionError, match=r"llama layout .* use --task feature-extraction"):
-        tool.load_for_task(folder_of("llama"), "fill-mask")
+        tool.check_graph(tool.load_for_task(model, "fill-mask"), tmp_path / "frozen.onnx", tolerance=tool.TOLERANCE)
 
 
 def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_path, monkeypatch):

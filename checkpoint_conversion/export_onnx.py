@@ -3,9 +3,8 @@
 Writes onnx/model.onnx, in fp32 with batch and sequence of any size, and on request onnx/model_quantized.onnx with 8-bit
 weights, beside config.json and the tokenizer: the places where those libraries look. A graph has the inputs input_ids
 and attention_mask (int64, batch x sequence) and one output. Weights above 2 GB are in a file of their own beside it,
-because protobuf ends there. onnxruntime runs every file on padded batches
-that the tracer has not seen; the folder gets its name only if the fp32 file computes what PyTorch does. Full size takes
-a minute and 4 GB of memory.
+because protobuf ends there. onnxruntime runs every file on padded batches that the tracer has not seen; the folder gets
+its name only if the fp32 file computes what PyTorch does. Full size takes a minute and 4 GB of memory.
 """
 
 import argparse
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, short_reason
-from megatron_neobert.huggingface.checks import check_folder
+from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from torch import Tensor
 
-    from checkpoint_conversion.comparison import Comparison
+    from checkpoint_conversion.compare import Checks
 
 TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
 OPSET = 18  # the version of ONNX's operators that the most runtimes know; PyTorch cannot go below
@@ -46,62 +45,21 @@ _COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.js
 # sentence-transformers pools hidden states, which a fill-mask graph does not give.
 _POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
-# The model's own card shows how to load weights that this folder does not hold.
-_CARD = """# NeoBERT as an ONNX graph
-
-`onnx/model.onnx` has the inputs `input_ids` and `attention_mask` (int64, batch x sequence) and the output `{output}`;
-`onnx/model_quantized.onnx`, where it is present, has the same with 8-bit weights. transformers.js reads this folder as
-a model for {task}.
-
-```python
-import onnxruntime
-from transformers import PreTrainedTokenizerFast
-
-folder = "."
-tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-session = onnxruntime.InferenceSession(f"{{folder}}/onnx/model.onnx")
-inputs = tokenizer(["the first text", "another one"], padding=True, return_tensors="np")
-({output},) = session.run(None, {{name: inputs[name] for name in ("input_ids", "attention_mask")}})
-```
-"""
-
 
 def main() -> None:
-    """Reads the arguments, exports, checks and prints the figures."""
+    """Read the arguments, export, check and print the figures."""
     arguments = _parse()
     require_folder("--model", arguments.model, holding="config.json")
     refuse_existing(arguments.output)  # before a minute of work
     import onnx  # noqa: F401 (what is missing is reported before the work)
     import onnxscript  # noqa: F401
-    from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    from checkpoint_conversion.comparison import to_table
+    from checkpoint_conversion.compare import to_table
 
-    output = TASKS[arguments.task]
     model = load_for_task(arguments.model, arguments.task)
     with build_folder(arguments.output) as folder:
         copy_companions(arguments.model, folder, arguments.task)
-        plain, quantized = folder / "onnx" / "model.onnx", folder / "onnx" / "model_quantized.onnx"
-        plain.parent.mkdir()
-        write_graph(model, plain, output=output)
-        checks = {plain: check_graph(model, plain, output=output)}
-        refuse_difference(checks[plain], tolerance=TOLERANCE)
-        if arguments.int8:
-            # Signed weights run twice as fast as unsigned ones where the processor has VNNI. Of 7 bits, because sums of
-            # 8 saturate where it has not: logits were then off by 0.8 of the largest. Activations are rounded while
-            # running.
-            with _quiet():
-                quantize_dynamic(
-                    plain,
-                    quantized,
-                    weight_type=QuantType.QInt8,
-                    per_channel=True,
-                    reduce_range=True,
-                    use_external_data_format=is_large(model),
-                )
-            checks[quantized] = check_graph(model, quantized, output=output)
-            refuse_difference(checks[quantized], tolerance=TOLERANCE_INT8)
-        for path, batches in checks.items():
+        for path, batches in write_graphs(model, folder / "onnx", arguments.task, int8=arguments.int8).items():
             size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
             print(f"{path.name}, {size / 1e6:.1f} MB, against PyTorch by rows x tokens:")
             print(f"{to_table(batches)}\n")
@@ -120,13 +78,15 @@ def _parse() -> argparse.Namespace:
 
 
 def load_for_task(folder: Path, task: str) -> Any:
-    """The folder's model in fp32, with its masked-language-model head for fill-mask, else without.
+    """Return the folder's model in fp32, with its masked-language-model head for fill-mask, else without.
 
     Raises:
-        ConversionError: It is no NeoBERT, or lacks the head.
+        ConversionError: The folder holds no NeoBERT, or one without that head.
     """
-    from checkpoint_conversion.hf_model import load_model
-    from checkpoint_conversion.hf_reader import read_model_config
+    from transformers import AutoModel, AutoModelForMaskedLM
+
+    from checkpoint_conversion.compare import load_model
+    from checkpoint_conversion.config_json import read_model_config
 
     layout = read_model_config(check_folder(folder), folder / "config.json").layout
     if task == "fill-mask" and layout == "llama":
@@ -134,24 +94,50 @@ def load_for_task(folder: Path, task: str) -> Any:
             f"{folder}: a folder of the {layout} layout is the encoder alone, which predicts no tokens; use "
             "--task feature-extraction."
         )
-    return load_model(folder, with_head=task == "fill-mask")
+    return load_model(folder, AutoModelForMaskedLM if task == "fill-mask" else AutoModel)
 
 
-def write_graph(model: Any, path: Path, *, output: str) -> None:
-    """Trace the model and write its graph.
+def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Path, Checks]":
+    """Write model.onnx, and model_quantized.onnx if wanted, and return how far each is from PyTorch.
+
+    Raises:
+        ConversionError: A graph computes something else.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    # Weights of this size need a file of their own, PATH.data.
+    is_large = sum(parameter.nbytes for parameter in model.parameters()) > LARGEST_BYTES
+    folder.mkdir()
+    plain, quantized = folder / "model.onnx", folder / "model_quantized.onnx"
+    trace(model, TASKS[task]).save(plain, external_data=is_large)
+    checks = {plain: check_graph(model, plain, tolerance=TOLERANCE)}
+    if int8:
+        # Signed weights run twice as fast as unsigned ones where the processor has VNNI. Of 7 bits, because sums of
+        # 8 saturate where it has not: logits were then off by 0.8 of the largest. Activations are rounded while
+        # running.
+        options = {"per_channel": True, "reduce_range": True, "use_external_data_format": is_large}
+        with _quiet():
+            quantize_dynamic(plain, quantized, weight_type=QuantType.QInt8, **options)
+        checks[quantized] = check_graph(model, quantized, tolerance=TOLERANCE_INT8)
+    return checks
+
+
+def trace(model: Any, output: str) -> Any:
+    """Return the model as an ONNX program whose output has this name.
 
     Attention is traced in its plain form: PyTorch's fused one becomes the same matrix products, with a guard against
     rows of NaN around each softmax that this model's masks cannot cause.
     """
     import torch
 
-    (tokens_bs, mask_bs), axes = _pad(_TRACED_LENGTHS), {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    mask_bs = _mask(_TRACED_LENGTHS)
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with _quiet():
         program = torch.onnx.export(
             model,
-            kwargs=dict(zip(INPUTS, (tokens_bs, mask_bs), strict=True)),
+            kwargs=dict(zip(INPUTS, (mask_bs.clone(), mask_bs), strict=True)),
             input_names=INPUTS,
             output_names=[output],
             dynamic_shapes=dict.fromkeys(INPUTS, axes),
@@ -160,33 +146,30 @@ def write_graph(model: Any, path: Path, *, output: str) -> None:
             verbose=False,
         )
     model.set_attn_implementation(usual)
-    assert program is not None, "torch.onnx.export gives None only with dynamo=False"
-    program.save(path, external_data=is_large(model))
+    return program
 
 
-def is_large(model: Any) -> bool:
-    """Return whether the weights need a file of their own, PATH.data."""
-    return sum(parameter.nbytes for parameter in model.parameters()) > LARGEST_BYTES
+def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
+    """Return how far the graph's output in onnxruntime is from PyTorch's, by batch: "rows x tokens".
 
-
-def check_graph(model: Any, path: Path, *, output: str) -> "dict[str, Comparison]":
-    """How far what onnxruntime computes with a graph is from what PyTorch does, by batch: "rows x tokens".
+    Args:
+        tolerance: Largest difference that is accepted, relative to the largest value.
 
     Raises:
-        ConversionError: onnxruntime cannot run the graph.
+        ConversionError: onnxruntime cannot run the graph, or a batch differs by more or is not finite.
     """
     import onnxruntime
     import torch
 
-    from checkpoint_conversion.comparison import compare_logits
+    from checkpoint_conversion.compare import compare_logits
 
     generator, session, checks = torch.Generator().manual_seed(0), None, {}
     for lengths in _BATCHES:
-        _, mask_bs = _pad(lengths, longest=model.config.max_position_embeddings)
+        mask_bs = _mask(lengths, longest=model.config.max_position_embeddings)
         tokens_bs = torch.randint(model.config.vocab_size, mask_bs.shape, generator=generator) * mask_bs
         inputs = dict(zip(INPUTS, (tokens_bs, mask_bs), strict=True))
         with torch.no_grad():
-            expected = model(**inputs)[output]
+            expected = model(**inputs)[0]
         try:
             session = session or onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
             (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
@@ -194,62 +177,42 @@ def check_graph(model: Any, path: Path, *, output: str) -> "dict[str, Comparison
             raise ConversionError(
                 f"{path.name}: onnxruntime {onnxruntime.__version__} cannot run it ({short_reason(error)})."
             ) from error
-        checks[" x ".join(str(size) for size in mask_bs.shape)] = compare_logits(expected, torch.tensor(found), mask_bs)
-    return checks
-
-
-def _pad(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "tuple[Tensor, Tensor]":
-    """Ids of 1, and the mask, of rows that have so many tokens."""
-    import torch
-
-    lengths_b = torch.tensor(lengths).clamp(max=longest)
-    mask_bs = (torch.arange(int(lengths_b.max())) < lengths_b[:, None]).long()
-    return mask_bs.clone(), mask_bs
-
-
-def refuse_difference(batches: "dict[str, Comparison]", *, tolerance: float) -> None:
-    """Raises:
-    ConversionError: A batch differs by more, or is not finite; `tolerance` is relative to the largest value.
-    """
-    for batch, comparison in batches.items():
-        if not comparison.within(tolerance):
+        batch = " x ".join(str(size) for size in mask_bs.shape)
+        checks[batch] = compare_logits(expected, torch.tensor(found), mask_bs)
+        if not checks[batch].within(tolerance):
             raise ConversionError(
-                f"with {batch} tokens the graph's output differs from PyTorch's by {comparison.relative:.3g} of the "
+                f"with {batch} tokens the graph's output differs from PyTorch's by {checks[batch].relative:.3g} of the "
                 f"largest value, more than {tolerance:g}; nothing was written. Try the versions of torch and "
                 "onnxruntime in constraints.txt."
             )
+    return checks
+
+
+def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "Tensor":
+    """Return the attention mask of rows that have so many tokens."""
+    import torch
+
+    lengths_b = torch.tensor(lengths).clamp(max=longest)
+    return (torch.arange(int(lengths_b.max())) < lengths_b[:, None]).long()
 
 
 def copy_companions(model: Path, folder: Path, task: str) -> None:
-    """Write the files that readers of ONNX folders look for in the folder above the graphs, and a card for it.
+    """Write the files that readers of ONNX folders look for in the folder above the graphs.
 
     A config.json that names our modelling file gets that file of this package, for libraries that ask it for the
-    configuration; one that names somebody else's code loses the names, and the code stays behind.
+    configuration; a config.json that names other code loses the names, and the code stays behind.
 
     Raises:
         MissingInputError: The model has no tokenizer.json.
     """
-    from huggingface_hub import ModelCardData
-
-    from checkpoint_conversion.hf_folder import MODELING_FILE
-    from checkpoint_conversion.hf_writer import modeling_source
-    from checkpoint_conversion.model_card import CARD, read_declared
+    from checkpoint_conversion.export import modeling_source
 
     if not (model / "tokenizer.json").is_file():
-        raise MissingInputError(f"{model}: has no tokenizer.json, without which nobody could use the graph; add it.")
+        raise MissingInputError(f"{model}: has no tokenizer.json, without which the graph cannot be used; add it.")
     for name in (*_COMPANIONS, *(_POOLING if task == "feature-extraction" else ())):
         if (model / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(model / name, folder / name)
-    declared = read_declared(model)
-    data = ModelCardData(
-        license=declared.get("license"),
-        base_model=declared.get("base_model"),
-        pipeline_tag=task,
-        tags=["neobert", "onnx"],
-    )
-    card = f"---\n{data.to_yaml()}\n---\n\n{_CARD.format(task=task, output=TASKS[task])}"
-    (folder / CARD).write_text(card, encoding="utf-8")
     config = check_folder(model)
     ours, named = MODELING_FILE.removesuffix("py"), config.get("auto_map")
     if isinstance(named, dict) and all(str(name).startswith(ours) for name in named.values()):
@@ -261,7 +224,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what the libraries report of themselves: packages that are not needed, axes that share a name."""
+    """Silence what the libraries report about themselves: packages that are not needed, axes that share a name."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

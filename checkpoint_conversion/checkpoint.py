@@ -47,6 +47,7 @@ from megatron_neobert.state import TrainState
 
 PROVENANCE = "provenance.json"
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
+_DECLARED = ("license", "base_model")
 _LARGEST_PROVENANCE_BYTES = 1 << 16  # it holds two short names
 
 # What megatron.core calls the optimizer's own fp32 copies with its distributed optimizer, and without.
@@ -83,7 +84,7 @@ class MegatronCheckpoint:
         )
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
-        """The same function in plain PyTorch and fp32, its weights rounded to `dtype` first.
+        """Return the same function in plain PyTorch and fp32, its weights rounded to `dtype` first.
 
         Raises:
             ConversionError: The weights are not those of the settings.
@@ -97,14 +98,14 @@ class MegatronCheckpoint:
 
 
 def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
-    """The sizes that the settings give every tensor of a run with a tokenizer of `vocab_size` tokens."""
+    """Return the sizes that the settings give every tensor of a run with a tokenizer of `vocab_size` tokens."""
     model, ranks = settings.model, settings.parallel.tensor_model_parallel_size
     padded = model.padded_vocab_size(vocab_size, tensor_parallel=ranks)
     return shape_of(model, vocab_size=vocab_size, padded_vocab_size=padded)
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
-    """The reference model of a run."""
+    """Return the settings of the reference model of a run."""
     model = settings.model
     return ReferenceConfig(
         num_layers=model.num_layers,
@@ -155,7 +156,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
 def write_checkpoint(
     save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer, *, declared: dict[str, str]
 ) -> Path:
-    """Writes iteration 0 of a save folder.
+    """Write iteration 0 of a save folder.
 
     Args:
         save: An existing folder.
@@ -185,7 +186,7 @@ def write_checkpoint(
 
 
 def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
-    """What a conversion noted of weights from Hugging Face: here, or where this run began, if that is still there."""
+    """Return what a conversion noted of weights from Hugging Face: here, or where this run began if that is there."""
     started = settings.checkpoint.continue_from
     candidates = [folder / PROVENANCE, *(sorted(Path(started).glob(f"iter_*/{PROVENANCE}")) if started else ())]
     for path in candidates:
@@ -195,15 +196,14 @@ def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
             except ValueError as error:
                 raise CheckpointError(f"{path}: not JSON ({error}); convert the weights again.") from error
             if isinstance(content, dict):
-                return {name: one for name, one in content.items() if isinstance(one, str)}
+                return {name: content[name] for name in _DECLARED if isinstance(content.get(name), str)}
     return {}
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the model at its full size, under the names of the checkpoint.
+    """Return every tensor of the model at its full size, under the names of the checkpoint.
 
-    Of weights that training computed with in less than fp32, those that the optimizer updates: their rounding is what
-    was computed with.
+    Where training computed with weights in less than fp32, these are the weights that the optimizer updates.
     """
     stored = StoredTensors(folder)
     names = [name for name in stored.shapes if not name.startswith(OPTIMIZER_PREFIX)]
@@ -218,13 +218,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copies weights under the internal names of mapping.py into a Megatron model that no parallelism splits."""
+    """Copy weights under the internal names of mapping.py into a Megatron model that no parallelism splits."""
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[stored_name(name)])
 
 
 def stored_name(name: str) -> str:
-    """What a checkpoint calls a parameter, whichever classes the model is built of."""
+    """Return the name of a parameter in a checkpoint, whichever classes the model is built of."""
     from megatron_neobert.model.transformer_config import NORM_NAMES  # megatron.core, which conversion does without
 
     for own, stored in NORM_NAMES.items():

@@ -1,0 +1,294 @@
+"""A checkpoint as a Hugging Face folder, compared with the reference before it gets its name; and folders on the Hub.
+
+`eurobert` is transformers' own class that computes the same function, `neobert` the published names with a modelling
+file that the folder carries, `llama` the encoder alone for software that does not know the other two.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import HfApi, constants, save_torch_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+import megatron_neobert
+from checkpoint_conversion.card import REPORT, Declared, write_model_card
+from checkpoint_conversion.checkpoint import MegatronCheckpoint
+from checkpoint_conversion.config_json import FolderSpec, build_config
+from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
+from megatron_neobert.checkpoint.folder import MANIFEST
+from megatron_neobert.config.phases import phase_at
+from megatron_neobert.config.schema import ModelConfig
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.errors import ConfigError, OutputError, short_reason
+from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
+from megatron_neobert.runtime.atomic_files import build_folder, read_text, sha256_of
+from megatron_neobert.text import listed
+
+if TYPE_CHECKING:  # its module imports transformers: seconds, which an export without verification does not need
+    from checkpoint_conversion.compare import Checks
+
+_SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
+
+# Requirements that sentence-transformers enforces. Its old versions ignore them; transformers before 5.3 then refuses
+# EuroBERT but computes a LlamaModel with causal attention.
+_NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this architecture as an encoder."}
+_REMOTE_CODE = {"specifier": ">=4.48", "reason": "modeling_neobert.py needs its attention interface."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of an exported folder."""
+
+    layout: str = "eurobert"
+    dtype: str = "float32"
+    max_shard_size: str = "5GB"
+    sentence_transformers: bool = False
+    verified: bool = True
+    declared: Declared = field(default_factory=Declared)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Options that the files depend on besides layout and dtype."""
+        return {name: getattr(self, name) for name in ("max_shard_size", "sentence_transformers")}
+
+
+def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> "Checks":
+    """Write and verify the folder.
+
+    Args:
+        tokenizer: Written beside the weights; encodes as the checkpoint's own.
+
+    Returns:
+        Distance of the written model from the reference, empty if it was not verified.
+
+    Raises:
+        OutputError: The folder exists, or cannot be created.
+        ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
+    """
+    dtype, model, length = getattr(torch, options.dtype), checkpoint.settings.model, checkpoint.trained_length
+    spec = FolderSpec(model, checkpoint.shape, tokenizer, dtype, model_max_length=length)
+    declared, inherited = options.declared, checkpoint.declared
+    declared = replace(declared, **{name: text for name, text in inherited.items() if not getattr(declared, name)})
+    checks: Checks = {}
+    with build_folder(output) as folder:
+        write_folder(folder, options.layout, spec, checkpoint.tensors, max_shard_size=options.max_shard_size)
+        if options.verified:
+            from checkpoint_conversion.compare import checkpoint_model, load_logit_model, verify
+
+            source = checkpoint_model(checkpoint, dtype)
+            checks = verify(source, partial(load_logit_model, folder), stored=dtype, what="the exported model")
+        if options.sentence_transformers:
+            write_sentence_transformers_files(folder, options.layout, model, max_seq_length=length)
+        _write_report(checkpoint, folder, checks, options)
+        write_model_card(folder, declared)
+    return checks
+
+
+def is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
+    """Return whether the folder was made of this checkpoint with these options, and verified if that is wanted."""
+    try:
+        report = json.loads(read_text(folder / REPORT))
+        found = (report["source"]["manifest_sha256"], report["format"], report["dtype"], report["options"])
+        is_verified = bool(report["verification"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    wanted = (sha256_of(checkpoint / MANIFEST), options.layout, options.dtype, options.choices)
+    return found == wanted and is_verified >= options.verified
+
+
+# --- files
+
+
+def write_folder(
+    folder: Path, layout: str, spec: FolderSpec, tensors: dict[str, Tensor], *, max_shard_size: str = "5GB"
+) -> None:
+    """Fill an empty folder with config.json, safetensors files, the tokenizer's files, and what the layout adds.
+
+    Args:
+        layout: eurobert, neobert or llama.
+        tensors: Under the internal names of mapping.py; rounded to the dtype of `spec`.
+        max_shard_size: As in Hugging Face, such as "5GB"; weights above it are cut into several files with an index.
+
+    Raises:
+        ConversionError: The tensors are not those of such a model, or the layout cannot hold it.
+        OSError: It cannot be written.
+    """
+    config = {**build_config(layout, spec), "transformers_version": version("transformers")}
+    rounded = {name: tensor.to(spec.dtype) for name, tensor in tensors.items()}
+    weights = to_published(rounded, spec.shape, TABLES[layout])
+    _write_json(folder / "config.json", config)
+    if layout == "llama":  # the class has no head
+        head = {name: weights.pop(name) for name in HEAD_NAMES}
+        (folder / HEAD_FOLDER).mkdir()
+        save_file(head, folder / HEAD_FOLDER / WEIGHTS, metadata={"format": "pt"})
+    save_torch_state_dict(weights, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    if layout == "neobert":
+        (folder / MODELING_FILE).write_bytes(modeling_source())
+    longest = spec.model_max_length or spec.model.max_position_embeddings
+    spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
+    for path in folder.rglob("*.safetensors"):  # written for the owner alone, but as public as the others
+        path.chmod((folder / "config.json").stat().st_mode)
+
+
+def modeling_source() -> bytes:
+    """Return the modelling file that a folder of the neobert layout carries."""
+    return (resources.files("megatron_neobert.huggingface") / MODELING_FILE).read_bytes()
+
+
+def write_sentence_transformers_files(folder: Path, layout: str, model: ModelConfig, *, max_seq_length: int) -> None:
+    """Make a folder one that `SentenceTransformer(folder)` encodes with.
+
+    A text's embedding is the mean of its tokens' last hidden states, [CLS] and [SEP] included and padding excluded. A
+    pre-trained encoder has learnt no embeddings yet; this is the start for training them. The files are written in the
+    spelling of sentence-transformers 3, which 6 still reads, because 3 cannot read that of 6. No Normalize module
+    follows the pooling: cosine similarity divides by the lengths itself, and training for dot products needs them.
+
+    Args:
+        layout: With `neobert`, loading takes trust_remote_code=True, which no file can give; only the versions of
+            transformers that are asked for depend on it.
+        max_seq_length: Tokens at which texts are truncated.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    _write_json(
+        folder / "modules.json",
+        [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for number, (path, name) in enumerate(modules)
+        ],
+    )
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    pooling = {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in modes}
+    _write_json(
+        folder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": model.hidden_size, **pooling, "include_prompt": True},
+    )
+    # What is beyond max_seq_length is cut off; do_lower_case would be on top of what the tokenizer does.
+    limits = {"max_seq_length": max_seq_length, "do_lower_case": False}
+    _write_json(folder / "sentence_bert_config.json", limits)
+    _write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "model_type": "SentenceTransformer",
+            "prompts": {},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+            "requirements": {"transformers": _REMOTE_CODE if layout == "neobert" else _NATIVE},
+        },
+    )
+
+
+def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", options: ExportOptions) -> None:
+    """Record what the folder was made of and how it was checked."""
+    compared: dict[str, Any] = {}
+    if checks:  # read back from the written folder; a folder that differs is not written
+        from checkpoint_conversion.compare import COMPARED_SETTINGS
+
+        compared = {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)}
+    progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
+    last = phase_at(checkpoint.settings, checkpoint.iteration).settings  # of several phases the last that has begun
+    settings = {
+        name: {
+            item.name: getattr(getattr(last, name), item.name)
+            for item in fields(getattr(last, name))
+            if "is_path" not in item.metadata
+        }
+        for name in _SECTIONS
+    }
+    report = {
+        "source": {
+            "checkpoint": checkpoint.folder.name,
+            "iteration": checkpoint.iteration,
+            "consumed_rows": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            **({"continued_from": Path(continued).name} if continued else {}),
+            "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
+        },
+        "format": options.layout,
+        "dtype": options.dtype,
+        "options": options.choices,
+        "training": settings if checkpoint.iteration else {},  # 0: converted, not trained
+        "verification": {name: asdict(check) for name, check in checks.items()},
+        "compared": compared,
+        "files": {
+            str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
+        },
+        "versions": {
+            "megatron_neobert": megatron_neobert.__version__,
+            **{name: version(name) for name in ("torch", "transformers", "safetensors")},
+        },
+    }
+    _write_json(folder / REPORT, report)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# --- the Hub
+
+
+@contextmanager
+def _hub(name: str) -> Iterator[HfApi]:
+    """Give the Hub's client; errors inside the block become one sentence."""
+    try:
+        yield HfApi()
+    except Exception as error:  # of the client and of its HTTP library, which differs between versions
+        raise OutputError(
+            f"--push-to-hub {name}: {short_reason(error)}; check name, network and token (hf auth login, or "
+            "HF_TOKEN) and give the same command again: what has been converted and uploaded is kept."
+        ) from error
+
+
+def open_hub_model(name: str) -> None:
+    """Create a model on the Hub if it is not there: private, until its owner makes it public.
+
+    Raises:
+        ConfigError: HF_HUB_OFFLINE is set.
+        OutputError: The Hub cannot be reached, or does not accept name or token.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"--push-to-hub {name} needs the network, and HF_HUB_OFFLINE is set. Unset it for this command."
+        )
+    with _hub(name) as api:
+        if not api.repo_exists(name):
+            api.create_repo(name, private=True)
+
+
+def push_to_hub(folder: Path, name: str, revision: str | None) -> None:
+    """Make the branch, or main, hold the files of the folder and no others; print the commit's address.
+
+    The client does not upload files that are on the Hub already, so the same command resumes after a lost connection.
+
+    Raises:
+        OutputError: The upload fails; or the branch holds files that are not an earlier export's.
+    """
+    with _hub(name) as api:
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        found = api.list_repo_files(name, revision=revision)
+    foreign = [path for path in found if path not in (".gitattributes", "README.md")]
+    if foreign and REPORT not in found:
+        raise OutputError(
+            f"--push-to-hub {name}: branch {revision or 'main'} holds {listed(foreign)}, and no {REPORT} of an earlier "
+            "export; an upload would delete them. Name another model, or a new branch with --revision."
+        )
+    with _hub(name) as api:
+        message = f"Add {folder.name}"
+        commit = api.upload_folder(
+            repo_id=name, folder_path=folder, revision=revision, commit_message=message, delete_patterns="*"
+        )
+    print(f"uploaded {folder} to {commit.commit_url}")

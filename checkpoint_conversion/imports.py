@@ -1,0 +1,365 @@
+"""A Hugging Face folder as data: settings, tokenizer, and weights under the names of a table in mapping.py.
+
+Nothing of the folder is run, and no class of transformers takes part. Every tensor in the files is used exactly once,
+or left out with a note. What NeoBERT has and a folder leaves to a rule (a decoder tied to the embedding, biases that
+are not there) is filled in, with a note as well.
+
+Weights are mapped from their files: headers are compared with the settings before any value is read, and nothing is
+allocated for a size that a header only claims. NeoBERT's own training code saves a pickle. It is read by torch's
+weights-only loader, which creates tensors and plain values and nothing else, and nothing in it may be compressed.
+"""
+
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpoint_conversion.card import read_declared
+from checkpoint_conversion.checkpoint import model_shape, read_checkpoint, write_checkpoint
+from checkpoint_conversion.config_json import FolderConfig, read_model_config
+from checkpoint_conversion.mapping import HEAD_FOLDER, STRIP_PADDING, TABLES, published_shapes, shape_of, to_internal
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
+from megatron_neobert.huggingface.checks import INDEX, WEIGHTS, check_folder, quote, quote_names, read_weight_map
+from megatron_neobert.runtime.atomic_files import build_folder
+
+if TYPE_CHECKING:  # its module imports transformers: seconds, which an import without verification does not need
+    from checkpoint_conversion.compare import Checks, LogitModel
+
+_STATE_DICT = "state_dict.pt"  # what accelerate writes
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEFTOVERS = ("rotary_emb.inv_freq", "freqs_cis")  # tables that older code stored; they follow from the rotary base
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A published model that training can continue from."""
+
+    layout: str  # a name in mapping.TABLES
+    model: ModelConfig
+    tokenizer: Tokenizer
+    weights: dict[str, Tensor]  # fp32 or bf16, complete under the layout's published names
+    notes: tuple[str, ...]  # what was left out, filled in or widened
+
+
+def import_folder(
+    folder: Path,
+    output: Path,
+    *,
+    verified: bool = True,
+    drop_padding: bool = False,
+    declared: Mapping[str, str] | None = None,
+) -> "tuple[ImportedModel, Checks]":
+    """Write a checkpoint of a folder's model, and verify it.
+
+    Args:
+        drop_padding: As `read_folder`.
+        declared: License and base_model of the weights; by default as the folder or a cache of the Hub names them.
+
+    Returns:
+        What was read, and the distance of the checkpoint's model from the folder's (empty if it was not verified).
+
+    Raises:
+        OutputError: The output exists, or cannot be created.
+        MissingInputError, ConversionError: The folder cannot be used. Nothing is left behind.
+    """
+    imported = read_folder(folder, drop_padding=drop_padding)
+    shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
+    tensors = to_internal(imported.weights, shape, TABLES[imported.layout])
+    known = read_declared(folder) | dict(declared or {})
+    checks: Checks = {}
+    with build_folder(output) as temporary:
+        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer, declared=known)
+        if verified:
+            from checkpoint_conversion.compare import build_logit_model, checkpoint_model, verify
+
+            written = checkpoint_model(read_checkpoint(temporary))
+            source = build_logit_model(folder, imported.layout, imported.weights)
+            checks = verify(source, lambda _: written, stored=torch.float32, what="the written checkpoint")
+    return imported, checks
+
+
+def load_as_read(folder: Path) -> "LogitModel":
+    """Return the model of a folder in fp32, with the weights as conversion reads them if it knows the layout.
+
+    Raises:
+        MissingInputError, ConversionError: As `read_weights` and `compare.load_model`.
+    """
+    from checkpoint_conversion.compare import build_logit_model, load_logit_model
+
+    config = check_folder(folder)
+    if config.get("model_type") not in tuple(TABLES):
+        return load_logit_model(folder)
+    parsed = read_model_config(config, folder / "config.json")
+    return build_logit_model(folder, parsed.layout, read_weights(folder, parsed)[0])
+
+
+def read_folder(folder: Path, *, drop_padding: bool = False) -> ImportedModel:
+    """Read a folder in EuroBERT's, NeoBERT's or the bidirectional Llama's layout.
+
+    Args:
+        drop_padding: Cut off the vocabulary's rows behind the tokenizer's last id, if all of them are zero.
+
+    Raises:
+        MissingInputError: There is no such folder, or no config, tokenizer or weights in it.
+        ConversionError: It holds something that NeoBERT's layers cannot compute, or its files do not fit together.
+        DataError: The tokenizer cannot be used.
+    """
+    config = read_model_config(check_folder(folder), folder / "config.json")
+    try:
+        tokenizer = load_tokenizer(folder)
+    except MissingInputError as error:
+        raise MissingInputError(
+            f"{folder} holds no tokenizer; put the tokenizer.json or vocab.txt into it that the model was trained with."
+        ) from error
+    ids, rows = tokenizer.vocab_size, config.vocab_size
+    if ids > rows or (ids < rows and not drop_padding):
+        remedy = (
+            "every id needs a row. The tokenizer belongs to another model."
+            if ids > rows
+            else "rows that belong to no token would take part in every prediction. If they are zeros, add "
+            "--drop-padded-vocabulary; else give the tokenizer a placeholder for each of them."
+        )
+        raise ConversionError(
+            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); {remedy}"
+        )
+    weights, notes = read_weights(folder, config)
+    if ids < rows:
+        for name in (name for row in TABLES[config.layout] if row.rule is STRIP_PADDING for name in row.published):
+            if weights[name][ids:].any():
+                raise ConversionError(
+                    f"{folder}: {name} is not zero in its rows from {ids} on, which the tokenizer has no ids for; only "
+                    "rows of zeros can be dropped."
+                )
+            weights[name] = weights[name][:ids].clone()
+        notes.append(f"dropped {rows - ids} rows of zeros, for which the tokenizer has no ids, from the vocabulary")
+    if config.mask_token_id not in (None, tokenizer.mask_id):  # what text is masked with is the tokenizer's business
+        stated = f"mask_token_id {quote(config.mask_token_id)} of config.json"
+        notes.append(f"{stated} is not kept: the tokenizer's mask token is {tokenizer.mask_id}")
+    return ImportedModel(config.layout, config.model, tokenizer, weights, (*config.notes, *notes))
+
+
+# --- weights
+
+
+def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """Read the weights that the folder's config.json describes.
+
+    Returns:
+        The tensors under the layout's published names, and notes on what was left out, filled in or widened.
+
+    Raises:
+        MissingInputError: There are no weights.
+        ConversionError: The weights are not those of the config, or there is no masked-language-model head.
+    """
+    stored = _map_weights(folder, config.layout)
+    if config.model.num_layers > len(stored):  # before names are made for each of these
+        raise ConversionError(
+            f"{folder}: config.json has num_hidden_layers {config.model.num_layers:,}, but the files hold "
+            f"{len(stored):,} tensors, fewer than layers; fetch the folder again."
+        )
+    shapes = published_shapes(TABLES[config.layout], shape_of(config.model, vocab_size=config.vocab_size))
+    tensors, notes = _match_names(folder, stored, shapes)
+    embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
+    tied = [decoder] if config.tied and decoder not in tensors else []
+    zero = _find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ConversionError(
+                f"{folder}: {quote(name)} is stored as {tensor.dtype}; only {', '.join(map(str, _DTYPES))} are kept "
+                "exactly. Save the weights as float32."
+            )
+        if tensor.shape != shapes[name]:
+            raise ConversionError(
+                f"{folder}: {quote(name)} has shape {tuple(tensor.shape)}; the sizes in config.json give it "
+                f"{shapes[name]}. One of the files belongs to another model."
+            )
+    if config.tied and not tied and (differing := int((tensors[decoder] != tensors[embedding]).sum())):
+        raise ConversionError(
+            f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
+            f"{differing:,} of {tensors[embedding].numel():,} values; set it to false, or remove the tensor."
+        )
+    if halves := [name for name, tensor in tensors.items() if tensor.dtype == torch.float16]:
+        tensors |= {name: tensors[name].float() for name in halves}  # exactly: nothing here stores float16
+        notes.append(
+            f"{len(halves)} of {len(tensors)} tensors were float16 and are float32 now, their values unchanged"
+        )
+    if tied:
+        notes.append(f"{decoder} is a copy of the embedding; training does not keep them equal")
+        tensors[decoder] = tensors[embedding].clone()
+    if zero:
+        notes.append(f"filled with zeros, as the files lack them: {quote_names(zero)}")
+        tensors |= {name: tensors[embedding].new_zeros(shapes[name]) for name in zero}
+    return tensors, notes
+
+
+def _match_names(
+    folder: Path, stored: Mapping[str, Tensor], shapes: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors under published names, and notes on names that differ.
+
+    Names in the files may lack the prefix "model." or have one too many, or have those of DDP and torch.compile.
+    A name that no tensor of the model has stays as it is.
+    """
+    tensors: dict[str, Tensor] = {}
+    sources: dict[str, str] = {}
+    wrapped = []
+    for source, tensor in stored.items():
+        if source.endswith(_LEFTOVERS):
+            continue
+        plain = re.sub(r"^(module\.)+", "", source.replace("_orig_mod.", ""))
+        spellings = (plain, f"model.{plain}", plain.removeprefix("model."))
+        name = next((one for one in spellings if one in shapes), source)
+        if name in tensors:
+            raise ConversionError(
+                f"{folder}: {quote(sources[name])} and {quote(source)} are one weight; remove either."
+            )
+        tensors[name], sources[name] = tensor, source
+        wrapped += [source] if plain != source else []
+    notes = []
+    if left_out := [name for name in stored if name.endswith(_LEFTOVERS)]:
+        notes.append(f"left out {quote_names(left_out)}: rotary angles follow from the base")
+    if wrapped:
+        notes.append(f"'module.' and '_orig_mod.' are left out of {len(wrapped)} names, such as {quote(wrapped[0])}")
+    return tensors, notes
+
+
+def _find_zero_biases(
+    folder: Path, config: FolderConfig, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], *, decoder: str
+) -> list[str]:
+    """Return the biases that no file holds and that are zeros; `decoder` is the published name of the head's weight.
+
+    Raises:
+        ConversionError: The files lack something else, or hold what the model has not.
+    """
+    biases = [name for name in shapes if name.endswith(".bias") and not config.has_biases]
+    if config.layout == "eurobert" and (ignored := [name for name in biases if name in tensors]):
+        raise ConversionError(
+            f"{folder}: config.json has mlp_bias false, but the files hold {quote_names(ignored)}, which transformers "
+            "would ignore; set it to true, or remove them."
+        )
+    optional = [*biases, decoder] if config.tied else biases
+    missing = [name for name in shapes if name not in tensors and name not in optional]
+    unknown = [name for name in tensors if name not in shapes]
+    if decoder in missing:
+        others = f", but {quote_names(unknown)}" if unknown else ""
+        raise ConversionError(
+            f"{folder}: there is no {decoder}{others}. Pre-training continues only from a model with its "
+            "masked-language-model head; if the embedding is that decoder, config.json must have "
+            '"tie_word_embeddings": true.'
+        )
+    if unknown:
+        raise ConversionError(
+            f"{folder}: NeoBERT has no place for {quote_names(unknown)}; config.json has num_hidden_layers "
+            f"{config.model.num_layers} and the layout {config.layout}. Fetch the folder again, or save it without."
+        )
+    if missing:
+        raise ConversionError(
+            f"{folder}: the files lack {quote_names(missing)}; a {config.layout} folder of {config.model.num_layers} "
+            f"layers holds {len(shapes)} tensors. Fetch it again."
+        )
+    return [name for name in biases if name not in tensors]
+
+
+# --- files
+
+
+def _map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
+    """Map the tensors of model.safetensors, of the files that its index names, or of a state dict of NeoBERT's code.
+
+    Of a llama folder the head beside the encoder is mapped as well.
+
+    Raises:
+        MissingInputError: There are no weights, or a file that the index names is not there.
+        ConversionError: The weights are pickled otherwise, a file is damaged, or index and files do not agree.
+    """
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.is_file() and index.is_file():
+        raise ConversionError(f"{folder}: {WEIGHTS} and {INDEX} are both there; remove what is left of another model.")
+    if single.is_file():
+        tensors = _map_file(single)
+    elif index.is_file():
+        tensors = _map_shards(folder, read_weight_map(index))
+    elif (folder / _STATE_DICT).is_file():
+        tensors = _map_state_dict(folder / _STATE_DICT)
+    elif pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+        raise ConversionError(
+            f"{folder}: the weights are pickled ({quote(pickles[0])}). Beside safetensors, only {_STATE_DICT} is read, "
+            f"as NeoBERT's own code writes it. Save the weights as {WEIGHTS}; a file that holds a plain state dict can "
+            f"also be renamed to {_STATE_DICT}."
+        )
+    else:
+        raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder that holds weights.")
+    if layout != "llama":
+        return tensors
+    if not (folder / HEAD_FOLDER / WEIGHTS).is_file():
+        raise ConversionError(
+            f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (what Llama "
+            "calls lm_head predicts the next token); pre-training continues only from a model with its own head."
+        )
+    head = _map_file(folder / HEAD_FOLDER / WEIGHTS)
+    if twice := sorted(tensors.keys() & head.keys()):
+        raise ConversionError(f"{folder}: {quote(twice[0])} is in {HEAD_FOLDER} as well; remove one of them.")
+    return tensors | head
+
+
+def _map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    found = set()
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            raise MissingInputError(f"{folder / file}: no such file, but {INDEX} names it; fetch the folder again.")
+        of_file = _map_file(folder / file)
+        found |= {(name, file) for name in of_file}
+        tensors |= of_file
+    if differing := sorted(found ^ set(weight_map.items())):
+        name, file = differing[0]
+        holds = "holds" if differing[0] in found else "does not hold"
+        raise ConversionError(
+            f"{folder / file} {holds} {quote(name)}; for that, {INDEX} names {quote(weight_map.get(name))}. One of the "
+            "files belongs to another model: fetch the folder again."
+        )
+    return tensors
+
+
+def _map_file(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ConversionError(f"{file}: not a safetensors file ({error!s:.200}); fetch it again.") from error
+
+
+def _map_state_dict(file: Path) -> dict[str, Tensor]:
+    """Map the tensors of a file of torch.save.
+
+    Raises:
+        ConversionError: The file holds something else, asks for other objects, or is compressed.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+        if any(one.compress_type for one in entries) or sum(one.file_size for one in entries) > file.stat().st_size:
+            raise ValueError("compressed; torch.save compresses nothing")  # and a few bytes could fill the memory
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged byte makes torch.load raise almost anything
+        raise ConversionError(
+            f"{file}: cannot be read safely ({short_reason(error)}); save the state dict alone as {WEIGHTS}."
+        ) from error
+    is_plain = isinstance(state, dict) and all(
+        isinstance(name, str) and isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta
+        for name, one in state.items()
+    )
+    if not is_plain or not state:
+        raise ConversionError(f"{file}: holds no state dict of plain tensors; save the weights as {WEIGHTS}.")
+    return {name: one.detach() for name, one in state.items()}
