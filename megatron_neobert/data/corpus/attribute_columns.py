@@ -6,14 +6,12 @@ numbers, numbers, truth values, or texts. If a key has values of several types, 
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-from megatron_neobert.errors import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,15 +26,15 @@ def attribute_name(key: str) -> str:
     return re.sub(r"\W", "_", key, flags=re.ASCII)
 
 
-def check_record_keys(keys: Sequence[str]) -> None:
-    """Raise ConfigError for record keys whose attributes no expression could name."""
+def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each record key whose attribute no expression could name."""
     names = [attribute_name(key) for key in keys]
     for key, name in zip(keys, names, strict=True):
         if not name.isidentifier() or keyword.iskeyword(name) or name in DERIVED or names.count(name) > 1:
-            raise ConfigError(
+            yield (
                 f"--record-key {key} would be the attribute '{name}'; attributes need names of their own that begin "
                 f"with a letter or _ and are neither {', '.join(DERIVED)} nor Python's keywords. Rename the field, or "
-                "leave it out."
+                "leave it out"
             )
 
 

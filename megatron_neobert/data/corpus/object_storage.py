@@ -156,9 +156,10 @@ class ObjectStorage:
             fetching.written_bytes += size
             return
         fetching.written_bytes, found = 0, []
-        for path in (self.folder / "blocks").glob("*/*[0-9]"):
+        for path in (self.folder / "blocks").glob("*/*"):
             with suppress(FileNotFoundError):
-                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+                if path.name.isdigit():  # a block, not a file that is being written
+                    found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         used = sum(size for _, size, _ in found)
         left = 0.8 * LIMIT_BYTES if used > LIMIT_BYTES else used
         for _, size, path in sorted(found):

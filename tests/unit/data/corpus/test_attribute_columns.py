@@ -1,7 +1,6 @@
 """Columns of chunks, joined: one type for each key, and the rows of the documents that are in the corpus."""
 
 import datetime
-import json
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +9,6 @@ import pytest
 
 from megatron_neobert.data.corpus import attribute_columns
 from megatron_neobert.data.corpus.attribute_columns import check_record_keys, join_columns, pack_columns
-from megatron_neobert.errors import ConfigError
 
 
 def joined(folder, *chunks, chosen=None):
@@ -62,6 +60,5 @@ def test_rows_are_those_of_the_documents_that_are_in_the_corpus_in_groups_of_one
 
 @pytest.mark.parametrize("keys", [["length"], ["input"], ["2nd"], ["class"], ["a.b", "a-b"], [""]])
 def test_keys_that_no_expression_could_name_are_refused(keys):
-    check_record_keys(["score", "data.lang", "WARC-Date", "_x"])
-    with pytest.raises(ConfigError, match=f"--record-key {json.dumps(keys[0])[1:-1]} would be the attribute"):
-        check_record_keys(keys)
+    assert not list(check_record_keys(["score", "data.lang", "WARC-Date", "_x"]))
+    assert next(check_record_keys(keys)).startswith(f"--record-key {keys[0]} would be the attribute")
