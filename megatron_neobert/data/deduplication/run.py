@@ -382,7 +382,7 @@ def _write(settings: FindSettings, corpora: Sequence[Corpus], clusters: NDArray[
     masks, before = [], 0
     for prefix, corpus in zip(settings.prefixes, corpora, strict=True):
         own, tokens, first = dropped[before : before + len(corpus)], 0, 0
-        for lengths in corpus.length_arrays():
+        for lengths in (volume.lengths for volume in corpus.volumes):
             tokens += int(lengths[own[first : first + len(lengths)]].sum(dtype=np.int64))
             first += len(lengths)
         masks.append((prefix, corpus.manifest, own, tokens))
