@@ -23,6 +23,7 @@ REQUIREMENTS = [
     # Exactly those that runtime/megatron_patches.py was written for. 0.16.1 is the last for Python 3.11.
     "megatron-core==0.16.1; python_version < '3.12'",
     "megatron-core==0.19.2; python_version >= '3.12'",
+    "msgspec>=0.19",
     "numpy>=1.26",
     "pyarrow>=16",
     "orjson>=3.9",

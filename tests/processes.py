@@ -19,7 +19,7 @@ import cloudpickle
 from torch import multiprocessing
 from torch.distributed import TCPStore
 
-from megatron_neobert.runtime.rendezvous import serve_store
+from megatron_neobert.runtime.store import serve_store
 
 _SERVERS: dict[str, forkserver.ForkServer] = {}
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -1,36 +1,32 @@
-"""What a run would be, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
+"""The plan of a run, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
 
 Documents, packing efficiency and epochs come from whole windows of rows, packed as training packs them; everything else
 from the settings. Memory is that of the fullest rank. Times are stated for a share of a GPU's peak rate, which nobody
 knows before a run has been measured.
 """
 
-import math
 import shlex
-import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.cli import flag_of
-from megatron_neobert.config.phases import resolve_phases
+from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.rows import count_windows, documents_in_window, pack_window
+from megatron_neobert.data.batches.rows import count_windows, documents_in_window, pack_window, usual_masked
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
-from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines, plan_memories
-from megatron_neobert.planning.memory import Kernels, RankMemory
+from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines
+from megatron_neobert.planning.memory import RankMemory, plan_memory
 from megatron_neobert.text import counted, percent
 
 _INDENT = 12  # columns for a line's name
 _COLUMNS = 80  # of a terminal
-_CURVE_COLUMNS, _CURVE_LINES = 58, 5
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_WINDOWS = 8  # 32,768 documents
 _LARGE_CUT = 0.1  # share of tokens that are never read
 _MANY_EPOCHS = 5
@@ -50,89 +46,73 @@ class IterationSample:
     epochs: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedPhase:
-    """A stretch of iterations that share their settings, as far as they are still to be trained."""
+@dataclass(frozen=True)
+class Forecast:
+    """Figures of the iterations of a phase that are still to be trained."""
 
-    number: int  # 0: before the first of --phases
-    words: str  # what changes with it
-    first: int
-    last: int
-    settings: Settings
+    phase: Phase  # cut to these iterations; none are left where `last` is before `first`
     inputs: Inputs
     sample: IterationSample
-    memories: dict[Kernels, RankMemory]
+    memory: RankMemory
+    flops: float  # of an iteration
 
     @property
     def left(self) -> int:
         """Iterations."""
-        return self.last - self.first + 1
-
-    @property
-    def flops(self) -> float:
-        """Of an iteration."""
-        return flops_per_iteration(self.settings, self.inputs, self.sample)
+        return (self.phase.last or 0) - self.phase.first + 1
 
 
-def plan_phases(settings: Settings, inputs: Sequence[Inputs], *, first: int, world_size: int) -> list[PlannedPhase]:
-    """What is to be trained behind `first` iterations: one phase where --phases changes nothing in between."""
-    last_of_run = settings.training.train_iters
-    words = ["", *(change.flags for change in settings.training.phases)]
-    spans = [(max(one.first, first + 1), min(one.last or last_of_run, last_of_run)) for one in resolve_phases(settings)]
-    left = [number for number, (begin, end) in enumerate(spans) if begin <= end]
-    planned = []
-    for number in left or [len(spans) - 1]:  # of a run that has nothing left, the last one, with no iteration
-        own, phase_settings = inputs[number], resolve_phases(settings)[number].settings
-        begin, end = spans[number]
-        planned.append(
-            PlannedPhase(
-                number=number,
-                words=words[number],
-                first=begin,
-                last=max(end, begin - 1),
-                settings=phase_settings,
-                inputs=own,
-                sample=sample_iteration(phase_settings, own),
-                memories=plan_memories(phase_settings, vocab_size=own.tokenizer.vocab_size, world_size=world_size),
-            )
-        )
-    return planned
+def forecast_phase(phase: Phase, inputs: Inputs, *, first: int, world_size: int) -> Forecast:
+    """Return the figures of a phase of which `first` iterations of the run are done."""
+    settings, vocab_size = phase.settings, inputs.tokenizer.vocab_size
+    begin, end = max(phase.first, first + 1), settings.training.train_iters
+    last = end if phase.last is None else min(phase.last, end)
+    sample = sample_iteration(settings, inputs)
+    per_token = training_flops_per_token(
+        settings, vocab_size=vocab_size, document_tokens=sample.tokens_of_a_tokens_document
+    )
+    slots = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
+    # A GPU gets batches of one shape, with room for nearly every number of masked tokens.
+    masked = usual_masked(slots, probability=settings.data.mask_prob)
+    memory = plan_memory(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked)
+    phase = replace(phase, first=begin, last=max(last, begin - 1))
+    return Forecast(phase, inputs, sample, memory, per_token * sample.tokens)
 
 
 def print_plan(settings: Settings, *, world_size: int) -> int:
-    """Prints the plan of a legal run and returns 0.
+    """Print the plan of a legal run and return 0.
 
     Raises:
         MissingInputError, DataError, ConfigError: As `open_phases`.
     """
     inputs = open_phases(settings)
     vocab_size, first = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
-    phases = plan_phases(settings, inputs, first=first, world_size=world_size)
-    fullest = max(phases, key=lambda phase: next(iter(phase.memories.values())).total)
+    last, phases = settings.training.train_iters, resolve_phases(settings)
+    left = [phase for phase in phases if phase.first <= last and (phase.last is None or phase.last > first)]
+    forecasts = [
+        forecast_phase(phase, inputs[phase.number], first=first, world_size=world_size) for phase in left or phases[-1:]
+    ]
+    fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
     sections = [
         ("settings", settings_lines(settings)),
         ("model", model_lines(settings, inputs[0])),
         ("ranks", [describe_ranks(settings, world_size)]),
     ]
-    for phase in phases:
-        if len(phases) > 1:
-            sections.append((f"phase {phase.number}", phase_lines(phase)))
-        sections.append(("iteration", iteration_lines(phase.settings, phase.sample, world_size=world_size)))
-        sections.append(("corpus", corpus_lines(phase.inputs, phase.sample, left=phase.left)))
-        if len(phases) > 1:
-            lines = gpu_lines(phase.settings, phase.memories, flops=phase.left * phase.flops, world_size=world_size)
-            sections.append(("GPUs", lines))
-    memories, flops = fullest.memories, sum(phase.left * phase.flops for phase in phases)
-    stages = settings.parallel.pipeline_model_parallel_size
+    for forecast in forecasts:
+        if len(forecasts) > 1:
+            sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
+        lines = iteration_lines(forecast.phase.settings, forecast.sample, world_size=world_size)
+        sections.append(("iteration", lines))
+        sections.append(("corpus", corpus_lines(forecast.inputs, forecast.sample, left=forecast.left)))
+    flops = sum(forecast.left * forecast.flops for forecast in forecasts)
     sections += [
-        ("run", run_lines(settings, phases, first=first)),
-        ("rate", rate_lines(settings, first=first)),
-        ("memory", memory_lines(memories, stages=stages)),
-        ("GPUs", gpu_lines(settings, memories, flops=flops, world_size=world_size)),
+        ("run", run_lines(settings, forecasts, first=first)),
+        ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
+        ("GPUs", gpu_lines(settings, fullest.memory, flops=flops, world_size=world_size)),
         ("checkpoints", checkpoint_lines(settings, vocab_size=vocab_size, first=first)),
     ]
-    if len(phases) > 1:
-        sections[-3][1].append(f"in phase {fullest.number}, which takes most")
+    if len(forecasts) > 1:
+        sections[-3][1].append(f"in phase {fullest.phase.number}, which takes most")
     for name, lines in sections:
         folded = [part for line in lines for part in _fold(line)]
         for label, line in zip([name, *[""] * len(folded)], folded, strict=False):
@@ -223,35 +203,31 @@ def corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[
     return lines
 
 
-def flops_per_iteration(settings: Settings, inputs: Inputs, sample: IterationSample) -> float:
-    per_token = training_flops_per_token(
-        settings, vocab_size=inputs.tokenizer.vocab_size, document_tokens=sample.tokens_of_a_tokens_document
-    )
-    return per_token * sample.tokens
-
-
-def phase_lines(phase: PlannedPhase) -> list[str]:
+def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
+    phase = forecast.phase
+    flags = settings.training.phases[phase.number - 1].flags if phase.number else ""
+    tokens = forecast.left * forecast.sample.tokens
     return [
-        f"iterations {phase.first:,} to {phase.last:,}: {phase.left * phase.sample.tokens:.3e} tokens of documents",
-        *([phase.words] if phase.words else []),
-        flops_line(phase),
+        f"iterations {phase.first:,} to {phase.last:,}: {tokens:.3e} tokens of documents",
+        *([flags] if flags else []),
+        flops_line(forecast.flops, forecast.sample.tokens, left=forecast.left),
     ]
 
 
-def flops_line(phase: PlannedPhase) -> str:
-    flops = phase.flops
-    per_token = flops / phase.sample.tokens
-    return f"{per_token:.3e} FLOPs per token, {flops:.3e} per iteration, {flops * phase.left:.3e} in all"
+def flops_line(flops: float, tokens: float, *, left: int) -> str:
+    return f"{flops / tokens:.3e} FLOPs per token, {flops:.3e} per iteration, {flops * left:.3e} in all"
 
 
-def run_lines(settings: Settings, phases: Sequence[PlannedPhase], *, first: int) -> list[str]:
+def run_lines(settings: Settings, forecasts: Sequence[Forecast], *, first: int) -> list[str]:
     done = f", {first:,} of them done" if first else ""
-    tokens = sum(phase.left * phase.sample.tokens for phase in phases)
-    flops = sum(phase.left * phase.flops for phase in phases)
+    tokens = sum(one.left * one.sample.tokens for one in forecasts)
+    flops = f"{sum(one.left * one.flops for one in forecasts):.3e} FLOPs in all"
+    if len(forecasts) == 1:
+        flops = flops_line(forecasts[0].flops, forecasts[0].sample.tokens, left=forecasts[0].left)
     return [
         f"{counted(settings.training.train_iters, 'iteration')}{done}: {tokens:.3e} tokens of documents"
         f"{' to go' if first else ''}",
-        flops_line(phases[0]) if len(phases) == 1 else f"{flops:.3e} FLOPs in all",
+        flops,
     ]
 
 
@@ -295,72 +271,6 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
             share * own / len(source.documents) for own, source in zip(documents_c.tolist(), sources, strict=True)
         ),
     )
-
-
-# ---- the learning rate
-
-# Of the way from the peak rate to the lowest what is left, by the share of the decay that is done.
-_LEFT: dict[str, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
-    "exponential": lambda done: 2 * 0.5**done - 1,
-    "minus_sqrt": lambda done: 1 - math.sqrt(done),
-}
-
-
-def learning_rate(settings: Settings, iteration: int) -> float:
-    """Behind `iteration` updates; what Megatron's scheduler gives (tests/unit/planning/test_plan.py compares them)."""
-    optimizer, end = settings.optimizer, settings.lr_decay_end
-    if optimizer.lr_warmup_iters > 0 and iteration <= optimizer.lr_warmup_iters:
-        return optimizer.lr * iteration / optimizer.lr_warmup_iters
-    if optimizer.lr_decay_style == "constant":
-        return optimizer.lr
-    if optimizer.lr_decay_style == "inverse-square-root":
-        warmed_up = math.sqrt(max(optimizer.lr_warmup_iters, 1) / max(iteration, 1))
-        return max(optimizer.min_lr, optimizer.lr * warmed_up if iteration <= end else 0.0)
-    style, begin = optimizer.lr_decay_style, optimizer.lr_warmup_iters
-    if style == "WSD":
-        style, begin = optimizer.lr_wsd_decay_style, end - (optimizer.lr_wsd_decay_iters or 0)
-    done = min(1.0, max(0.0, (iteration - begin) / (end - begin)))
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * _LEFT[style](done)
-
-
-def draw_curve(values: Sequence[float], *, height: int, unicode: bool) -> list[str]:
-    """Columns from 0 up to each value, the largest `height` lines high; ASCII rounds to whole lines.
-
-    Args:
-        values: At least one above 0.
-    """
-    eighths = [round(8 * height * value / max(values)) for value in values]
-    lines = []
-    for line in reversed(range(height)):
-        cells = [min(8, max(0, column - 8 * line)) for column in eighths]
-        lines.append("".join(_EIGHTHS[cell] if unicode else " #"[cell >= 4] for cell in cells).rstrip())
-    return lines
-
-
-def rate_lines(settings: Settings, *, first: int) -> list[str]:
-    """The learning rate from the first iteration to the last, and where it is what."""
-    last = max(settings.training.train_iters, first + 1)
-    places = [first + round((last - first) * column / (_CURVE_COLUMNS - 1)) for column in range(_CURVE_COLUMNS)]
-    rates = [learning_rate(settings, place) for place in places]
-    if not max(rates):
-        return ["0 throughout"]
-    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    rows = draw_curve(rates, height=_CURVE_LINES, unicode=unicode)
-    labels = [f"{max(rates):.1e}", *[""] * (_CURVE_LINES - 2), "0"]
-    lines = [f"{label:>7} |{row}" for label, row in zip(labels, rows, strict=True)]
-    lines.append(f"{'':>7} +{'-' * _CURVE_COLUMNS}")
-    lines.append(f"{'':>9}{f'iteration {first:,}':<{_CURVE_COLUMNS // 2}}{f'{last:,}':>{_CURVE_COLUMNS // 2}}")
-    optimizer, decay = settings.optimizer, "constant"
-    if optimizer.lr_decay_style != "constant":
-        end, style = settings.lr_decay_end, optimizer.lr_decay_style
-        if optimizer.lr_wsd_decay_iters is not None:
-            style = f"constant to {end - optimizer.lr_wsd_decay_iters:,}, then {optimizer.lr_wsd_decay_style}"
-        decay = f"{style} to {optimizer.min_lr:g} at {end:,}"
-    warmup = f"0 to {optimizer.lr:g} by iteration {optimizer.lr_warmup_iters:,}"
-    lines.append(f"{warmup if optimizer.lr_warmup_iters else f'{optimizer.lr:g}'}, then {decay}")
-    return lines
 
 
 # ---- words

@@ -5,23 +5,38 @@ gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; witho
 
 import datetime
 import ipaddress
+import json
 import os
+import re
 import socket
+from dataclasses import asdict
+from typing import Any
 
 import psutil
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_neobert.cli import flag_of
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches
 
 _NODE_0 = "address of node 0"  # key of the store
+# Of gloo, which has no class for them; NCCL and the store raise torch.distributed.DistError.
+_LOST_CONNECTION = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
+    r"Application timeout caused pair closure|Timed out waiting"
+)
+_RECORDED_COLLECTIVES = "256"
 # By which NCCL and gloo wait longer than the hang detector, which may need 44 s for its report.
 MARGIN_SECONDS = 60
 
 
 def initialize(settings: Settings) -> torch.device:
-    """Joins the process group, forms Megatron's groups, and returns this rank's device.
+    """Join the process group, compare the settings of all ranks, form Megatron's groups, and return the device.
+
+    Raises:
+        ConfigError: A rank was started with other settings than rank 0; the same error on all ranks.
 
     Collective: all ranks.
     """
@@ -33,6 +48,7 @@ def initialize(settings: Settings) -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # torch's flight recorder; 0 switches it off
     # Later than the hang detector, whose message names the rank.
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=MARGIN_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -46,6 +62,7 @@ def initialize(settings: Settings) -> torch.device:
     else:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    _refuse_different_settings(settings)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -55,6 +72,25 @@ def initialize(settings: Settings) -> torch.device:
     # Nothing is random in a step, but Megatron's sequence parallelism and recomputation want the states to exist.
     tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed)
     return device
+
+
+def _refuse_different_settings(settings: Settings) -> None:
+    """Compare the settings of all ranks with those of rank 0. Collective: all ranks."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (socket.gethostname(), asdict(settings)))
+    _, expected = ranks[0]
+    for rank, (host, found) in enumerate(ranks):
+        differences = [
+            f"{flag_of(name)} {found[section][name]}, not {value}"
+            for section, values in expected.items()
+            for name, value in values.items()
+            if found[section][name] != value
+        ]
+        if differences:
+            raise ConfigError(
+                f"rank {rank} on {host} differs from rank 0 ({', '.join(differences)}); start all ranks with the same "
+                "settings."
+            )
 
 
 def _listen_on_one_interface(store: torch.distributed.Store) -> None:
@@ -84,6 +120,22 @@ def _listen_on_one_interface(store: torch.distributed.Store) -> None:
         if any(one.address == address for one in own):
             for name in variables:
                 os.environ.setdefault(name, interface)
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Return whether an error of a collective means that another rank is gone."""
+    is_gloos = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+    return is_gloos or isinstance(error, torch.distributed.DistError)
+
+
+def pending_collective() -> str:
+    """Return the name of the oldest collective that has not ended, such as nccl:all_reduce; empty without one."""
+    recorder = torch._C._distributed_c10d
+    dump = getattr(recorder, "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json", None)
+    if dump is None:  # another release of torch
+        return ""
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return next((str(entry["profiling_name"]) for entry in entries if not entry["retired"]), "")
 
 
 def shut_down() -> None:

@@ -10,12 +10,12 @@ nothing to save, so a signal ends the rank at once. No torch: this has to hold b
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,7 +41,6 @@ _group_stands = threading.Event()
 _signals_received: list[int] = []
 _signals_answered: list[int] = []
 _started_seconds = time.monotonic()
-_launchers: list[int] = []  # the process that started this rank, if it watches over it
 passed_on: set[int] = set()  # by this launcher to its ranks
 interrupts: list[int] = []  # Ctrl-C that this launcher got while it had ranks
 
@@ -82,8 +81,7 @@ def _pass_on(number: int) -> None:
 def install_signal_handlers() -> None:
     """SIGTERM, SIGUSR1 and Ctrl-C end this rank at once, with 75, until `remember_signals` is called."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _launchers.append(os.getppid())
-        threading.Thread(target=_end_with_launcher, daemon=True).start()
+        threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     for number in (*STOP_SIGNALS, ABORT_SIGNAL):
         signal.signal(number, lambda number, frame: _signals_received.append(number))
     watch_signals(_answer)
@@ -114,12 +112,13 @@ def watch_signals(answer: Callable[[int], None]) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def _end_with_launcher() -> None:
-    """Until the hang detector does it: a rank that waits for others would wait for ever once the launcher is gone."""
-    while not _group_stands.wait(_SECONDS_BETWEEN_LOOKS):
-        if launcher_has_gone():
-            _write(f"rank {os.environ.get('RANK', '0')}: the launcher that started it has gone\n")
-            os._exit(EXIT_UNAVAILABLE)
+def _end_with_launcher(launcher: int) -> None:
+    """End a rank whose torchrun or launcher has ended: it would wait for other ranks, or write beside its successor."""
+    while os.getppid() == launcher:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    rank = os.environ.get("RANK", "0")
+    _write(f"error: rank {rank}: the launcher that started it has gone. The last checkpoint is untouched.\n")
+    os._exit(EXIT_UNAVAILABLE)
 
 
 def _answer(number: int) -> None:
@@ -136,20 +135,31 @@ def _answer(number: int) -> None:
 
 
 def _write(text: str) -> None:
-    """Writes with one call, since other ranks write as well, and gives up where nobody reads."""
-    writer = threading.Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
-    writer.start()
-    writer.join(_SECONDS_TO_WRITE)
+    ask_within(_SECONDS_TO_WRITE, lambda: write_to_stderr(text))
+
+
+def write_to_stderr(text: str) -> None:
+    """Write with one call, since other ranks write as well, and past the lock of sys.stderr."""
+    os.write(2, text.encode())
+
+
+def ask_within(seconds: float, question: Callable[[], Any]) -> Any:
+    """Return the answer, or None if there is none in time: a call to a peer that is gone may never return."""
+    answers: list[Any] = []
+
+    def wait_for_answer() -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # torch.distributed.DistError among the latter
+            answers.append(question())
+
+    thread = threading.Thread(target=wait_for_answer, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
 
 
 def count_signals() -> int:
-    """How many stop signals have reached this rank."""
+    """Number of stop signals received by this rank."""
     return len(_signals_received)
-
-
-def launcher_has_gone() -> bool:
-    """Whether the torchrun or launcher that started this rank has ended without it."""
-    return bool(_launchers) and os.getppid() != _launchers[-1]
 
 
 @dataclass

@@ -1,48 +1,69 @@
 """The ranks of this node, started by torchrun and waited for, and the one exit code that they end with.
 
-torchrun itself always ends with 1, so nobody could tell a preempted run from a broken one.
+torchrun itself always ends with 1, which does not tell a preempted run from a broken one.
 """
 
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_IO_ERROR, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import Node
-from megatron_neobert.runtime.rendezvous import serve_store
+from megatron_neobert.runtime.store import serve_store
 
 
-def run_ranks(node: Node, words: list[str]) -> int:
-    """The exit code of this node's ranks, all of which have ended."""
+def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
+    """Run a script with its arguments on the ranks of this node, and return the exit code of the node.
+
+    Raises:
+        ConnectionError: The nodes do not find each other in time, or the port of node 0 is taken.
+    """
+    from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    store = None  # kept until the ranks have ended
     if node.nodes == 1:
         # Not --standalone: its store listens on all interfaces, and torchrun unpickles what a stranger writes there.
-        store = serve_store("127.0.0.1", 0, nodes=1)  # kept until the ranks have ended; a restart gets an empty one
+        store = serve_store("127.0.0.1", 0, nodes=1)
         node = replace(node, address=store.host, port=store.port)
-    options = [f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
-    options += [f"--master-addr={node.address}", f"--master-port={node.port}"]
-    options.append(f"--log-dir={os.devnull}")  # a folder below TMPDIR otherwise, for logs that nobody asked for
+    else:
+        place = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
+        print(f"node {node.rank} of {node.nodes} can start; {place}", file=sys.stderr, flush=True)
+        if node.rank == 0:
+            store = serve_store(node.address, node.port, nodes=node.nodes)
+    options = [f"--nproc-per-node={nproc}", f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
+    options += [f"--master-addr={node.address}", f"--master-port={node.port}", f"--rdzv-conf=timeout={timeout_seconds}"]
+    options.append(f"--log-dir={os.devnull}")  # not torchrun's logs in a folder below TMPDIR
     # Not torchrun's way with the others: it would kill the ranks 30 s later, in the middle of saving.
     options.append("--signals-to-handle=SIGHUP,SIGQUIT")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message is clearer
+    started = time.monotonic()
     try:
-        torchrun.run(torchrun.parse_args([*options, *words]))
+        torchrun.run(torchrun.parse_args([*options, *script]))
     except ChildFailedError as error:
         return exit_code_of_node({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:  # a closed terminal, or SIGQUIT; the ranks got it as well
         signals.passed_on.add(error.sigval)
         return 128 + error.sigval
+    except DistError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ConnectionError(
+            f"the {node.nodes} nodes did not all meet at {node.address} port {node.port} within "
+            f"{time.monotonic() - started:.0f} s ({reason}). Look at the output of the other nodes: one may have "
+            "refused its start. Check NODE_RANK, MASTER_ADDR, MASTER_PORT and the firewall; if a node is only slow, "
+            "raise RENDEZVOUS_TIMEOUT_SECONDS."
+        ) from error
     return 0
 
 
 def exit_code_of_node(codes: Mapping[int, int]) -> int:
-    """That of the rank that failed for a reason of its own; 128 + the signal if one ended it, as shells report it.
+    """Return the code of the rank that failed for a reason of its own; 128 + the signal if a signal ended it.
 
     Args:
         codes: By rank, those that torchrun found failed first. A rank that lost another one waits for its end, but
@@ -60,8 +81,3 @@ def exit_code_of_node(codes: Mapping[int, int]) -> int:
         return EXIT_STOPPED_EARLY
     print(f"error: rank {rank} was ended by signal {-code}", file=sys.stderr, flush=True)
     return 128 - code
-
-
-def is_crash(code: int) -> bool:
-    """Whether another start may get further: the program, another rank, the file system or a signal ended this one."""
-    return code in (1, EXIT_UNAVAILABLE, EXIT_IO_ERROR) or (code > 128 and code != EXIT_INTERRUPTED)

@@ -34,7 +34,7 @@ PLACES = {
     "megatron_neobert.config.cli": Place(2, "command line"),
     # Start-up and files need no torch; what touches Megatron comes later.
     "megatron_neobert.runtime": Place(1, "runtime"),
-    "megatron_neobert.runtime.rendezvous": Place(2, "runtime"),
+    "megatron_neobert.runtime.store": Place(2, "runtime"),
     "megatron_neobert.runtime.torchrun": Place(3, "platform"),
     "megatron_neobert.model.reference": PURE,
     "megatron_neobert.model.flops": PURE,

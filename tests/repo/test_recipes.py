@@ -19,9 +19,9 @@ from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
-from megatron_neobert.model.flops import count_parameters
+from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.planning.plan import IterationSample, PlannedPhase, flops_line, model_lines, print_plan
+from megatron_neobert.planning.plan import flops_line, model_lines, print_plan
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training.loop import run_training
 
@@ -155,14 +155,8 @@ def test_size_states_the_parameters_and_the_operations_that_its_plan_prints(reci
     settings, tokens = read_settings(recipe), 1024
     inputs = open_inputs(replace(settings.data, data_path=(tiny_corpus.prefix,), tokenizer_model=tiny_corpus.tokenizer))
     inputs = replace(inputs, tokenizer=SimpleNamespace(vocab_size=30_522))
-    whole = IterationSample(
-        documents=1, tokens=1, packing_efficiency=1, truncated=0, tokens_of_a_tokens_document=tokens,
-        document_shares=(1,), token_shares=(1,), epochs=(1,)
-    )  # fmt: skip
-    phase = PlannedPhase(
-        number=0, words="", first=1, last=1, settings=settings, inputs=inputs, sample=whole, memories={}
-    )
-    parameters, operations = model_lines(settings, inputs)[0], flops_line(phase)
+    flops = tokens * training_flops_per_token(settings, vocab_size=30_522, document_tokens=tokens)
+    parameters, operations = model_lines(settings, inputs)[0], flops_line(flops, tokens, left=1)
     text = " ".join(recipe.read_text(encoding="utf-8").replace("\n#", "").split())
     assert f"{parameters.split(', vocabulary')[0]} with a vocabulary of 30,522;" in text
     assert f"{operations.split(',')[0]} of documents that fill their rows of {tokens:,} tokens." in text

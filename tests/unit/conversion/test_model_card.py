@@ -65,7 +65,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: place / name for name in TABLES}
     for name, folder in folders.items():
         folder.mkdir()
-        write_folder(folder, name, FolderSpec(MODEL, SHAPE, tokenizer), internal)
+        write_folder(folder, name, FolderSpec(SHAPE, tokenizer), internal)
     return folders
 
 

@@ -26,7 +26,7 @@ def fail(how: str) -> None:
 def keep_connections(detector: HangDetector) -> None:
     """Live on until rank 0 has ended, as a rank that waits for its launcher; NCCL would not notice its end either."""
     until = time.monotonic() + 60
-    while not any(beat.ended for beat in detector._read() if beat.rank == 0):
+    while not any(beat.ended for beat in detector._read() if beat.name.startswith("rank 0 ")):
         if time.monotonic() > until:
             print("rank 0 still waits")
             return
@@ -48,7 +48,7 @@ def run(detector: HangDetector, place: str, how: str, iterations: int) -> None:
                 fail(how)
             detector.mark("training", iteration)
             detector.tick()
-            while fails and max(beat.iteration for beat in detector._read() if beat.rank == 1) < 3:
+            while fails and max(beat.iteration for beat in detector._read() if beat.name.startswith("rank 1 ")) < 3:
                 time.sleep(0.05)
             if fails and place == "training":
                 fail(how)
@@ -60,6 +60,7 @@ def main() -> None:
     place, how, minutes, iterations = sys.argv[1:]
     # Faster than in a run.
     hang_detector._TICK_SECONDS, hang_detector._SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "16"  # as in a run
     torch.distributed.init_process_group("gloo")
     detector = HangDetector(ParallelConfig(distributed_timeout_minutes=float(minutes)))
     try:

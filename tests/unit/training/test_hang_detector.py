@@ -48,6 +48,8 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(run_two):
     assert "is behind in iteration 3 (waiting for data). The last checkpoint is untouched" in output
     assert "where rank 1 stands:\n" in ranks[1].output, "the stack of the rank in question is shown"
     assert "time.sleep(300)" in ranks[1].output
+    waits = "where rank 0 stands (in the collective gloo:all_reduce):"
+    assert (waits in output) == ("where rank 0 stands" in output), "the flight recorder names the collective"
     assert "Traceback" not in output
 
 

@@ -1,4 +1,4 @@
-"""Parts of made-up documents, and the corpora that are made of them."""
+"""Chunks of made-up documents, and the corpora that are made of them."""
 
 from dataclasses import replace
 
@@ -9,13 +9,13 @@ from unit.data.small_corpus import (
     numbered_tokenizer,
     output_settings,
     text_hash,
-    write_part,
+    write_chunk,
 )
 
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
-from megatron_neobert.data.corpus.writer import write_corpus, write_one_after_the_other
+from megatron_neobert.data.corpus.writer import write_corpus
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
@@ -24,23 +24,31 @@ UNKNOWN = 1
 
 
 class Place:
-    """A folder with parts of made-up documents in P.partial, and the corpus that is made of them."""
+    """A folder with chunks of made-up documents in P.partial, and the corpus that is made of them."""
 
-    def __init__(self, folder, *, shards=((3, 2), (4,), (0,), (5, 0, 6)), ids_seed=0):
+    def __init__(self, folder, *, inputs=((3, 2), (4,), (0,), (5, 0, 6)), ids_seed=0):
         generator = np.random.default_rng(0)
         self.folder, self.files = folder, corpus_files(folder / "P")
         self.files.partial.mkdir(parents=True)
-        self.texts, self.documents, self.parts = [], [], []
-        for shard, parts in enumerate(shards):
-            for count in parts:
-                texts = [f"text {number}" for number in generator.integers(0, 15, count)]
+        self.texts, self.documents, self.chunks = [], [], []
+        for number, sizes in enumerate(inputs):
+            for size in sizes:
+                texts = [f"text {number}" for number in generator.integers(0, 15, size)]
                 documents = [self._document(text, ids_seed) for text in texts]
-                rejects = f'{{"part": {len(self.parts)}}}\n' if count % 2 else ""
-                number, facts = len(self.parts), {"shard": f"shard {shard}", "texts": texts, "rejects": rejects}
-                part = write_part(self.files.partial, number, documents, TOKENIZER, **facts)
-                self.parts.append(with_sources(part, texts))
+                rejects = f'{{"chunk": {len(self.chunks)}}}\n' if size % 2 else ""
+                self.add_chunk(documents, texts, input=f"input {number}", rejects=rejects)
                 self.texts += texts
                 self.documents += documents
+
+    def add_chunk(self, documents, texts, *, input, rejects=""):
+        """With the length of each text as its document's source, numbered as they come."""
+        facts = {"input": input, "texts": texts, "rejects": rejects}
+        chunk = write_chunk(self.files.partial, len(self.chunks), documents, TOKENIZER, **facts)
+        names = list(dict.fromkeys(str(len(text)) for text in texts))
+        file = self.files.partial / f"{chunk.name}.sources"
+        np.array([names.index(str(len(text))) for text in texts], dtype=SOURCE_DTYPE).tofile(file)
+        sha256 = chunk.sha256 | {"sources": sha256_of(file)}
+        self.chunks.append(replace(chunk, sources=names, sha256=sha256))
 
     @staticmethod
     def _document(text, ids_seed):
@@ -51,32 +59,24 @@ class Place:
         ids = generator.integers(FIRST_ORDINARY, 100, length)
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
-    def write(self, on_progress=lambda _: None, *, inputs=None, write_volumes=write_one_after_the_other, **options):
+    def write(self, *, inputs=None, workers=1, on_progress=lambda _: None, **options):
         output = output_settings(self.files, **options)
         draft = made_up_draft(
-            self.parts,
+            self.chunks,
             TOKENIZER,
             inputs=inputs or {},
             source_key="length of the text",
-            records=sum(part.documents for part in self.parts) + 3,
+            records=sum(chunk.documents for chunk in self.chunks) + 3,
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
         )
-        how = {"write_volumes": write_volumes, "on_progress": on_progress}
-        return write_corpus(self.parts, output, draft, folder=self.files.partial, **how)
+        how = {"workers": workers, "on_progress": on_progress}
+        return write_corpus(self.chunks, output, draft, folder=self.files.partial, **how)
 
     def corpus_bytes(self):
         return {
             file.name: file.read_bytes() for file in self.folder.iterdir() if file.is_file() and file.name[0] == "P"
         }
-
-
-def with_sources(part, texts):
-    """The part with the length of each text as its document's source, numbered as they come."""
-    names = list(dict.fromkeys(str(len(text)) for text in texts))
-    file = part.ids.with_suffix(".sources")
-    np.array([names.index(str(len(text))) for text in texts], dtype=SOURCE_DTYPE).tofile(file)
-    return replace(part, sources=(file, names), sha256=part.sha256 | {"sources": sha256_of(file)})
 
 
 def documents_of(prefix):
