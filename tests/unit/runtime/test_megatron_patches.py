@@ -8,7 +8,7 @@ import torch
 
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime import megatron_patches
-from megatron_neobert.runtime.megatron_patches import FusedAdam
+from megatron_neobert.training.optimizer import FusedAdam
 
 
 def test_a_rank_that_holds_no_weight_of_a_group_updates_the_others():
