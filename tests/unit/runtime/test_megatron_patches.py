@@ -38,12 +38,6 @@ def test_a_patched_function_that_upstream_has_changed_is_refused_with_the_versio
         megatron_patches.refuse_other_upstream()
 
 
-def test_a_patched_function_that_upstream_has_removed_is_refused(monkeypatch):
-    monkeypatch.delattr(megatron_patches.DistributedOptimizer, "get_parameter_state_dp_zero")
-    with pytest.raises(ConfigError, match="get_parameter_state_dp_zero does not hold"):
-        megatron_patches.refuse_other_upstream()
-
-
 def test_a_gradient_norm_of_other_arguments_is_refused(monkeypatch):
     monkeypatch.setattr(megatron_patches.clip_grads, "get_grad_norm_fp32", written_in_another_way)
     with pytest.raises(ConfigError, match="get_grad_norm_fp32 takes grads_for_norm, norm_type, group"):
