@@ -23,6 +23,7 @@ REQUIREMENTS = [
     # Exactly those that runtime/megatron_patches.py was written for. 0.16.1 is the last for Python 3.11.
     "megatron-core==0.16.1; python_version < '3.12'",
     "megatron-core==0.19.2; python_version >= '3.12'",
+    "msgspec>=0.19",
     "numpy>=1.26",
     "pyarrow>=16",
     "orjson>=3.9",
@@ -37,7 +38,6 @@ REQUIREMENTS = [
     "argcomplete>=3",  # the flags of `neobert` in a shell
     "tensorboard>=2.16",
     "rich>=13",
-    "markdown-it-py>=3",  # the report as HTML; rich brings it
     "tqdm>=4.66",
     "matplotlib>=3.8",  # the curves of a run, and the figures of evaluations
     "packaging>=24.2",  # megatron.core imports it
@@ -64,10 +64,9 @@ EXTRAS = {
         "datasets>=4",
         "scikit-learn>=1.6",
         "scipy>=1.13",
-        "optuna>=4",
         "seqeval>=1.2",
         "accelerate>=1",  # transformers' Trainer
-        "pydantic>=2",
+        "msgspec>=0.19",
     ],
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what `neobert export-onnx` writes and runs
     "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what benchmarks/benchmark_preprocessing.py compares with

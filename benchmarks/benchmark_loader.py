@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
@@ -197,20 +198,17 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
             yield Size(job.batch_size, batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
 
 
-class MegatronTokenizer:
-    """What Megatron's dataset asks of a tokenizer."""
-
-    def __init__(self, job: Job) -> None:
-        tokenizer = job.tokenizer
-        self.cls, self.sep, self.pad, self.mask = (
-            tokenizer.cls_id,
-            tokenizer.sep_id,
-            tokenizer.pad_id,
-            tokenizer.mask_id,
-        )
-        self.inv_vocab = {id_: piece for piece, id_ in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
-        self.special_tokens_dict = {"cls_token": self.cls, "sep_token": self.sep, "mask_token": self.mask}
-        self.unique_identifiers = {"fingerprint": tokenizer.fingerprint}
+def megatron_tokenizer(job: Job) -> SimpleNamespace:
+    """Return what Megatron's dataset asks of a tokenizer."""
+    tokenizer = job.tokenizer
+    ids = {"cls": tokenizer.cls_id, "sep": tokenizer.sep_id, "mask": tokenizer.mask_id}
+    return SimpleNamespace(
+        **ids,
+        pad=tokenizer.pad_id,
+        inv_vocab={id_: piece for piece, id_ in tokenizer.backend.get_vocab(with_added_tokens=True).items()},
+        special_tokens_dict={f"{name}_token": id_ for name, id_ in ids.items()},
+        unique_identifiers={"fingerprint": tokenizer.fingerprint},
+    )
 
 
 def megatron_bert(job: Job) -> Iterator[Size]:
@@ -229,7 +227,7 @@ def megatron_bert(job: Job) -> Iterator[Size]:
         sequence_length=job.seq_length,
         path_to_cache=str(job.folder / "megatron-cache"),
         split="1",
-        tokenizer=MegatronTokenizer(job),
+        tokenizer=megatron_tokenizer(job),
         masking_probability=MASKED_SHARE,
         short_sequence_probability=0.0,
         masking_max_ngram=1,

@@ -174,23 +174,29 @@ def main() -> int:
 
 def write_large_corpus(folder: Path, *, megabytes: int) -> tuple[str, Any]:
     """A made-up corpus, repeated to a .bin of this size; its prefix and its tokenizer."""
+    from msgspec import structs
+
     from benchmarks.shared import write_corpus
-    from megatron_neobert.data.corpus.format import corpus_files, write_manifest
+    from megatron_neobert.data.corpus.format import Volume, corpus_files, write_manifest
     from megatron_neobert.data.corpus.reader import Corpus
-    from megatron_neobert.data.corpus.volumes import write_volume
+    from megatron_neobert.data.corpus.volumes import write_index
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+    from megatron_neobert.runtime.atomic_files import NewFile
 
     prefix, vocabulary = write_corpus(
         folder, documents=DOCUMENTS, median_tokens=368, longest=100_000, vocab_size=30_522
     )
     small = Corpus(prefix)
     times = -(-megabytes * 10**6 // small.volumes[0].end)
-    ids, lengths = small.files.bin.read_bytes(), small.volumes[0].lengths
-    volume = write_volume(folder / "P", repeat((ids, lengths), times), small.dtype)
-    assert volume is not None, "there is a document"
-    manifest = small.manifest
+    ids, lengths, manifest = small.files.bin.read_bytes(), small.volumes[0].lengths, small.manifest
     counts = {name: getattr(manifest, name) * times for name in ("records", "documents", "tokens", "unknown_tokens")}
-    write_manifest(corpus_files(folder / "P").manifest, replace(manifest, inputs={}, volumes=[volume], **counts))
+    with NewFile(folder / "P.bin") as bin_, NewFile(folder / "P.idx") as idx:
+        for content in repeat(ids, times):
+            bin_.write(content)
+        write_index(idx, lambda: repeat(lengths, times), counts["documents"], small.dtype)
+        volume = Volume(counts["documents"], counts["tokens"], bin_.commit(), idx.commit())
+    replaced = structs.replace(manifest, inputs={}, volumes=[volume], **counts)
+    write_manifest(corpus_files(folder / "P").manifest, replaced)
     return str(folder / "P"), load_tokenizer(vocabulary)
 
 

@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from benchmarks.shared import describe_machine, in_turns, print_table, write_figures
-from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
+from megatron_neobert.errors import CommandParser, ConfigError, DataError, positive, run_command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.05  # between looks at a tool's memory
@@ -117,24 +117,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--text-key", default="content", help="column of the text (%(default)s)")
     add("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     add("--megatron-lm", default="", metavar="FILE", help="tools/preprocess_data.py of a checkout of Megatron-LM")
-    add("--workers", type=int, nargs="+", default=[1], metavar="N", help="processes, one core each (1)")
-    add("--rounds", type=int, default=2, metavar="N", help="runs of each, of which the median counts (2)")
-    add("--repeat", type=int, default=1, metavar="N", help="read every shard so many times: does memory grow? (1)")
+    add("--workers", type=positive, nargs="+", default=[1], metavar="N", help="processes, one core each (1)")
+    add("--rounds", type=positive, default=2, metavar="N", help="runs of each, of which the median counts (2)")
+    add("--repeat", type=positive, default=1, metavar="N", help="read every shard so many times: does memory grow? (1)")
     add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
-    arguments = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
-    problems = [
-        f"--workers {workers} is not a number from 1 to {cores}, the cores of this machine."
-        for workers in arguments.workers
-        if not 1 <= workers <= cores
-    ]
-    given = {"--rounds": arguments.rounds, "--repeat": arguments.repeat}
-    problems += [f"{flag} {number} is below 1." for flag, number in given.items() if number < 1]
-    if arguments.megatron_lm and not Path(arguments.megatron_lm).is_file():
-        problems.append(f"--megatron-lm {arguments.megatron_lm}: no such file; name tools/preprocess_data.py there.")
-    if problems:
-        raise ConfigError(problems)
-    return arguments
+    return parser.parse_args()
 
 
 def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]:

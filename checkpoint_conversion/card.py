@@ -96,7 +96,7 @@ def write_model_card(folder: Path, declared: Declared | None = None, results: Se
     model_id = declared.model_id or (found.group(1) if found else NO_MODEL_ID)
     title = "NeoBERT" if model_id == NO_MODEL_ID else model_id.rsplit("/", maxsplit=1)[-1]
     try:
-        facts = _read_facts(folder)
+        facts = read_facts(folder)
         data = cast(ModelCardData, present.data)
         data.license = declared.license or data.license or "unknown"
         data.base_model = declared.base_model or data.base_model
@@ -135,7 +135,7 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
         MissingInputError: The folders hold no scores of this model.
         DataError: A record cannot be read.
     """
-    from megatron_neobert.evaluation.encoders import fingerprint  # torch: seconds
+    from megatron_neobert.evaluation.models import fingerprint  # torch: seconds
     from megatron_neobert.evaluation.report import find_runs
 
     kinds = {"glue": "text-classification", "ner": "token-classification"}
@@ -188,7 +188,7 @@ def read_declared(folder: Path) -> dict[str, str]:
     return declared
 
 
-def _read_facts(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> dict[str, Any]:
     """Return what the files of a folder hold of its model, by the names that the template has for it."""
     config = check_folder(folder)
     layout = config.get("model_type")
@@ -209,7 +209,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     return {
         "layout": layout,
         "config": config,
-        "parameters": _count_parameters(folder),
+        "parameters": count_parameters(folder),
         "masked_text": json.dumps(f"Paris is the {mask_token} of France.", ensure_ascii=False),
         "lowercase": tokenizer.get("do_lower_case") is True,
         # In the class that config.json names; the head of a llama folder is beside it.
@@ -222,7 +222,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def _count_parameters(folder: Path) -> int:
+def count_parameters(folder: Path) -> int:
     """Return the number of parameters without a head beside the model; reads headers, not weights."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):

@@ -18,7 +18,6 @@ from checkpoint_conversion.mapping import (
     NEOBERT,
     ModelShape,
     join_halves,
-    shape_of,
     split_halves,
     to_published,
 )
@@ -101,7 +100,7 @@ def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
     """Return the sizes that the settings give every tensor of a run with a tokenizer of `vocab_size` tokens."""
     model, ranks = settings.model, settings.parallel.tensor_model_parallel_size
     padded = model.padded_vocab_size(vocab_size, tensor_parallel=ranks)
-    return shape_of(model, vocab_size=vocab_size, padded_vocab_size=padded)
+    return ModelShape(model, vocab_size, padded)
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:

@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, L
 
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import read_model_config
-from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, shape_of, to_internal, without_padding
+from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, ModelShape, to_internal, without_padding
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import LONGEST_REASON, ConversionError
 from megatron_neobert.huggingface.auto_classes import loading
@@ -303,7 +303,7 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
     """
     head_file = folder / HEAD_FOLDER / WEIGHTS
     head = load_file(head_file) if head_file.is_file() else {}
-    return _to_logit_model(folder, load_model(folder, AutoModel if head else AutoModelForMaskedLM, dtype), head)
+    return to_logit_model(folder, load_model(folder, AutoModel if head else AutoModelForMaskedLM, dtype), head)
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
@@ -323,10 +323,10 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
     changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if layout == "eurobert" else {})
     changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # of the embedding, without padding
     head = {name: tensors.pop(name) for name in HEAD_NAMES} if layout == "llama" else {}
-    return _to_logit_model(folder, load_model(folder, _CLASSES[layout], weights=tensors, **changes), head)
+    return to_logit_model(folder, load_model(folder, _CLASSES[layout], weights=tensors, **changes), head)
 
 
-def _to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> LogitModel:
+def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> LogitModel:
     """Wrap a model of transformers; `head` holds the decoder that its class has no place for."""
     config, content = model.config, check_folder(folder)
     layout = str(content.get("model_type"))
@@ -350,9 +350,8 @@ def _to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> Log
 
     def weights() -> dict[str, Tensor]:
         assert settings is not None, layout
-        return to_internal(
-            model.state_dict() | decoder, shape_of(settings, vocab_size=config.vocab_size), TABLES[layout]
-        )
+        shape = ModelShape(settings, config.vocab_size, config.vocab_size)
+        return to_internal(model.state_dict() | decoder, shape, TABLES[layout])
 
     is_known = settings is not None
     return LogitModel(

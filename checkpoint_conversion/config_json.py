@@ -69,9 +69,8 @@ class FolderConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderSpec:
-    """Settings and tokenizer that a folder is written from."""
+    """Model and tokenizer that a folder is written from."""
 
-    model: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
     dtype: torch.dtype = torch.float32
@@ -83,47 +82,66 @@ class FolderSpec:
 
 
 def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
-    """The fields of config.json.
+    """Return the fields of config.json.
+
+    EuroBERT's decoder has a bias only if its feed-forward layers have biases too, hence `mlp_bias`.
+
+    A Llama whose tokens all see each other has two keys, because each has readers that ignore the other: `is_causal` is
+    read by transformers >= 5.3 and by vLLM; `use_bidirectional_attention`, with a base of the rotary angles outside
+    `rope_parameters`, by Text Embeddings Inference, which otherwise computes causal attention.
+    Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
 
     Raises:
         ConversionError: The layout's fields cannot hold the model.
     """
-    return {"eurobert": _eurobert_config, "neobert": _neobert_config, "llama": _llama_config}[layout](spec)
-
-
-def _eurobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """EuroBERT's decoder has a bias only if its feed-forward layers have biases too, hence `mlp_bias`."""
-    return {
-        "architectures": ["EuroBertForMaskedLM"],
-        "model_type": "eurobert",
-        **_llama_like_fields(spec),
-        "mlp_bias": True,
-        "mask_token_id": spec.tokenizer.mask_id,
-        "classifier_pooling": "bos",
+    if layout == "neobert":
+        return neobert_config(spec)
+    model, tokenizer = spec.shape.model, spec.tokenizer
+    theta = float(model.rotary_base)
+    shared = {
+        "dtype": spec.dtype_name,
+        "vocab_size": spec.shape.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_width,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_attention_heads,
+        "head_dim": model.hidden_size // model.num_attention_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "initializer_range": _INIT_RANGE,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_id,
+        "bos_token_id": tokenizer.cls_id,
+        "eos_token_id": tokenizer.sep_id,
     }
-
-
-def _llama_config(spec: FolderSpec) -> dict[str, Any]:
-    """A Llama whose tokens all see each other: each key below has readers that ignore the other.
-
-    `is_causal` is read by transformers >= 5.3 and by vLLM; `use_bidirectional_attention`, with a base of the rotary
-    angles outside `rope_parameters`, by Text Embeddings Inference, which otherwise computes causal attention.
-    Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
-    """
+    if layout == "eurobert":
+        return {
+            "architectures": ["EuroBertForMaskedLM"],
+            "model_type": "eurobert",
+            **shared,
+            "mlp_bias": True,
+            "mask_token_id": tokenizer.mask_id,
+            "classifier_pooling": "bos",
+        }
     return {
         "architectures": ["LlamaModel"],
         "model_type": "llama",
         "is_causal": False,
         "use_bidirectional_attention": True,
-        "rope_theta": float(spec.model.rotary_base),
-        **_llama_like_fields(spec),
+        "rope_theta": theta,
+        **shared,
         "mlp_bias": False,
         "use_cache": False,
     }
 
 
-def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """The published fields, and `max_position_embeddings` beside `max_length`.
+def neobert_config(spec: FolderSpec) -> dict[str, Any]:
+    """Return the published fields, and `max_position_embeddings` beside `max_length`.
 
     The published class takes its longest input from the latter alone, 1,024 tokens without it; transformers 5 saves
     only the former, because it takes the other for a setting of text generation.
@@ -133,22 +151,22 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
     """
     from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # transformers: seconds
 
-    model, shape, tokenizer = spec.model, spec.shape, spec.tokenizer
-    if shape.ffn_hidden_size % 8:
+    model, tokenizer = spec.shape.model, spec.tokenizer
+    if model.ffn_width % 8:
         raise ConversionError(
-            f"--ffn-hidden-size {shape.ffn_hidden_size} is not a multiple of 8, as every width in the neobert layout "
+            f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, as every width in the neobert layout "
             "is; use --format eurobert."
         )
     return {
         "architectures": ["NeoBERTForMaskedLM"],
         "auto_map": AUTO_MAP,
         "model_type": "neobert",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "dim_head": shape.hidden_size // shape.num_attention_heads,
-        "intermediate_size": shape.ffn_hidden_size * 3 // 2,  # whose two thirds are the width, as readers expect
+        "vocab_size": spec.shape.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "dim_head": model.hidden_size // model.num_attention_heads,
+        "intermediate_size": model.ffn_width * 3 // 2,  # whose two thirds are the width, as readers expect
         "max_position_embeddings": model.max_position_embeddings,
         "max_length": model.max_position_embeddings,
         "norm_eps": model.norm_epsilon,
@@ -165,32 +183,6 @@ def _neobert_config(spec: FolderSpec) -> dict[str, Any]:
         "sep_token_id": tokenizer.sep_id,
         "mask_token_id": tokenizer.mask_id,
         "torch_dtype": spec.dtype_name,  # transformers 4.48 knows no other name
-    }
-
-
-def _llama_like_fields(spec: FolderSpec) -> dict[str, Any]:
-    model, shape, tokenizer = spec.model, spec.shape, spec.tokenizer
-    theta = float(model.rotary_base)
-    return {
-        "dtype": spec.dtype_name,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_attention_heads,
-        "head_dim": shape.hidden_size // shape.num_attention_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        "initializer_range": _INIT_RANGE,
-        "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "pad_token_id": tokenizer.pad_id,
-        "bos_token_id": tokenizer.cls_id,
-        "eos_token_id": tokenizer.sep_id,
     }
 
 
@@ -257,7 +249,7 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
                 rule = f"max_position_embeddings is {quote(config[positions])}; remove the wrong one"
                 fields.demand("max_length", (config[positions],), rule)
             positions = "max_length"
-    rotary_base = _read_rotary_base(fields)
+    rotary_base = read_rotary_base(fields)
     if rotary_base is None and is_neobert:
         rotary_base = _NEOBERT_ROTARY_BASE
         notes.append(f"the rotary base is {rotary_base:,}, which NeoBERT's published code fixes; config.json has none")
@@ -287,7 +279,7 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
     )
 
 
-def _read_rotary_base(fields: _Fields) -> int | None:
+def read_rotary_base(fields: _Fields) -> int | None:
     """Return the base of unscaled rotary angles over whole heads, wherever a version of transformers writes it."""
     bases = {"rope_theta": fields.config.get("rope_theta")}
     plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}

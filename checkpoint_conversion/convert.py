@@ -136,7 +136,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
         else:
             refuse_existing(folder)
             checkpoint = read_checkpoint(arguments.load, iteration=iteration)
-            tokenizer = _choose_tokenizer(arguments.tokenizer_model, checkpoint)
+            tokenizer = choose_tokenizer(arguments.tokenizer_model, checkpoint)
             print(f"converting {checkpoint.folder}")
             if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
                 from checkpoint_conversion.compare import to_table
@@ -150,7 +150,7 @@ def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
     return written
 
 
-def _choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "Tokenizer":
+def choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "Tokenizer":
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     if path is None:
@@ -217,7 +217,7 @@ def verify() -> int:
 
     from checkpoint_conversion.compare import TOLERANCES, compare_models, to_table
 
-    first, second = (_load_side(folder) for folder in (arguments.first, arguments.second))
+    first, second = (load_side(folder) for folder in (arguments.first, arguments.second))
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
             f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
@@ -228,12 +228,12 @@ def verify() -> int:
     alike = all(comparison.within(tolerance) for comparison in checks.values())
     print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
     print(f"logits: {'equal' if alike else 'NOT equal'} within {tolerance:g} of the largest")
-    alike &= _compare_content(first, second, tolerance=arguments.tolerance or 0.0)
+    alike &= compare_content(first, second, tolerance=arguments.tolerance or 0.0)
     print("equal" if alike else "NOT equal")
     return 0 if alike else 1
 
 
-def _compare_content(first: "LogitModel", second: "LogitModel", *, tolerance: float) -> bool:
+def compare_content(first: "LogitModel", second: "LogitModel", *, tolerance: float) -> bool:
     """Print how settings and weights compare, and return False if they are known and differ."""
     from checkpoint_conversion.compare import differing_settings, differing_weights
 
@@ -258,7 +258,7 @@ def _compare_content(first: "LogitModel", second: "LogitModel", *, tolerance: fl
     return not settings and differing[worst] <= tolerance
 
 
-def _load_side(folder: Path) -> "LogitModel":
+def load_side(folder: Path) -> "LogitModel":
     """Return the model of a folder in fp32, whichever kind it is.
 
     Raises:

@@ -75,7 +75,7 @@ def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer
         ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
     """
     dtype, model, length = getattr(torch, options.dtype), checkpoint.settings.model, checkpoint.trained_length
-    spec = FolderSpec(model, checkpoint.shape, tokenizer, dtype, model_max_length=length)
+    spec = FolderSpec(checkpoint.shape, tokenizer, dtype, model_max_length=length)
     declared, inherited = options.declared, checkpoint.declared
     declared = replace(declared, **{name: text for name, text in inherited.items() if not getattr(declared, name)})
     checks: Checks = {}
@@ -88,7 +88,7 @@ def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer
             checks = verify(source, partial(load_logit_model, folder), stored=dtype, what="the exported model")
         if options.sentence_transformers:
             write_sentence_transformers_files(folder, options.layout, model, max_seq_length=length)
-        _write_report(checkpoint, folder, checks, options)
+        write_report(checkpoint, folder, checks, options)
         write_model_card(folder, declared)
     return checks
 
@@ -133,7 +133,7 @@ def write_folder(
     save_torch_state_dict(weights, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
     if layout == "neobert":
         (folder / MODELING_FILE).write_bytes(modeling_source())
-    longest = spec.model_max_length or spec.model.max_position_embeddings
+    longest = spec.model_max_length or spec.shape.model.max_position_embeddings
     spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
     for path in folder.rglob("*.safetensors"):  # written for the owner alone, but as public as the others
         path.chmod((folder / "config.json").stat().st_mode)
@@ -190,7 +190,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
     )
 
 
-def _write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", options: ExportOptions) -> None:
+def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", options: ExportOptions) -> None:
     """Record what the folder was made of and how it was checked."""
     compared: dict[str, Any] = {}
     if checks:  # read back from the written folder; a folder that differs is not written

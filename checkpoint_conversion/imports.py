@@ -24,7 +24,7 @@ from torch import Tensor
 from checkpoint_conversion.card import read_declared
 from checkpoint_conversion.checkpoint import model_shape, read_checkpoint, write_checkpoint
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
-from checkpoint_conversion.mapping import HEAD_FOLDER, STRIP_PADDING, TABLES, published_shapes, shape_of, to_internal
+from checkpoint_conversion.mapping import HEAD_FOLDER, STRIP_PADDING, TABLES, ModelShape, published_shapes, to_internal
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
@@ -161,17 +161,18 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
         MissingInputError: There are no weights.
         ConversionError: The weights are not those of the config, or there is no masked-language-model head.
     """
-    stored = _map_weights(folder, config.layout)
+    stored = map_weights(folder, config.layout)
     if config.model.num_layers > len(stored):  # before names are made for each of these
         raise ConversionError(
             f"{folder}: config.json has num_hidden_layers {config.model.num_layers:,}, but the files hold "
             f"{len(stored):,} tensors, fewer than layers; fetch the folder again."
         )
-    shapes = published_shapes(TABLES[config.layout], shape_of(config.model, vocab_size=config.vocab_size))
-    tensors, notes = _match_names(folder, stored, shapes)
+    shape = ModelShape(config.model, config.vocab_size, config.vocab_size)
+    shapes = published_shapes(TABLES[config.layout], shape)
+    tensors, notes = match_names(folder, stored, shapes)
     embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
     tied = [decoder] if config.tied and decoder not in tensors else []
-    zero = _find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
+    zero = find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ConversionError(
@@ -202,7 +203,7 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
     return tensors, notes
 
 
-def _match_names(
+def match_names(
     folder: Path, stored: Mapping[str, Tensor], shapes: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors under published names, and notes on names that differ.
@@ -233,7 +234,7 @@ def _match_names(
     return tensors, notes
 
 
-def _find_zero_biases(
+def find_zero_biases(
     folder: Path, config: FolderConfig, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], *, decoder: str
 ) -> list[str]:
     """Return the biases that no file holds and that are zeros; `decoder` is the published name of the head's weight.
@@ -273,7 +274,7 @@ def _find_zero_biases(
 # --- files
 
 
-def _map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
+def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
     """Map the tensors of model.safetensors, of the files that its index names, or of a state dict of NeoBERT's code.
 
     Of a llama folder the head beside the encoder is mapped as well.
@@ -286,11 +287,11 @@ def _map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
     if single.is_file() and index.is_file():
         raise ConversionError(f"{folder}: {WEIGHTS} and {INDEX} are both there; remove what is left of another model.")
     if single.is_file():
-        tensors = _map_file(single)
+        tensors = map_file(single)
     elif index.is_file():
-        tensors = _map_shards(folder, read_weight_map(index))
+        tensors = map_shards(folder, read_weight_map(index))
     elif (folder / _STATE_DICT).is_file():
-        tensors = _map_state_dict(folder / _STATE_DICT)
+        tensors = map_state_dict(folder / _STATE_DICT)
     elif pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise ConversionError(
             f"{folder}: the weights are pickled ({quote(pickles[0])}). Beside safetensors, only {_STATE_DICT} is read, "
@@ -306,19 +307,19 @@ def _map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
             f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (what Llama "
             "calls lm_head predicts the next token); pre-training continues only from a model with its own head."
         )
-    head = _map_file(folder / HEAD_FOLDER / WEIGHTS)
+    head = map_file(folder / HEAD_FOLDER / WEIGHTS)
     if twice := sorted(tensors.keys() & head.keys()):
         raise ConversionError(f"{folder}: {quote(twice[0])} is in {HEAD_FOLDER} as well; remove one of them.")
     return tensors | head
 
 
-def _map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
+def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     found = set()
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
             raise MissingInputError(f"{folder / file}: no such file, but {INDEX} names it; fetch the folder again.")
-        of_file = _map_file(folder / file)
+        of_file = map_file(folder / file)
         found |= {(name, file) for name in of_file}
         tensors |= of_file
     if differing := sorted(found ^ set(weight_map.items())):
@@ -331,14 +332,14 @@ def _map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor
     return tensors
 
 
-def _map_file(file: Path) -> dict[str, Tensor]:
+def map_file(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except SafetensorError as error:
         raise ConversionError(f"{file}: not a safetensors file ({error!s:.200}); fetch it again.") from error
 
 
-def _map_state_dict(file: Path) -> dict[str, Tensor]:
+def map_state_dict(file: Path) -> dict[str, Tensor]:
     """Map the tensors of a file of torch.save.
 
     Raises:

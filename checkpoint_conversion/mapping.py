@@ -32,35 +32,20 @@ LAYERS_PREFIX = "decoder.layers."  # of the names that a checkpoint gives its la
 # --- sizes and rules
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide every tensor's shape."""
+    """A model and its vocabulary, which decide every tensor's shape."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
+    model: ModelConfig
     vocab_size: int
     padded_vocab_size: int  # rows that Megatron allocates, a multiple of 128 x tensor-parallel ranks
 
     def resolve(self, letters: str) -> tuple[int, ...]:
         """Return the sizes behind the letters of a table: `"3h h"` is (3 hidden, hidden)."""
-        hidden, width = self.hidden_size, self.ffn_hidden_size
+        hidden, width = self.model.hidden_size, self.model.ffn_width
         sizes = {"h": hidden, "3h": 3 * hidden, "f": width, "2f": 2 * width}
         sizes |= {"v": self.vocab_size, "V": self.padded_vocab_size}
         return tuple(sizes[letter] for letter in letters.split())
-
-
-def shape_of(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int | None = None) -> ModelShape:
-    """Return the sizes of a model of `vocab_size` tokens; without `padded_vocab_size` no rows pad the vocabulary."""
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.ffn_width,
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size if padded_vocab_size is None else padded_vocab_size,
-    )
 
 
 class Rule(NamedTuple):
@@ -70,41 +55,41 @@ class Rule(NamedTuple):
     restore: Callable[[list[Tensor], ModelShape], Tensor]
 
 
-def _pair_adjacent(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
+def pair_adjacent(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
     """Move channels j and j + d/2 of every query and key head to channels 2j and 2j + 1; values stay."""
-    heads = qkv.reshape(shape.num_attention_heads, 3, 2, -1, shape.hidden_size)
+    heads = qkv.reshape(shape.model.num_attention_heads, 3, 2, -1, shape.model.hidden_size)
     query_key = heads[:, :2].transpose(2, 3).reshape(heads[:, :2].shape)
     return [torch.cat((query_key, heads[:, 2:]), dim=1).view_as(qkv)]
 
 
-def _pair_halves(parts: list[Tensor], shape: ModelShape) -> Tensor:
-    """Reverse `_pair_adjacent`."""
-    heads = parts[0].reshape(shape.num_attention_heads, 3, -1, 2, shape.hidden_size)
+def pair_halves(parts: list[Tensor], shape: ModelShape) -> Tensor:
+    """Reverse `pair_adjacent`."""
+    heads = parts[0].reshape(shape.model.num_attention_heads, 3, -1, 2, shape.model.hidden_size)
     query_key = heads[:, :2].transpose(2, 3).flatten(2, 3)
     return torch.cat((query_key, heads[:, 2:].flatten(2, 3)), dim=1).view_as(parts[0])
 
 
-def _split_heads(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
+def split_heads(qkv: Tensor, shape: ModelShape) -> list[Tensor]:
     """Split rows that are q, k, v within each head into one matrix each."""
-    heads = qkv.reshape(shape.num_attention_heads, 3, -1, shape.hidden_size)
-    return [part.reshape(shape.hidden_size, shape.hidden_size) for part in heads.unbind(1)]
+    heads = qkv.reshape(shape.model.num_attention_heads, 3, -1, shape.model.hidden_size)
+    return [part.reshape(shape.model.hidden_size, shape.model.hidden_size) for part in heads.unbind(1)]
 
 
-def _join_heads(parts: list[Tensor], shape: ModelShape) -> Tensor:
-    heads = [part.reshape(shape.num_attention_heads, -1, shape.hidden_size) for part in parts]
-    return torch.stack(heads, dim=1).reshape(-1, shape.hidden_size)
+def join_heads(parts: list[Tensor], shape: ModelShape) -> Tensor:
+    heads = [part.reshape(shape.model.num_attention_heads, -1, shape.model.hidden_size) for part in parts]
+    return torch.stack(heads, dim=1).reshape(-1, shape.model.hidden_size)
 
 
-def _pad_vocabulary(parts: list[Tensor], shape: ModelShape) -> Tensor:
+def pad_vocabulary(parts: list[Tensor], shape: ModelShape) -> Tensor:
     padding = parts[0].new_zeros(shape.padded_vocab_size - shape.vocab_size, *parts[0].shape[1:])
     return torch.cat((parts[0], padding))
 
 
 COPY = Rule(lambda tensor, shape: [tensor], lambda parts, shape: parts[0])
-STRIP_PADDING = Rule(lambda tensor, shape: [tensor[: shape.vocab_size]], _pad_vocabulary)
+STRIP_PADDING = Rule(lambda tensor, shape: [tensor[: shape.vocab_size]], pad_vocabulary)
 SPLIT_HALVES = Rule(lambda tensor, shape: list(tensor.chunk(2)), lambda parts, shape: torch.cat(parts))
-SPLIT_HEADS = Rule(_split_heads, _join_heads)
-PAIR_ADJACENT = Rule(_pair_adjacent, _pair_halves)
+SPLIT_HEADS = Rule(split_heads, join_heads)
+PAIR_ADJACENT = Rule(pair_adjacent, pair_halves)
 
 
 # --- tables
@@ -135,7 +120,7 @@ _MLP = "decoder.layers.{i}.mlp."
 
 
 # fmt: off
-def _neobert() -> Table:
+def neobert_table() -> Table:
     layer = "model.transformer_encoder.{i}."
     return (
         Entry("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.encoder.weight",), "v h"),
@@ -151,7 +136,7 @@ def _neobert() -> Table:
     )
 
 
-def _llama_like(prefix: str, head: str, *, has_biases: bool) -> Table:
+def llama_like_table(prefix: str, head: str, *, has_biases: bool) -> Table:
     """Return the names that Llama gave its parts and EuroBERT kept.
 
     EuroBERT's decoder has a bias only together with biases in its feed-forward layers; those are zeros.
@@ -175,9 +160,9 @@ def _llama_like(prefix: str, head: str, *, has_biases: bool) -> Table:
     )
 
 
-NEOBERT = _neobert()
-EUROBERT = _llama_like("model.", "lm_head", has_biases=True)
-LLAMA = _llama_like("", "decoder", has_biases=False)  # the class has no head; ours lies beside it
+NEOBERT = neobert_table()
+EUROBERT = llama_like_table("model.", "lm_head", has_biases=True)
+LLAMA = llama_like_table("", "decoder", has_biases=False)  # the class has no head; ours lies beside it
 # fmt: on
 
 TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "llama": LLAMA}
@@ -193,8 +178,8 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
         ConversionError: A tensor is missing, unknown, of another shape or not finite, or the rows that pad the
             vocabulary are not zero.
     """
-    entries = expand_table(table, shape.num_layers)
-    _check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
+    entries = expand_table(table, shape.model.num_layers)
+    check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
     published: dict[str, Tensor] = {}
     for entry in entries:
         source = internal[entry.internal]
@@ -209,7 +194,7 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
             is_view = part.untyped_storage().nbytes() != part.nbytes
             published[name] = part.clone(memory_format=torch.contiguous_format) if is_view else part.contiguous()
         published |= {name: source.new_zeros(len(parts[0])) for name in entry.zero_biases}
-    _check_tensors(published, published_shapes(table, shape))
+    check_tensors(published, published_shapes(table, shape))
     return published
 
 
@@ -219,8 +204,8 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
     Raises:
         ConversionError: As there, or a bias that NeoBERT does not have is not zero.
     """
-    entries = expand_table(table, shape.num_layers)
-    _check_tensors(published, published_shapes(table, shape), remedy="fetch the weights again, or use others")
+    entries = expand_table(table, shape.model.num_layers)
+    check_tensors(published, published_shapes(table, shape), remedy="fetch the weights again, or use others")
     internal: dict[str, Tensor] = {}
     for entry in entries:
         for name in entry.zero_biases:
@@ -229,14 +214,14 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
                     f"{name} has {nonzero} values other than zero; NeoBERT has no such bias to hold them."
                 )
         internal[entry.internal] = entry.rule.restore([published[name] for name in entry.published], shape)
-    _check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
+    check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
     return internal
 
 
 def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the name and the shape of every tensor of a folder in this layout."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for entry in expand_table(table, shape.num_layers):
+    for entry in expand_table(table, shape.model.num_layers):
         resolved = shape.resolve(entry.published_shape)
         shapes |= dict.fromkeys(entry.published, resolved) | dict.fromkeys(entry.zero_biases, resolved[:1])
     return shapes
@@ -277,7 +262,7 @@ def split_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def _check_tensors(
+def check_tensors(
     tensors: Mapping[str, Tensor],
     expected: Mapping[str, tuple[int, ...]],
     *,

@@ -18,6 +18,7 @@ from megatron_neobert.cli import run_function
 from megatron_neobert.errors import ConfigError, run_command, suggestion
 
 OWN, DATA = "megatron_neobert.commands", "megatron_neobert.data"
+EVALUATION = "megatron_neobert.evaluation.commands"
 COMMANDS = {
     "Data": {
         "sample-corpus": (
@@ -51,16 +52,16 @@ COMMANDS = {
         "export-onnx": ("checkpoint_conversion.export_onnx", "a Hugging Face folder as ONNX"),
     },
     "Evaluation": {
-        "evaluate glue": (f"{OWN}.evaluate_glue", "GLUE by the paper's protocol"),
-        "evaluate mteb": (f"{OWN}.evaluate_mteb", "MTEB, or your own tasks"),
-        "evaluate ner": (f"{OWN}.evaluate_ner", "named-entity recognition: seqeval's F1"),
-        "evaluate ppl": (f"{OWN}.evaluate_pseudo_perplexity", "pseudo-perplexity against length"),
-        "evaluate throughput": (f"{OWN}.benchmark_throughput", "tokens per second against length and batch size"),
-        "finetune": (f"{OWN}.finetune_contrastive", "contrastive fine-tuning, for MTEB"),
-        "fetch glue": (f"{OWN}.fetch_glue", "GLUE's data"),
-        "fetch mteb": (f"{OWN}.fetch_mteb", "MTEB's data"),
-        "fetch contrastive": (f"{OWN}.fetch_contrastive", "the data of contrastive fine-tuning"),
-        "report": (f"{OWN}.report", "all results on one page, beside the paper's numbers"),
+        "evaluate glue": (f"{EVALUATION}:evaluate_glue", "GLUE by the paper's protocol"),
+        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "MTEB, or your own tasks"),
+        "evaluate ner": (f"{EVALUATION}:evaluate_ner", "named-entity recognition: seqeval's F1"),
+        "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "pseudo-perplexity against length"),
+        "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "tokens per second against length and batch size"),
+        "finetune": (f"{EVALUATION}:finetune", "contrastive fine-tuning, for MTEB"),
+        "fetch glue": (f"{EVALUATION}:fetch_glue", "GLUE's data"),
+        "fetch mteb": (f"{EVALUATION}:fetch_mteb", "MTEB's data"),
+        "fetch contrastive": (f"{EVALUATION}:fetch_contrastive", "the data of contrastive fine-tuning"),
+        "report": (f"{EVALUATION}:report", "all results on one page, beside the paper's numbers"),
     },
     "This machine": {
         "check environment": (

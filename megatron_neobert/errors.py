@@ -32,8 +32,8 @@ LONGEST_REASON = 500  # characters of a library's message
 # Extras of setup.py and the modules they bring; tests/unit/test_errors.py compares them.
 MODULES_OF_EXTRAS = {
     "eval": (
-        *("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "optuna", "seqeval", "accelerate"),
-        "pydantic",
+        *("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
+        "msgspec",
     ),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "fast": ("nanotoken", "gigatoken"),

@@ -288,7 +288,7 @@ def exported(settings: Settings, tensors: "dict[str, Tensor]", vocab_size: int, 
         vocabulary, target = Path(temporary) / "vocab.txt", Path(temporary) / "model"
         words = [f"w{number}" for number in range(vocab_size - len(SPECIAL))]
         vocabulary.write_text("".join(f"{word}\n" for word in (*SPECIAL, *words)), encoding="utf-8")
-        spec = FolderSpec(settings.model, model_shape(settings, vocab_size=vocab_size), load_tokenizer(vocabulary))
+        spec = FolderSpec(model_shape(settings, vocab_size=vocab_size), load_tokenizer(vocabulary))
         target.mkdir()
         write_folder(target, layout, spec, tensors)
         yield target

@@ -4,7 +4,7 @@
 
 Of documents that are alike the first one stays: in the order of the corpus, and of several corpora in the order in
 which they are named. Training reads the list with --data-path corpus/web_content_document:drop=web.drop; nothing is
-copied. The list is byte for byte the same for any --workers, --bucket-documents, array of tasks and restart.
+copied. The list is byte for byte the same for any --workers, --bucket-documents and restart.
 """
 
 import sys
@@ -20,16 +20,10 @@ def main() -> None:
     from megatron_neobert.data.deduplication.run import FindSettings, MinHashSettings, find_duplicates
 
     minhash = MinHashSettings(arguments.bands, arguments.rows, arguments.ngram, arguments.threshold)
-    names = ("executor", "ray_address", "workers", "bucket_documents", "shard_index", "num_shards")
-    given = {name: getattr(arguments, name) for name in (*names, "merge", "resume", "overwrite")}
+    names = ("executor", "ray_address", "workers", "bucket_documents", "resume", "overwrite")
+    given = {name: getattr(arguments, name) for name in names}
     settings = FindSettings(tuple(arguments.prefixes), arguments.output, minhash, **given)
     found = find_duplicates(settings, on_progress=lambda text: print(text, file=sys.stderr, flush=True))
-    if found is None:
-        print(
-            "when the signatures of all tasks are finished, start the array again for its pairs; when these are, the "
-            "same command with --merge instead of --shard-index and --num-shards writes the list"
-        )
-        return
     _print_summary(found)
     print(f"wrote {arguments.output}")
 
@@ -53,24 +47,11 @@ def _parse() -> Any:
         metavar="N",
         help="compare so many keys at a time, with 80 bytes of memory each (12,000,000); the list is the same for any",
     )
-    add("--shard-index", type=int, metavar="I", help="this is task I, from 0, of an array: do its part only")
-    add("--num-shards", type=positive, metavar="N", help="number of tasks of the array")
-    add("--merge", action="store_true", help="write the list from what the tasks of an array have finished")
     add("--resume", action="store_true", help="keep what an earlier run of the same command has finished")
     add("--overwrite", action="store_true", help="replace an existing list, and what another run has begun")
     arguments = parser.parse_args()
-    index, tasks = arguments.shard_index, arguments.num_shards
-    problems = []
     if not 0 < arguments.threshold <= 1:
-        problems.append(f"--threshold {arguments.threshold} is not above 0 and at most 1, as a Jaccard index is.")
-    if (index is None) != (tasks is None) or (index is not None and not 0 <= index < tasks):
-        problems.append(
-            f"--shard-index {index} of --num-shards {tasks}: give both, the index from 0 to below the number."
-        )
-    if arguments.merge and index is not None:
-        problems.append("--merge joins what the tasks have finished, and is none of them; leave --shard-index out.")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"--threshold {arguments.threshold} is not above 0 and at most 1, as a Jaccard index is.")
     return arguments
 
 

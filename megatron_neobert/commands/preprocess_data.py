@@ -2,8 +2,8 @@
 
     neobert preprocess --input 'shards/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
 
-writes corpus/web_content_document.bin, .idx and .json, byte for byte the same for any --workers, --executor, array of
-tasks (--shard-index, --num-shards, then --merge) and restart (--resume).
+writes corpus/web_content_document.bin, .idx and .json, byte for byte the same for any --workers, --executor and
+restart (--resume).
 """
 
 import argparse
@@ -42,48 +42,47 @@ def main() -> int:
     try:
         run(settings, dry_run=arguments.dry_run)
     except StopRequested as stop:
-        kept = describe_kept_parts(settings) or "no part was finished"
+        kept = describe_kept_chunks(settings) or "no chunk was finished"
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
         return EXIT_STOPPED_EARLY
     except (DataError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.errno and not error.filename:  # a write that failed: the disk is full
             error.filename = str(settings.files.partial)
-        if kept := describe_kept_parts(settings):
+        if kept := describe_kept_chunks(settings):
             print(f"not finished: {kept}", file=sys.stderr)
         raise
     return 0
 
 
 def run(settings: "PreprocessSettings", *, dry_run: bool) -> None:
-    from megatron_neobert.data.preprocessing.job import JobFolder
-    from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
+    from megatron_neobert.data.preprocessing.plan import is_complete, open_job_folder, plan_preprocessing
     from megatron_neobert.data.preprocessing.run import preprocess, start_workers
 
     if dry_run:
         print_plan(plan_preprocessing(settings))
         return
-    workers = start_workers(settings)
+    pool = start_workers(settings)
     try:
         plan = plan_preprocessing(settings)
         if settings.resume and is_complete(plan):
-            JobFolder(plan.files.partial).sweep()
+            open_job_folder(plan.files).sweep()
             print(f"{plan.files.manifest} is complete; nothing to do")
             return
         with ProgressLine() as progress:
-            report = preprocess(plan, on_progress=progress.show, workers=workers)
+            report = preprocess(plan, on_progress=progress.show, pool=pool)
         print_report(plan, report)
     finally:
-        if workers:
-            workers.close()
+        if pool:
+            pool.close()
 
 
-def describe_kept_parts(settings: "PreprocessSettings") -> str:
-    """Empty where no part is finished."""
-    from megatron_neobert.data.preprocessing.job import JobFolder
+def describe_kept_chunks(settings: "PreprocessSettings") -> str:
+    """Return the number and the place of finished chunks, or nothing if there is none."""
+    from megatron_neobert.data.preprocessing.plan import open_job_folder
 
-    job = JobFolder(settings.files.partial)
-    parts = job.finished_parts()
-    return f"{parts:,} finished parts are kept in {job.path}; --resume continues from there" if parts else ""
+    folder = open_job_folder(settings.files)
+    chunks = folder.count_finished()
+    return f"{chunks:,} finished chunks are kept in {folder.path}; --resume continues from there" if chunks else ""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -213,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended, by --text-key")
     add("--keep-shards", action="store_true", help="one .bin and .idx for each input shard, under one manifest")
     add("--shard-size", type=_bytes, metavar="SIZE", help="a new .bin and .idx after so many bytes, under one manifest")
-    add("--overwrite", action="store_true", help="replace an existing corpus, and parts of another run")
+    add("--overwrite", action="store_true", help="replace an existing corpus, and chunks of another run")
     add("--resume", action="store_true", help="keep what an earlier run of the same command has finished")
     add("--dry-run", action="store_true", help="print what would be read and written, and write nothing")
 
@@ -221,22 +220,19 @@ def parse_arguments() -> argparse.Namespace:
     add("--workers", type=int, metavar="N", help="processes, one core each (1; with Ray as many as it has CPUs)")
     add("--executor", choices=("local", "ray"), help="(%(default)s)")
     add("--ray-address", metavar="ADDRESS", help="host:port of a cluster (RAY_ADDRESS; at first: a new one)")
-    add("--shard-index", type=int, metavar="I", help="this is task I, from 0, of an array: do its parts only")
-    add("--num-shards", type=int, metavar="N", help="number of tasks of the array")
-    add("--merge", action="store_true", help="join the parts that the tasks of an array have finished")
     return parser.parse_args()
 
 
 def print_plan(plan: "Plan") -> None:
     from megatron_neobert.data.corpus.format import token_dtype
-    from megatron_neobert.data.preprocessing.plan import preview
+    from megatron_neobert.data.preprocessing.preview import preview
 
-    shards = [(path, list(parts)) for path, parts in groupby(plan.parts, key=lambda part: part.path)]
-    for path, parts in shards[:_SHARDS_SHOWN]:
-        compression = f", {parts[0].compression}" if parts[0].compression else ""
-        in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
+    shards = [(path, list(chunks)) for path, chunks in groupby(plan.chunks, key=lambda chunk: chunk.path)]
+    for path, chunks in shards[:_SHARDS_SHOWN]:
+        compression = f", {chunks[0].compression}" if chunks[0].compression else ""
+        in_chunks = f" in {len(chunks)} chunks" if len(chunks) > 1 else ""
         size = with_prefix(plan.versions[path].bytes, "B")
-        print(f"{visible(plan.shard_name(path))} | {parts[0].format}{compression} | {size}{in_parts}")
+        print(f"{visible(plan.input_name(path))} | {chunks[0].format}{compression} | {size}{in_chunks}")
     if len(shards) > _SHARDS_SHOWN:
         print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
     for reason in plan.damaged.values():
@@ -269,7 +265,7 @@ def print_report(plan: "Plan", report: "PreprocessReport") -> None:
     for reason in report.damaged:
         print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
     if report.mismatch:
-        print(f"warning: all parts were done by the reference tokenizer: {visible(report.mismatch)}", file=sys.stderr)
+        print(f"warning: all chunks were done by the reference tokenizer: {visible(report.mismatch)}", file=sys.stderr)
     if plan.encoder.note:
         print(f"note: {plan.encoder.note}", file=sys.stderr)
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
@@ -283,13 +279,6 @@ def print_report(plan: "Plan", report: "PreprocessReport") -> None:
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {speed if report.new_text_bytes else ''}"
         f"{', '.join(report.encoders)}"
     )
-    if report.written is None:
-        print(
-            f"task {plan.settings.shard_index} of {plan.settings.num_shards}: {report.finished_parts:,} of "
-            f"{report.parts:,} parts are finished; when all are, the same command with --merge instead of "
-            "--shard-index and --num-shards joins them"
-        )
-        return
     for manifest in filter(None, (report.written.manifest, report.written.validation)):
         for name, value in manifest.describe().items():
             print(f"  {name:<18} {value}")
@@ -321,7 +310,7 @@ class ProgressLine:
     def _describe(self, progress: "Progress", seconds: float) -> str:
         counts, done = progress.counts, progress.read_bytes
         if progress.joined_bytes:
-            return f"joining the parts: {with_prefix(progress.joined_bytes, 'B')} of token ids"
+            return f"joining the chunks: {with_prefix(progress.joined_bytes, 'B')} of token ids"
         new = done - progress.taken_over_bytes
         megabytes = new / 1e6 / seconds
         left = (progress.input_bytes - done) * seconds / new if new else 0.0

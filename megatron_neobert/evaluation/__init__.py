@@ -1,0 +1,1 @@
+"""Evaluations of encoders in Hugging Face folders, with one ledger of finished work and one report."""

@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import DataError, MissingInputError, short_reason
-from megatron_neobert.evaluation import reported_numbers
-from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
+from megatron_neobert.evaluation import paper
+from megatron_neobert.evaluation.glue_tasks import PAPER_TASKS, TASKS
+from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.pages import (
     MEASURED,
     REPORTED,
     code,
     figure,
     heading,
-    page_to_html,
     paragraph,
     run_link,
     table,
 )
+from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
 from megatron_neobert.evaluation.plots import plot_perplexities
-from megatron_neobert.evaluation.records import read_record
-from megatron_neobert.evaluation.reported_numbers import MTEB_CATEGORIES, MTEB_PAPER, Reported
-from megatron_neobert.evaluation.throughput.models import FORWARD, TRAINING
-from megatron_neobert.evaluation.throughput.tables import draw, to_cells
+from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, draw, to_cells
 from megatron_neobert.runtime.atomic_files import replace_file
 
 TITLE = "Evaluation"
@@ -68,7 +66,7 @@ class Measured:
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
-    """Writes report.md, report.html and the figures from all records below the folders; returns these.
+    """Write report.md and the figures from all records below the folders, and return the records.
 
     Raises:
         MissingInputError, DataError: There are no records, or some file is none.
@@ -89,14 +87,12 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
         parts += [heading(title), *blocks]
     parts += [heading("Runs"), "What each number was measured with."]
     parts += [block for run in runs for block in _describe(run)]
-    page = "\n\n".join(parts) + "\n"
-    replace_file(output / "report.md", page)
-    replace_file(output / "report.html", page_to_html(TITLE, parts))
+    replace_file(output / "report.md", "\n\n".join(parts) + "\n")
     return runs
 
 
 def write_page(kind: str, records: Sequence[Path], output: Path) -> str:
-    """OUTPUT/KIND.md and its figures: what the report will hold of these records, which were just written."""
+    """Write OUTPUT/KIND.md and its figures: the part of the report about records that were just written."""
     runs = []
     for path in records:
         record = read_record(path)
@@ -107,7 +103,7 @@ def write_page(kind: str, records: Sequence[Path], output: Path) -> str:
 
 
 def find_runs(folders: Sequence[Path]) -> list[Measured]:
-    """All records, kind by kind; where one kind has two models of one name, their folders tell them apart.
+    """Return all records, kind by kind; if one kind has two models of one name, their folders tell them apart.
 
     Raises:
         MissingInputError: No folder has a record.
@@ -130,7 +126,7 @@ def find_runs(folders: Sequence[Path]) -> list[Measured]:
 
 
 def missing(runs: Sequence[Measured]) -> dict[str, list[str]]:
-    """Model -> the kinds that there is no record of."""
+    """Return the kinds without a record, by model."""
     names = dict.fromkeys(run.record["model"]["name"] for run in runs)
     there = {(run.record["model"]["name"], run.kind) for run in runs}
     return {name: [kind for kind in KINDS if (name, kind) not in there] for name in names}
@@ -171,7 +167,7 @@ def _overview(runs: Sequence[Measured]) -> list[str]:
 
 
 def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[str]:
-    """Over all tokens, and by length."""
+    """Return pseudo-perplexity over all tokens and by length."""
     rows = []
     for run in runs:
         values = [_number(run.results[name], ".4g") for name in ("pseudo_perplexity", "standard_error")]
@@ -191,7 +187,7 @@ def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[str]:
 
 
 def throughput(runs: Sequence[Measured], output: Path) -> list[str]:
-    """Tokens per second of the best batch size."""
+    """Return the tokens per second of the best batch size."""
     rows = [{**row, "model": run.model} for run in runs for row in run.results["rows"]]
     sources = {run.model: run.source for run in runs}
     machines = sorted({run.record["machine"] for run in runs})
@@ -212,12 +208,12 @@ def throughput(runs: Sequence[Measured], output: Path) -> list[str]:
     for run in runs:
         not_run = [f"Not measured: {entry['variant']}: {entry['reason']}." for entry in run.results["not_run"]]
         blocks += map(paragraph, not_run)
-    return [*blocks, *_reported(reported_numbers.THROUGHPUT)]
+    return [*blocks, *_reported(paper.THROUGHPUT)]
 
 
 def glue(runs: Sequence[Measured], output: Path) -> list[str]:
-    """The paper's table with measured rows above, then the best points."""
-    reported, measured, points, compared = reported_numbers.GLUE, [], [], dict[str, list[dict[str, Any]]]()
+    """Return the paper's table with measured rows above, then the best points."""
+    reported, measured, points, compared = paper.GLUE, [], [], dict[str, list[dict[str, Any]]]()
     for run in runs:
         tasks, average = run.results["tasks"], run.results["average"]
         limits = {settings["protocol"]["limit"] for settings in run.record["settings"].values()} - {None}
@@ -228,13 +224,13 @@ def glue(runs: Sequence[Measured], output: Path) -> list[str]:
         for task, result in tasks.items():
             metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
             point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
-            seeds, start = " ".join(map(str, result["seeds"])), "MNLI" if result["from_mnli"] else "the model"
+            settings = run.record["settings"][task]
+            seeds, start = " ".join(map(str, result["seeds"])), "MNLI" if settings["from_mnli"] else "the model"
             line = [run.model, TASKS[task].title, _percent(result["score"]), metrics, *point, seeds, start]
             # The weights that are kept are of the best single run, which may be of another point.
             line += [str(result["points"]), f"{result['seconds'] / 3600:.2f}", str(result["kept"])]
             points.append((line, run.source))
-            settings = run.record["settings"][task]
-            own = {name: settings[name] for name in ("grid", "seeds", "rows")} | {"start from MNLI": start == "MNLI"}
+            own = {name: settings[name] for name in ("grid", "seeds", "data")} | {"start from MNLI": start == "MNLI"}
             compared.setdefault(task, []).append(settings["protocol"] | own)
     header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "start",
               "points", "hours", "weights kept")  # fmt: skip
@@ -248,7 +244,7 @@ def glue(runs: Sequence[Measured], output: Path) -> list[str]:
 
 
 def ner(runs: Sequence[Measured], output: Path) -> list[str]:
-    """Entity F1 of every data set, of its test set where it has one, with the best point."""
+    """Return the entity F1 of every data set, of its test set if it has one, with the best point."""
     rows, compared = [], dict[str, list[dict[str, Any]]]()
     for run in runs:
         for task, result in run.results["tasks"].items():
@@ -261,7 +257,7 @@ def ner(runs: Sequence[Measured], output: Path) -> list[str]:
             seeds = " ".join(map(str, result["seeds"]))
             rows.append(([run.model, task, *shown, *point, seeds, str(result["points"])], run.source))
             settings = run.record["settings"][task]
-            own = {name: settings[name] for name in ("grid", "seeds", "rows")}
+            own = {name: settings[name] for name in ("grid", "seeds", "data")}
             compared.setdefault(task, []).append(settings["protocol"] | own)
     header = ("model", "data set", "test F1", "validation F1", "precision", "recall", "F1 by kind, best run",
               "batch size", "learning rate", "weight decay", "seeds", "points")  # fmt: skip
@@ -276,43 +272,44 @@ def ner(runs: Sequence[Measured], output: Path) -> list[str]:
 
 
 def mteb(runs: Sequence[Measured], output: Path) -> list[str]:
-    """Averages by category as in the paper's table, for each set of tasks; what is missing; and every task."""
-    groups: dict[str, list[Measured]] = {}
-    for run in runs:  # what it was run on is the heading of its table
-        tasks, limit = run.record["settings"]["tasks"], run.record["settings"]["limit"]
-        what = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
-        groups.setdefault(what if limit is None else f"{what}, a quick look with limit {limit:,}", []).append(run)
+    """Return averages by category as in the paper's table, for each set of tasks; what is missing; and every task."""
+    groups: dict[str, list[tuple[Measured, dict[str, Any]]]] = {}
+    for run in runs:  # the tasks are the heading of a table
+        for entry in run.results["tables"]:
+            tasks, limit = entry["settings"]["tasks"], entry["settings"]["limit"]
+            what = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
+            name = what if limit is None else f"{what}, a quick look with limit {limit:,}"
+            groups.setdefault(name, []).append((run, entry))
     blocks: list[str] = []
-    reported = reported_numbers.MTEB
+    every: dict[tuple[str, ...], str] = {}
+    reported = paper.MTEB
     for name, group in sorted(groups.items()):
-        measured = []
-        for run in group:
-            means = [run.results["categories"].get(category) for category in MTEB_CATEGORIES] + [run.results["average"]]
-            measured.append(([run.model, *map(_mean, means)], run.source))
         of_paper = name == MTEB_PAPER
-        rows = measured + (_reported_rows(reported) if of_paper else [])
-        blocks += [paragraph(f"{name}:"), table(("model", *reported.columns), rows)]
-        blocks += _differences([run.record["settings"] for run in group])
+        others = {category for _, entry in group for category in entry["categories"]} - set(MTEB_CATEGORIES)
+        header = ("model", *reported.columns[:-1], *sorted(others), reported.columns[-1])
+        rows = []
+        for run, entry in group:
+            means = [entry["categories"].get(category) for category in (*MTEB_CATEGORIES, *sorted(others))]
+            rows.append(([run.model, *map(_mean, [*means, entry["average"]])], run.source))
+        blocks += [paragraph(f"{name}:"), table(header, rows + (_reported_rows(reported) if of_paper else []))]
+        blocks += _differences([entry["settings"] for _, entry in group])
         blocks += [paragraph(f"Reported rows: {reported.title}; {reported.note}.")] * of_paper
+        for run, entry in group:
+            if absent := [f"{task} ({entry['tasks'][task]['missing']})" for task in entry["missing"]]:
+                blocks.append(paragraph(f"{run.model}, without a score: {', '.join(absent)}."))
+            for task, score in entry["tasks"].items():
+                cells = (run.model, task, score["type"], score["metric"], _number(score["score"], ".2f"))
+                every[cells] = run.source
     blocks.append(
         "A mean is given only where every task asked for has a score, over the number of tasks in brackets. Tables of "
         "different tasks cannot be compared."
     )
-    for run in runs:
-        if absent := run.results["missing"]:
-            reasons = [f"{name} ({run.results['tasks'][name]['missing']})" for name in absent]
-            blocks.append(paragraph(f"{run.model}, without a score: {', '.join(reasons)}."))
-    every = [
-        ([run.model, name, task["type"], task["metric"], _number(task["score"], ".2f")], run.source)
-        for run in runs
-        for name, task in run.results["tasks"].items()
-    ]
-    blocks.append(table(("model", "task", "type", "metric", "score"), every))
-    return [*blocks, *(_reported(reported_numbers.MTEB_CDE) if MTEB_PAPER in groups else [])]
+    blocks.append(table(("model", "task", "type", "metric", "score"), list(every.items())))
+    return [*blocks, *(_reported(paper.MTEB_CDE) if MTEB_PAPER in groups else [])]
 
 
 def contrastive(runs: Sequence[Measured], output: Path) -> list[str]:
-    """What models were fine-tuned on, and how the loss fell."""
+    """Return what models were fine-tuned on, and how the loss fell."""
     rows = []
     for run in runs:
         losses = [f"{run.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
@@ -338,7 +335,7 @@ def _describe(run: Measured) -> list[str]:
 
 
 def _differences(*compared: Sequence[dict[str, Any]]) -> list[str]:
-    """A warning that names the settings in which runs differ, within each of some groups of settings."""
+    """Return a warning that names the settings in which runs differ, within each of some groups of settings."""
     differing = {
         name
         for group in compared

@@ -6,46 +6,42 @@ is one Transformer followed by Pooling, Normalize, Dense and LayerNorm; each set
 weight from safetensors, and none is passed on as a keyword of a loader.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from msgspec import Meta, Struct
 from safetensors.torch import load_file
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 
-from megatron_neobert.errors import ConversionError
+from megatron_neobert.errors import ConversionError, short_reason
 from megatron_neobert.huggingface.checks import WEIGHTS, quote, read_json, read_object
 
 _PREFIX = "sentence_transformers."
 _ACTIVATION_MODULES = ("torch.nn.modules.activation", "torch.nn.modules.linear")  # the latter has Identity
-_SENTENCE = "sentence_embedding"
 
 
-class _Settings(BaseModel):
-    """A JSON object whose keys are all known; values of other types are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+_Nothing = Annotated[dict[str, Any], Meta(max_length=0)]
 
 
-class TransformerSettings(_Settings):
-    """sentence_bert_config.json: only what is said of plain text may be set."""
+class TransformerSettings(Struct, forbid_unknown_fields=True):
+    """sentence_bert_config.json: only settings of plain text are accepted."""
 
-    max_seq_length: int | None = Field(default=None, ge=1)
+    max_seq_length: Annotated[int, Meta(ge=1)] | None = None
     do_lower_case: bool = False
     transformer_task: Literal["feature-extraction"] = "feature-extraction"
     modality_config: dict[Literal["text"], dict[str, str]] | None = None
     module_output_name: Literal["token_embeddings"] = "token_embeddings"
     unpad_inputs: bool | None = None
-    model_args: dict[str, Any] = Field(default={}, max_length=0)
-    model_kwargs: dict[str, Any] = Field(default={}, max_length=0)
-    config_args: dict[str, Any] = Field(default={}, max_length=0)
-    config_kwargs: dict[str, Any] = Field(default={}, max_length=0)
-    tokenizer_args: dict[str, Any] = Field(default={}, max_length=0)
-    processor_kwargs: dict[str, Any] = Field(default={}, max_length=0)
-    processing_kwargs: dict[str, Any] = Field(default={}, max_length=0)
+    model_args: _Nothing = {}
+    model_kwargs: _Nothing = {}
+    config_args: _Nothing = {}
+    config_kwargs: _Nothing = {}
+    tokenizer_args: _Nothing = {}
+    processor_kwargs: _Nothing = {}
+    processing_kwargs: _Nothing = {}
 
 
 _Mode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
@@ -59,7 +55,7 @@ _OLD_MODES: dict[str, _Mode] = {
 }
 
 
-class _PoolingSettings(_Settings):
+class _PoolingSettings(Struct, forbid_unknown_fields=True):
     """1_Pooling/config.json, of sentence-transformers before 5.4 (a flag per mode) or later."""
 
     embedding_dimension: int
@@ -67,7 +63,7 @@ class _PoolingSettings(_Settings):
     include_prompt: bool = True
 
 
-class _DenseSettings(_Settings):
+class _DenseSettings(Struct, forbid_unknown_fields=True):
     in_features: int
     out_features: int
     bias: bool = True
@@ -77,18 +73,18 @@ class _DenseSettings(_Settings):
     use_residual: bool = False
 
 
-class _LayerNormSettings(_Settings):
+class _LayerNormSettings(Struct, forbid_unknown_fields=True):
     dimension: int
 
 
-class _Entry(_Settings):
+class _Entry(Struct, forbid_unknown_fields=True):
     """One module of modules.json."""
 
     idx: int
     name: str
     path: str
     type: str
-    kwargs: list[str] = Field(default=[], max_length=0)
+    kwargs: Annotated[list[str], Meta(max_length=0)] = []
 
     @property
     def kind(self) -> str:
@@ -103,7 +99,7 @@ def read_transformer_settings(folder: Path) -> TransformerSettings:
         ConversionError: The file sets anything that is passed on to a loader, or is damaged.
     """
     path = folder / "sentence_bert_config.json"
-    return _read(TransformerSettings, path) if path.exists() else TransformerSettings()
+    return _convert(read_object(path), TransformerSettings, path) if path.exists() else TransformerSettings()
 
 
 def read_prompts(folder: Path) -> dict[str, str]:
@@ -133,7 +129,8 @@ def build_modules(folder: Path, backbone: Any, settings: TransformerSettings) ->
     modules: list[torch.nn.Module] = [_wrap(folder, backbone, settings)]
     if not path.exists():
         return [*modules, Pooling(backbone.config.hidden_size, "mean")]
-    for number, entry in enumerate(_read_entries(path)):
+    entries = _convert(read_json(path), Annotated[list[_Entry], Meta(min_length=1)], path)
+    for number, entry in enumerate(entries):
         where = folder / entry.path
         if number == 0:
             if entry.kind != "Transformer" or entry.path != "":
@@ -174,13 +171,12 @@ def _build_pooling(folder: Path) -> Pooling:
     flags = {mode: content.pop(key) for key, mode in _OLD_MODES.items() if key in content}
     if "pooling_mode" not in content:
         content["pooling_mode"] = [mode for mode, flag in flags.items() if flag is True] or ["mean"]
-    return Pooling(**_validate(_PoolingSettings, content, path).model_dump())
+    return Pooling(**msgspec.structs.asdict(_convert(content, _PoolingSettings, path)))
 
 
 def _build_dense(folder: Path) -> Dense:
     path = folder / "config.json"
-    settings = _read(_DenseSettings, path)
-    values = settings.model_dump()
+    settings = _convert(read_object(path), _DenseSettings, path)
     module, _, name = settings.activation_function.rpartition(".")
     activation: Any = getattr(torch.nn, name, None)
     if module not in _ACTIVATION_MODULES or not isinstance(activation, type):
@@ -189,12 +185,13 @@ def _build_dense(folder: Path) -> Dense:
             "such as torch.nn.modules.activation.Tanh."
         )
     with torch.device("meta"):  # a size in the JSON takes no memory
-        dense = Dense(**values | {"activation_function": activation()})
+        dense = Dense(**msgspec.structs.asdict(settings) | {"activation_function": activation()})
     return _load_weights(dense, folder)
 
 
 def _build_layer_norm(folder: Path) -> LayerNorm:
-    settings = _read(_LayerNormSettings, folder / "config.json")
+    path = folder / "config.json"
+    settings = _convert(read_object(path), _LayerNormSettings, path)
     with torch.device("meta"):
         norm = LayerNorm(settings.dimension)
     return _load_weights(norm, folder)
@@ -214,24 +211,10 @@ def _load_weights(module: Any, folder: Path) -> Any:
     return module
 
 
-def _read_entries(path: Path) -> list[_Entry]:
-    content = read_json(path)
-    if not isinstance(content, list) or not content:
-        raise ConversionError(f"{path}: expected a list of modules; fetch it again.")
-    return [_validate(_Entry, entry, path) for entry in content]
-
-
-def _read(kind: type[Any], path: Path) -> Any:
-    return _validate(kind, read_object(path), path)
-
-
-def _validate(kind: type[Any], content: Mapping[str, Any], path: Path) -> Any:
+def _convert(content: Any, kind: Any, path: Path) -> Any:
+    """Return a parsed JSON value as `kind`; values of other types and unknown keys are refused."""
     try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(map(str, found["loc"])) or "the content"
-        raise ConversionError(
-            f"{path}: {key} is {quote(found['input'])}, which is not accepted here ({found['msg']}). Remove the key if "
-            "the model does not need it."
-        ) from None
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        reason = short_reason(error).partition(": ")[2]
+        raise ConversionError(f"{path}: {reason}. Remove the key if the model does not need it.") from None

@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     for layout, target in sound.items():
         target.mkdir()
         shutil.copy(folder / "vocab.txt", target)
-        (target / "config.json").write_text(json.dumps(build_config(layout, FolderSpec(MODEL, shape, tokenizer))))
+        (target / "config.json").write_text(json.dumps(build_config(layout, FolderSpec(shape, tokenizer))))
         weights = to_published(internal, shape, TABLES[layout])
         weight_map = {name: SHARDS[number % 2] for number, name in enumerate(weights)}
         for shard in SHARDS:

@@ -9,7 +9,7 @@ import pytest
 from training_command import TORCHRUN, environment
 from unit.evaluation.contrastive_place import write_datasets, write_encoder, write_yaml
 
-from megatron_neobert.evaluation.records import read_record
+from megatron_neobert.evaluation.ledger import read_record
 
 COMMAND = ("-m", "megatron_neobert", "finetune")
 

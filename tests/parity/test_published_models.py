@@ -20,8 +20,8 @@ from checkpoint_conversion.mapping import (
     NEOBERT,
     PAIR_ADJACENT,
     TABLES,
+    ModelShape,
     Table,
-    shape_of,
     to_internal,
     to_published,
 )
@@ -31,7 +31,7 @@ from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96}
 CONFIG = ReferenceConfig(**SIZES, vocab_size=203)
-SHAPE = shape_of(ModelConfig(**SIZES), vocab_size=203, padded_vocab_size=256)
+SHAPE = ModelShape(ModelConfig(**SIZES), 203, 256)
 PROMPTS = build_prompts(203, longest=128)
 COMMON = {"vocab_size": 203, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 GATES = {"eurobert": EUROBERT_LOGITS.gate, "neobert": MODELING_LOGITS.gate}

@@ -13,6 +13,6 @@ import sklearn.metrics  # noqa: F401
 import torch.onnx  # noqa: F401
 
 import checkpoint_conversion.convert  # noqa: F401
-import megatron_neobert.evaluation.mteb.run  # noqa: F401
+import megatron_neobert.evaluation.mteb  # noqa: F401
 
 gc.freeze()

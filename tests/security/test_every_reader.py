@@ -147,7 +147,8 @@ def inputs(tiny_corpus: TinyCorpus, trained: Path, tmp_path_factory: pytest.Temp
     )
     for reader in READERS:
         if reader.command in ("evaluate ppl", "evaluate throughput"):
-            result = run_command(PLACES[reader.command], *reader.words(inputs, inputs.records), preload=PRELOADED)
+            words = (*reader.command.split(), *reader.words(inputs, inputs.records))
+            result = run_command("megatron_neobert.__main__", *words, preload=PRELOADED)
             assert result.code == 0, result.output
     return inputs
 
@@ -163,7 +164,10 @@ def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., End
             "HF_DATASETS_CACHE": str(tmp_path / "hf"),
         }
         words = reader.words(inputs._replace(**changed), tmp_path / "output")
-        module = RANK if reader.command == "train" and "--dry-run" not in words else PLACES[reader.command]
+        if reader.command == "train" and "--dry-run" not in words:
+            module = RANK
+        else:
+            module, words = "megatron_neobert.__main__", [*reader.command.split(), *words]
         return run_command(module, *words, environment=environment, preload=PRELOADED, limit_seconds=LIMIT_SECONDS)
 
     return run

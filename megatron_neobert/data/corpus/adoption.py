@@ -8,18 +8,18 @@ an index of whole documents and a manifest; end-of-document tokens stay in the .
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.format import (
     NO_TOKENS,
     CorpusFiles,
-    FileRecord,
     InputRecord,
     LengthCounts,
     Manifest,
@@ -40,7 +40,7 @@ from megatron_neobert.data.corpus.volumes import (
 )
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
-from megatron_neobert.runtime.atomic_files import replacing, sha256_of
+from megatron_neobert.runtime.atomic_files import FileRecord, NewFile, sha256_of
 from megatron_neobert.text import visible
 
 _CHUNK = 1 << 20  # documents handled at a time
@@ -118,8 +118,9 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> Adopted:
         else:
             _link(source.bin, files.bin)
             gap = 0 if eod_id is None else 1
-            with replacing(files.idx) as path:
-                index = write_index(path, lambda: megatron.lengths(gap), megatron.documents, megatron.dtype, gap=gap)
+            with NewFile(files.idx) as new:
+                write_index(new, lambda: megatron.lengths(gap), megatron.documents, megatron.dtype, gap=gap)
+                index = new.commit()
         manifest = _describe(files, source, megatron, index, eod_id, tokenizer)
     except DataError as error:
         for file in () if in_place else (files.bin, files.idx):
@@ -207,7 +208,7 @@ def _describe(
     volume = MappedVolume(
         files.bin,
         files.idx,
-        expected=Volume("", sequences.documents, counts.tokens, FileRecord(0, ""), index),
+        expected=Volume(sequences.documents, counts.tokens, FileRecord(0, ""), index),
         dtype=sequences.dtype.name,
         gap=gap,
         manifest=files.manifest,
@@ -232,7 +233,7 @@ def _describe(
         tokens=counts.tokens,
         unknown_tokens=unknown_tokens,
         statistics=counts.statistics(),
-        volumes=[Volume(files.name, counts.documents, counts.tokens, content, index)],
+        volumes=[Volume(counts.documents, counts.tokens, content, index, files.name)],
         eod_id=eod_id,
     )
 

@@ -11,18 +11,18 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import read_text, replace_file
+from megatron_neobert.runtime.atomic_files import FileRecord, read_text, replace_file
 from megatron_neobert.text import percent
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2  # of the manifest; any other is refused
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
+Count = Annotated[int, msgspec.Meta(ge=0)]  # counts, sizes and ids
 DAMAGED = "the file is damaged or not of this corpus: copy it again or preprocess again"
 _LARGEST_MANIFEST_BYTES = 1 << 30  # 150 bytes for each of the shards
 PERCENTS = (5, 25, 50, 75, 95, 99)
@@ -88,14 +89,17 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return DTYPES[8 if vocab_size < 65500 else 4]
 
 
-@dataclass(frozen=True)
-class Statistics:
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An object of the manifest; reading refuses values of other types and keys that it does not have."""
+
+
+class Statistics(_Entry, frozen=True):
     """Lengths of documents in tokens, without special tokens."""
 
     mean: float
-    shortest: int
-    percentiles: dict[str, int]  # by percent: the smallest length that so many percent of the documents do not exceed
-    longest: int
+    shortest: Count
+    percentiles: dict[str, Count]  # by percent: the smallest length that so many percent of the documents do not exceed
+    longest: Count
     documents_above: dict[str, float]  # by cut: share of the documents that are longer
     tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
 
@@ -132,8 +136,7 @@ class LengthCounts:
         return sum(length * count for length, count in self.counts.items())
 
     def add(self, lengths: NDArray[np.int32]) -> None:
-        new, counts = np.unique(lengths, return_counts=True)
-        self.counts.update(dict(zip(new.tolist(), counts.tolist(), strict=True)))
+        self.counts.update(count_lengths(lengths))
 
     def statistics(self) -> Statistics:
         """Of at least one document."""
@@ -150,94 +153,86 @@ class LengthCounts:
         )
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """A file as it was when the corpus was written."""
-
-    bytes: int
-    sha256: str
+def count_lengths(lengths: NDArray[np.int32]) -> dict[int, int]:
+    """Return the number of documents of each length that occurs."""
+    found, counts = np.unique(lengths, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
-@dataclass(frozen=True)
-class InputRecord:
+class InputRecord(_Entry, frozen=True):
     """A shard as it was when it was read."""
 
-    bytes: int
+    bytes: Count
     sha256: str | None  # of all its bytes; None: a table or a shard of several parts at a URL, of which none reads all
-    documents: int | None = None  # of it in this corpus, one after the other; None: written before they were counted
-    tokens: int | None = None  # in them
+    documents: Count | None = None  # of it in this corpus, one after the other; None: written before they were counted
+    tokens: Count | None = None  # in them
 
 
-@dataclass(frozen=True)
-class SourceRecord:
+class SourceRecord(_Entry, frozen=True):
     """What a corpus has of one source."""
 
-    documents: int
-    tokens: int
+    documents: Count
+    tokens: Count
 
 
-@dataclass(frozen=True)
-class QuarantinedShard:
+class QuarantinedShard(_Entry, frozen=True):
     """A shard that --quarantine has left out."""
 
-    bytes: int
+    bytes: Count
     reason: str
 
 
-@dataclass(frozen=True)
-class BackendRecord:
+class BackendRecord(_Entry, frozen=True):
     """What one tokenizer back end has done."""
 
-    documents: int
-    compared: int  # of them with the reference tokenizer, id by id; 0 of the reference itself
+    documents: Count
+    compared: Count  # of them with the reference tokenizer, id by id; 0 of the reference itself
 
 
-@dataclass(frozen=True)
-class Volume:
+class Volume(_Entry, frozen=True):
     """Consecutive documents of a corpus in one pair of files."""
 
-    name: str  # of both files without .bin and .idx; follows from the manifest's, which does not repeat it
-    documents: int
-    tokens: int
+    documents: Count
+    tokens: Count
     bin: FileRecord
     idx: FileRecord
+    name: str = ""  # of both files without .bin and .idx; follows from the manifest's, which does not repeat it
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
     """Everything about a corpus that its volumes do not hold. Of the run that wrote it, the tokenizer back ends alone.
 
     records, repaired_documents, rejected and dropped are of all that was read; where a part of the documents is held
     out for validation, both corpora have the same.
     """
 
-    format_version: int
+    format_version: Count
     project_version: str
     inputs: dict[str, InputRecord]  # by path or URL, in the order read
     text_key: str
     tokenizer_fingerprint: str
-    vocab_size: int
-    special_tokens: dict[str, int]  # by role: "cls", "sep", "pad", "mask", "unk"
-    special_ids: list[int]
+    vocab_size: Count
+    special_tokens: dict[str, Count]  # by role: "cls", "sep", "pad", "mask", "unk"
+    special_ids: list[Count]
     dtype: str
     part_of: Literal["all", "training", "validation"]
-    filters: dict[str, str | int | float | None]  # by setting
-    records: int  # = documents + held_out + those rejected + those dropped
-    documents: int
-    held_out: int  # documents in the other corpus of a split
-    tokens: int
-    unknown_tokens: int
-    repaired_documents: int  # with U+FFFD in place of invalid UTF-8 or lone surrogates
-    rejected: dict[str, int]  # records by reason: errors
-    dropped: dict[str, int]  # records by the name of a filter
+    filters: dict[str, str | Count | float | None]  # by setting
+    records: Count  # = documents + held_out + those rejected + those dropped
+    documents: Count
+    held_out: Count  # documents in the other corpus of a split
+    tokens: Count
+    unknown_tokens: Count
+    repaired_documents: Count  # with U+FFFD in place of invalid UTF-8 or lone surrogates
+    rejected: dict[str, Count]  # records by reason: errors
+    dropped: dict[str, Count]  # records by the name of a filter
     statistics: Statistics
     volumes: list[Volume]
-    tokenizer_backends: dict[str, BackendRecord] = field(default_factory=dict)  # by name and version
-    quarantined: dict[str, QuarantinedShard] = field(default_factory=dict)  # by path or URL; not among the inputs
+    tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version
+    quarantined: dict[str, QuarantinedShard] = {}  # by path or URL; not among the inputs
     source_key: str | None = None  # the field of records by which sources are told apart; None: they are not counted
-    sources: dict[str, SourceRecord] = field(default_factory=dict)  # by value of that field, sorted
+    sources: dict[str, SourceRecord] = {}  # by value of that field, sorted
     sources_sha256: str | None = None  # of PREFIX.sources; None: there is none, as in corpora of earlier commits
-    eod_id: int | None = None  # which follows each document in an adopted .bin, and is no part of it
+    eod_id: Count | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
     def sha256(self) -> str:
@@ -293,16 +288,13 @@ def read_manifest(path: Path) -> Manifest:
     if version != FORMAT_VERSION:
         found = reprlib.repr(version)
         raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
-    volumes = content.get("volumes")
     try:
-        if isinstance(volumes, list):
-            content["volumes"] = [
-                {**volume, "name": volume_name(path.name.removesuffix(".json"), number, volumes=len(volumes))}
-                for number, volume in enumerate(volumes)
-            ]
-        manifest: Manifest = _decode(Manifest, content, "the manifest")
-    except (TypeError, ValueError) as error:
+        manifest = msgspec.convert(content, Manifest)
+    except msgspec.ValidationError as error:
         raise DataError(f"{path}: {error}; {DAMAGED}") from error
+    name, volumes = path.name.removesuffix(".json"), manifest.volumes
+    for number, volume in enumerate(volumes):
+        volumes[number] = replace(volume, name=volume_name(name, number, volumes=len(volumes)))
     for problem in find_contradictions(manifest):
         raise DataError(f"{path}: {problem}; {DAMAGED}")
     return manifest
@@ -332,7 +324,7 @@ def draft_manifest(tokenizer: "Tokenizer", **facts: Any) -> Manifest:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     problems = list(find_contradictions(manifest))
     assert not problems, f"{path}: {problems}"
-    content = asdict(manifest)
+    content = msgspec.to_builtins(manifest)
     for volume in content["volumes"]:
         del volume["name"]
     if manifest.source_key is None:
@@ -368,30 +360,3 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
             counts = [getattr(record, name) for record in records]
             if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):
                 yield f"expected {name} {sum(counts)}, the sum over its {by}, found {found}"
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """The value as `kind`, a class or annotation of this module; ValueError names what does not fit."""
-    if is_dataclass(kind) and isinstance(value, dict):
-        hints, names = get_type_hints(kind), [entry.name for entry in fields(kind)]
-        optional = {entry.name for entry in fields(kind) if {entry.default, entry.default_factory} != {MISSING}}
-        if different := sorted((set(names) | set(value)) - (set(names) & set(value)) - (optional - set(value))):
-            raise ValueError(f"expected {', '.join(names)} in {where}, but {', '.join(different)} differ")
-        return kind(**{name: _decode(hints[name], value[name], f"'{name}'") for name in names if name in value})  # type: ignore[operator]
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is dict and isinstance(value, dict):
-        return {key: _decode(arguments[1], entry, f"{where} of {key!r}") for key, entry in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_decode(arguments[0], entry, f"{where} number {number}") for number, entry in enumerate(value)]
-    if origin is Literal:
-        fits = value in arguments
-    elif origin is UnionType:
-        fits = type(value) in arguments
-    else:
-        fits = type(value) is kind
-    if not fits:
-        name = getattr(kind, "__name__", str(kind)) if origin is not Literal else " or ".join(arguments)
-        raise ValueError(f"expected {where} to be {name}, found {reprlib.repr(value)}")
-    if isinstance(value, int) and value < 0:  # all of them are counts, sizes and ids
-        raise ValueError(f"expected {where} to be at least 0, found {value}")
-    return value

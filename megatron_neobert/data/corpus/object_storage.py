@@ -21,12 +21,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, FileRecord, Manifest, corpus_files, read_manifest
+from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.format import Volume as VolumeRecord
 from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
 from megatron_neobert.data.inputs.stream import named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
-from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.atomic_files import FileRecord, lock_if_possible, replacing, sha256_of
 
 LIMIT_BYTES = 100 * 10**9  # of the blocks of a folder
 BLOCK_BYTES = 256 << 10  # docs/training.md has the cost of other sizes

@@ -1,9 +1,8 @@
-"""Volumes: pairs of Megatron's .bin and .idx. They are written through to disk, mapped to be read, and checked.
+"""Volumes: pairs of Megatron's .bin and .idx. They are mapped to be read, and checked; an index is written.
 
-Writing: ids and lengths go in, complete files come out, with their sha256; lengths wait in a file, and the index is
-computed from them in chunks, so memory stays constant. Opening looks at the ends of the index and the sizes of both
-files, which takes no longer for 10^9 documents than for ten; a document's place is checked when it is read, all of them
-by `MappedVolume.check_index`.
+An index is computed from lengths in arrays of bounded size, so memory stays constant. Opening looks at the ends of the
+index and the sizes of both files, which takes no longer for 10^9 documents than for ten; a document's place is checked
+when it is read, all of them by `MappedVolume.check_index`.
 
 Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
 boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
@@ -14,21 +13,18 @@ Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_volumes.py r
 import ctypes
 import hashlib
 import mmap
-import os
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, FileRecord, Volume
+from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, Volume
 from megatron_neobert.data.corpus.object_storage import RemoteFile
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import own_name, replacing
+from megatron_neobert.runtime.atomic_files import NewFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -39,65 +35,21 @@ _READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
 _NEIGHBOURS_BYTES = 256 << 10  # read around a document whose neighbours are soon needed; the size of a remote block
 
 
-def write_volume(
-    path: Path, documents: Iterable[tuple[bytes, NDArray[np.int32]]], dtype: np.dtype[Any]
-) -> Volume | None:
-    """A new `path`.bin and .idx, on disk; None where there is no document.
-
-    Args:
-        documents: The ids of some, end to end, as bytes, and the tokens of each.
-        dtype: Of the ids.
-    """
-    bin_path, lengths_path = path.with_suffix(".bin"), own_name(path.with_suffix(".lengths"))
-    try:
-        with replacing(bin_path) as temporary, lengths_path.open("wb") as lengths_file:
-            content = _HashedFile(temporary)
-            for ids, lengths in documents:
-                content.write(ids)
-                lengths_file.write(lengths.astype("<i4", copy=False).data)
-            record = content.finish()
-        if not record.bytes:
-            bin_path.unlink()
-            return None
-        return _with_index(path, record, lengths_path, dtype)
-    finally:
-        lengths_path.unlink(missing_ok=True)
-
-
-def link_volume(path: Path, ids: Path, lengths: Path, dtype: np.dtype[Any], *, sha256: str) -> Volume:
-    """Makes a whole file of ids a volume without reading it; a copy only where the file system has no links."""
-    bin_path = path.with_suffix(".bin")
-    with replacing(bin_path) as temporary:
-        try:
-            os.link(ids, temporary)
-        except OSError:
-            shutil.copyfile(ids, temporary)
-    return _with_index(path, FileRecord(bin_path.stat().st_size, sha256), lengths, dtype)
-
-
-def _with_index(path: Path, ids: FileRecord, lengths: Path, dtype: np.dtype[Any]) -> Volume:
-    documents, tokens = lengths.stat().st_size // 4, ids.bytes // dtype.itemsize
-    with replacing(path.with_suffix(".idx")) as temporary:
-        index = write_index(temporary, lambda: read_chunks(lengths, "<i4"), documents, dtype)
-    return Volume(path.name, documents, tokens, ids, index)
-
-
 def write_index(
-    path: Path,
+    index: NewFile,
     read_lengths: Callable[[], Iterable[NDArray[np.int32]]],
     documents: int,
     dtype: np.dtype[Any],
     *,
     gap: int = 0,
-) -> FileRecord:
-    """A new .idx, on disk; the lengths are read chunk by chunk, twice. `gap`: tokens after each document."""
+) -> None:
+    """Write an .idx; the lengths are read array by array, twice. `gap`: tokens after each document."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
-    index = _HashedFile(path)
     index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
-    pieces: Iterator[NDArray[Any]] = chain(read_lengths(), index_after(read_lengths(), dtype, gap=gap))
-    for chunk in pieces:
-        index.write(chunk.data)
-    return index.finish()
+    for lengths in read_lengths():
+        index.write(lengths.data)
+    for places in index_after(read_lengths(), dtype, gap=gap):
+        index.write(places.data)
 
 
 def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
@@ -116,27 +68,6 @@ def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any], *, g
         end, documents = int(ends[-1]), documents + chunk.size
     for first in range(0, documents + 1, _CHUNK):
         yield np.arange(first, min(first + _CHUNK, documents + 1), dtype="<i8")
-
-
-class _HashedFile:
-    """A new file whose size and sha256 are known when it is finished."""
-
-    def __init__(self, path: Path) -> None:
-        self.bytes = 0
-        self._stream = path.open("wb", buffering=1 << 20)
-        self._digest = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)
-        self._digest.update(data)
-        self.bytes += len(data) if isinstance(data, bytes) else data.nbytes
-
-    def finish(self) -> FileRecord:
-        """Brings the content to disk."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        return FileRecord(self.bytes, self._digest.hexdigest())
 
 
 class MappedVolume:

@@ -1,46 +1,45 @@
-"""What a preprocessing run will read and write: its settings, the plan made of them before any text is read, a preview.
+"""The settings of a preprocessing run, and the plan that is made of them before any text is read.
 
-The plan cuts the shards into parts, in an order that depends on nothing but the inputs; what workers do in any order is
-joined in this one.
+The plan cuts the input files into chunks, in an order that depends on nothing but the inputs. Workers finish chunks in
+any order, and they are joined in this one.
 """
 
+import hashlib
+import json
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from megatron_neobert import __version__
 from megatron_neobert.data.corpus.format import (
     CorpusFiles,
     Manifest,
     corpus_files,
     read_manifest,
-    token_dtype,
     validation_files,
 )
 from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_sha256, input_version
-from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
+from megatron_neobert.data.inputs.recognise import split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.data.inputs.stream import Chunk, is_url
-from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters, find_filters
-from megatron_neobert.data.preprocessing.job import JobFolder, KnownParts, PartTask, TaskSettings
-from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkSettings
+from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
+from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.runtime.jobs import JobFolder
 
 STANDARD_INPUT = "-"
-_SAMPLE_BYTES = 1 << 20  # of text, from each of the three parts that a preview looks at
+_STANDARD_INPUT_COPY = "standard_input"  # in PREFIX.partial, complete
 _PLANNING_THREADS = 16  # shards are opened one by one, and most of that is waiting for a network
 
 
@@ -64,9 +63,6 @@ class PreprocessSettings:
     workers: int | None = None  # None: one process here, all CPUs of a Ray cluster
     executor: Literal["local", "ray"] = "local"
     ray_address: str | None = None
-    shard_index: int | None = None
-    num_shards: int | None = None
-    merge: bool = False
     on_error: Literal["skip", "fail"] = "skip"
     max_error_rate: float = 0.001
     quarantine: bool = False
@@ -92,38 +88,73 @@ class Plan:
     encoder: Encoder
     filter_sources: tuple[FilterSource, ...]
     versions: dict[str, InputVersion]  # by path or URL, in the order of reading
-    parts: list[Chunk]
-    known: KnownParts
-    damaged: dict[str, str]  # why a shard has no parts, by path or URL; empty without --quarantine
+    chunks: list[Chunk]
+    damaged: dict[str, str]  # why an input file has no chunks, by path or URL; empty without --quarantine
 
-    def shard_name(self, path: str) -> str:
+    def input_name(self, path: str) -> str:
         """What messages, rejects and the manifest call it."""
         return STANDARD_INPUT if STANDARD_INPUT in self.settings.inputs else input_label(path)  # it is the only one
 
-    @cached_property
-    def task_settings(self) -> TaskSettings:
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide the files of all chunks, as JSON."""
         settings = self.settings
-        return TaskSettings(
+        return {
+            "tokenizer": self.tokenizer.fingerprint,
+            **asdict(settings.read),
+            "filters": self.filter_sources,
+            "min_tokens": settings.min_tokens,
+            "max_tokens": settings.max_tokens,
+            "deduplicate or split_validation": self.with_hashes,
+            "version": __version__,
+        }
+
+    @property
+    def with_hashes(self) -> bool:
+        return self.settings.deduplicate is not None or self.settings.split_validation > 0
+
+    def jobs(self) -> list[ChunkJob]:
+        """Return one job per chunk, in order."""
+        settings = self.settings
+        of_all = ChunkSettings(
             read=settings.read,
-            tokenizer_model=str(Path(settings.tokenizer_model).absolute()),  # other machines stand elsewhere
+            tokenizer_model=str(Path(settings.tokenizer_model).absolute()),  # other machines have other folders
             tokenizer_type=settings.tokenizer_type,
             fingerprint=self.tokenizer.fingerprint,
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
             min_tokens=settings.min_tokens,
             max_tokens=settings.max_tokens,
             filters=self.filter_sources,
-            with_hashes=settings.deduplicate is not None or settings.split_validation > 0,
+            with_hashes=self.with_hashes,
             on_error=settings.on_error,
-            folder=self.files.partial.absolute(),
         )
+        jobs: list[ChunkJob] = []
+        for number, chunk in enumerate(self.chunks):
+            path = chunk.path if is_url(chunk.path) else str(Path(chunk.path).absolute())
+            absolute = replace(chunk, path=path)
+            # The name does not depend on other chunks: it is the same in a run that reads other input files as well.
+            name = hashlib.blake2b(json.dumps(asdict(absolute)).encode(), digest_size=12).hexdigest()
+            jobs.append(
+                ChunkJob(
+                    folder=self.files.partial.absolute(),
+                    name=name,
+                    number=number,
+                    chunk=absolute,
+                    version=self.versions[chunk.path],
+                    input_name=self.input_name(chunk.path),
+                    starts_input=number == 0 or chunk.path != self.chunks[number - 1].path,
+                    settings=of_all,
+                )
+            )
+        return jobs
 
     @cached_property
-    def _parts_of(self) -> Counter[str]:
-        return Counter(part.path for part in self.parts)
+    def _chunks_of(self) -> Counter[str]:
+        return Counter(chunk.path for chunk in self.chunks)
 
-    def input_bytes(self, part: Chunk) -> float:
+    def input_bytes(self, chunk: Chunk) -> float:
         """Its share of the shard, taken as equal among the shard's parts: for estimates."""
-        return self.versions[part.path].bytes / self._parts_of[part.path]
+        return self.versions[chunk.path].bytes / self._chunks_of[chunk.path]
 
     @property
     def filters(self) -> dict[str, int | float | str | None]:
@@ -141,6 +172,11 @@ class Plan:
         }
 
 
+def open_job_folder(files: CorpusFiles) -> JobFolder:
+    """Return PREFIX.partial, not yet entered; a copy of standard input in it survives a run that finishes nothing."""
+    return JobFolder(files.partial, keep=files.partial / _STANDARD_INPUT_COPY)
+
+
 def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     """Finds shards and tokenizer, and what would make the run fail early.
 
@@ -154,22 +190,22 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
             --source-key, or a fast back end is asked for and unusable.
     """
     files = settings.files
-    if not (settings.resume or settings.merge):
+    if not settings.resume:
         refuse_existing(files, overwrite=settings.overwrite)
     tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     if STANDARD_INPUT not in settings.inputs:
-        return _plan_parts(settings, tokenizer, encoder, find_inputs(settings.inputs))
+        return _plan_chunks(settings, tokenizer, encoder, find_inputs(settings.inputs))
     copy = _receive_standard_input(settings)
     try:
-        return _plan_parts(settings, tokenizer, encoder, [copy])
+        return _plan_chunks(settings, tokenizer, encoder, [copy])
     except DataError:  # it cannot be read, now or by --resume
-        with JobFolder(files.partial) as job:
-            job.remove()
+        with open_job_folder(files) as folder:
+            folder.remove()
         raise
 
 
-def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Encoder, shards: list[str]) -> Plan:
+def _plan_chunks(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Encoder, shards: list[str]) -> Plan:
     output = settings.files.manifest.resolve()
     for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
         if folder in output.parents:
@@ -180,17 +216,16 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
     for shard in (Path(name) for name in shards if "://" not in name):
         if shard.parent.resolve() == output.parent and shard.name.startswith(f"{settings.files.name}."):
             raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
-    known = KnownParts(settings.files.partial, settings.read)
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = list(threads.map(input_version, shards))
 
-        def look(shard: str, version: InputVersion) -> list[Chunk] | DataError | ConfigError:
+        def look(path: str) -> list[Chunk] | DataError | ConfigError:
             try:
-                return known.find(shard, version) or split_into_chunks(shard, settings.read)
+                return split_into_chunks(path, settings.read)
             except (DataError, ConfigError) as error:
                 return error
 
-        looks = dict(zip(shards, threads.map(look, shards, versions), strict=True))
+        looks = dict(zip(shards, threads.map(look, shards), strict=True))
         if problems := [str(found) for found in looks.values() if isinstance(found, ConfigError)]:
             raise ConfigError(problems)
         plan = Plan(
@@ -200,11 +235,10 @@ def _plan_parts(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Enc
             encoder=encoder,
             filter_sources=find_filters(settings.filter),
             versions=dict(zip(shards, versions, strict=True)),
-            parts=[part for parts in looks.values() if isinstance(parts, list) for part in parts],
-            known=known,
+            chunks=[chunk for chunks in looks.values() if isinstance(chunks, list) for chunk in chunks],
             damaged={shard: str(found) for shard, found in looks.items() if isinstance(found, DataError)},
         )
-    names = Counter(map(plan.shard_name, shards))
+    names = Counter(map(plan.input_name, shards))
     if len(names) < len(shards):
         name = names.most_common(1)[0][0]
         raise ConfigError(
@@ -233,17 +267,17 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 def is_complete(plan: Plan) -> bool:
     """Return True if the corpora of this plan exist, whole, so that --resume has nothing left to do."""
     files, settings = plan.files, plan.settings
-    manifest = None if JobFolder(files.partial).has_begun else _read_whole(files)
+    manifest = None if open_job_folder(files).has_begun else _read_whole(files)
     if manifest is None or (settings.split_validation and not _read_whole(validation_files(files))):
         return False
-    sizes = {plan.shard_name(path): version.bytes for path, version in plan.versions.items()}
+    sizes = {plan.input_name(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
 
     def is_unchanged(path: str, version: InputVersion) -> bool:
         # A file server's clock may be ahead of this machine's, so a later time alone is no change.
         if is_url(path) or int(version.version) < written:
             return True
-        record = manifest.inputs.get(plan.shard_name(path))
+        record = manifest.inputs.get(plan.input_name(path))
         return record is not None and input_sha256(path) == record.sha256
 
     largest = max(volume.bin.bytes for volume in manifest.volumes)
@@ -276,21 +310,12 @@ def _read_whole(files: CorpusFiles) -> Manifest | None:
 
 
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
-    for name, least in {"min_tokens": 0, "max_tokens": 0, "workers": 1, "shard_index": 0, "num_shards": 1}.items():
+    for name, least in {"min_tokens": 0, "max_tokens": 0, "workers": 1}.items():
         number = getattr(settings, name)
         if number is not None and number < least:
             yield f"--{name.replace('_', '-')} {number} is below {least}; give at least {least}"
     if not 0.0 <= settings.max_error_rate <= 1.0:
         yield f"--max-error-rate {settings.max_error_rate} is not a fraction of the records; use 0 to 1"
-    if (settings.shard_index is None) != (settings.num_shards is None):
-        yield "--shard-index and --num-shards describe one task of an array together; give both or neither"
-    elif settings.num_shards is not None and not 0 <= (settings.shard_index or 0) < settings.num_shards:
-        yield (
-            f"--shard-index {settings.shard_index} is not one of the {settings.num_shards} tasks of --num-shards; they "
-            f"are numbered 0 to {settings.num_shards - 1}"
-        )
-    if settings.merge and settings.num_shards is not None:
-        yield "--merge joins the parts of all tasks; leave out --shard-index and --num-shards"
     if settings.keep_shards and settings.shard_size is not None:
         yield "--keep-shards cuts the corpus at the shards, --shard-size at a size; choose one"
     if not 0.0 <= settings.split_validation < 1.0:
@@ -301,23 +326,20 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield f"--record-key {settings.read.record_keys[0]} is for filters; give a --filter that looks at it"
     if settings.ray_address is not None and settings.executor != "ray":
         yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
-    if STANDARD_INPUT in settings.inputs:
-        if len(settings.inputs) > 1:
-            yield "--input - (standard input) stands alone; read the other shards in another run"
-        if settings.num_shards is not None:
-            yield "--input - (standard input) has one reader; give the tasks of an array files"
+    if STANDARD_INPUT in settings.inputs and len(settings.inputs) > 1:
+        yield "--input - (standard input) stands alone; read the other shards in another run"
     if settings.read.text_separator == "":
         yield "--text-separator is empty; leave it out where each file is one document"
 
 
 def _receive_standard_input(settings: PreprocessSettings) -> str:
-    """Copies it to PREFIX.partial, where it can be read in parts, and again after a restart."""
-    with JobFolder(settings.files.partial) as job:
-        target = job.standard_input
+    """Copy standard input to PREFIX.partial, where it can be read in chunks, and again after a restart."""
+    with open_job_folder(settings.files) as folder:
+        target = folder.path / _STANDARD_INPUT_COPY
         if target.exists() and not settings.overwrite:
             if not settings.resume:
                 raise OutputError(
-                    f"{job.path} holds the standard input of an earlier run; continue with it by --resume, or read "
+                    f"{folder.path} holds the standard input of an earlier run; continue with it by --resume, or read "
                     "another by --overwrite"
                 )
             return str(target)
@@ -327,75 +349,3 @@ def _receive_standard_input(settings: PreprocessSettings) -> str:
         sync_to_disk(incoming)
         incoming.replace(target)
     return str(target)
-
-
-def part_tasks(plan: Plan) -> list[PartTask]:
-    """All parts in order, as work for others."""
-    paths = [None, *(part.path for part in plan.parts)]
-    return [
-        PartTask(
-            number=number,
-            part=part if "://" in part.path else replace(part, path=str(Path(part.path).absolute())),
-            shard=plan.versions[part.path],
-            shard_name=plan.shard_name(part.path),
-            starts_shard=part.path != before,
-            settings=plan.task_settings,
-        )
-        for number, (part, before) in enumerate(zip(plan.parts, paths, strict=False))
-    ]
-
-
-@dataclass(frozen=True)
-class Preview:
-    """The first documents of a run, and estimates for all of it."""
-
-    examples: list[tuple[str, NDArray[np.int64]]]  # text and ids
-    documents: float
-    tokens: float
-    bin_bytes: float
-    core_seconds: float
-
-
-def preview(plan: Plan, *, examples: int = 2) -> Preview:
-    """Reads and tokenises up to 3 MB of text of the first, the middle and the last part: the rest is taken to be alike.
-
-    Raises:
-        DataError: No document is found there.
-    """
-    try:
-        return _preview(plan, plan.encoder, examples=examples)
-    except BackendMismatch:  # the run would do such parts again, and log it
-        return _preview(plan, open_encoder(plan.tokenizer, "reference"), examples=examples)
-
-
-def _preview(plan: Plan, encoder: Encoder, *, examples: int) -> Preview:
-    started = time.perf_counter()
-    shown: list[tuple[str, NDArray[np.int64]]] = []
-    documents = tokens = input_bytes = 0.0
-    for number in sorted({0, len(plan.parts) // 2, len(plan.parts) - 1}):
-        part, text_bytes, progress = plan.parts[number], 0, 0.0
-        encoder.start_part()
-        for unfiltered in read_chunk(part, plan.settings.read):
-            batch = apply_filters(unfiltered, plan.filter_sources, plan.shard_name(part.path))
-            encoded = encoder.encode_batch(batch.texts)
-            ends = np.cumsum(encoded.lengths)
-            for text, end, length in zip(batch.texts, ends, encoded.lengths, strict=True):
-                if len(shown) == examples:
-                    break
-                shown.append((text, encoded.ids[end - length : end].astype(np.int64)))
-            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
-            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
-            if text_bytes >= _SAMPLE_BYTES:
-                break
-        input_bytes += progress * plan.input_bytes(part)
-    if not documents or not input_bytes:
-        raise DataError("no document in the first, the middle and the last part; check --input and --text-key")
-    seconds = time.perf_counter() - started
-    factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
-    return Preview(
-        examples=shown,
-        documents=documents * factor,
-        tokens=tokens * factor,
-        bin_bytes=tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize,
-        core_seconds=seconds * factor,
-    )

@@ -89,7 +89,7 @@ class ShardTexts:
 
         from megatron_neobert.data.corpus.format import describe_reasons
         from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
-        from megatron_neobert.data.preprocessing.job import Counts, check_error_rate
+        from megatron_neobert.data.preprocessing.counts import Counts, check_error_rate
 
         self.counts = counts = Counts()
         first_error = None

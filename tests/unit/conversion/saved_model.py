@@ -12,7 +12,7 @@ from torch import Tensor
 from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.compare import Checks, make_loud
 from checkpoint_conversion.export import ExportOptions, export
-from checkpoint_conversion.mapping import shape_of, split_halves
+from checkpoint_conversion.mapping import ModelShape, split_halves
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import ModelConfig, Settings
@@ -30,7 +30,7 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
     rotary_base=5000,
 )
-SHAPE = shape_of(MODEL, vocab_size=len(WORDS), padded_vocab_size=MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
+SHAPE = ModelShape(MODEL, len(WORDS), MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
 PROGRESS = TrainState(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
 
 

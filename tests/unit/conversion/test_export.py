@@ -17,7 +17,7 @@ from checkpoint_conversion.card import Declared
 from checkpoint_conversion.checkpoint import model_shape
 from checkpoint_conversion.compare import Checks
 from checkpoint_conversion.config_json import FolderSpec, build_config
-from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, PhaseChange, Settings
+from megatron_neobert.config.schema import CheckpointConfig, DataConfig, PhaseChange, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -187,7 +187,7 @@ def test_neobert_config_has_the_published_fields(shared_data: Path):
     published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text())
     bert = load_tokenizer(shared_data / "tokenizers" / "bert-base-uncased" / "vocab.txt")
     shape = model_shape(Settings(), vocab_size=bert.vocab_size)
-    config = build_config("neobert", FolderSpec(ModelConfig(), shape, bert))
+    config = build_config("neobert", FolderSpec(shape, bert))
     expected = {name: value for name, value in published.items() if name not in NOT_OF_THE_MODEL}
     assert {name: config.get(name) for name in expected} == expected
     assert config["max_position_embeddings"] == published["max_length"]
@@ -196,6 +196,6 @@ def test_neobert_config_has_the_published_fields(shared_data: Path):
 
 
 def test_a_width_that_the_published_fields_cannot_say_is_refused(tokenizer: Tokenizer):
-    shape = replace(SHAPE, ffn_hidden_size=44)
+    shape = replace(SHAPE, model=replace(MODEL, ffn_hidden_size=44))
     with pytest.raises(ConversionError, match="--ffn-hidden-size 44 is not a multiple of 8"):
-        build_config("neobert", FolderSpec(MODEL, shape, tokenizer))
+        build_config("neobert", FolderSpec(shape, tokenizer))

@@ -34,7 +34,7 @@ def write(tmp_path: Path, internal: dict[str, Tensor]) -> WriteFolder:
         folder = tmp_path / "model"
         add_tokenizer(folder)
         tokenizer = load_tokenizer(folder)
-        config = build_config(layout, FolderSpec(MODEL, SHAPE, tokenizer)) | fields
+        config = build_config(layout, FolderSpec(SHAPE, tokenizer)) | fields
         (folder / "config.json").write_text(json.dumps(config))
         weights = to_published(internal, SHAPE, TABLES[layout])
         change(weights)

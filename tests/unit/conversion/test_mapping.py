@@ -20,17 +20,17 @@ from checkpoint_conversion.mapping import (
     to_internal,
     to_published,
 )
+from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
 
-SHAPE = ModelShape(
-    num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=6, vocab_size=11, padded_vocab_size=16
-)
+MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=6)
+SHAPE = ModelShape(MODEL, vocab_size=11, padded_vocab_size=16)
 
 
 def build_internal(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
     """Random tensors under the internal names, zeros in the rows that pad the vocabulary."""
     torch.manual_seed(3)
-    rows = expand_table(NEOBERT, shape.num_layers)
+    rows = expand_table(NEOBERT, shape.model.num_layers)
     tensors = {row.internal: torch.randn(shape.resolve(row.internal_shape)) for row in rows}
     for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
         tensors[name][shape.vocab_size :] = 0
@@ -66,7 +66,7 @@ def test_rotary_pairs_become_adjacent_in_queries_and_keys_and_values_stay():
 
 
 def test_halves_of_swiglu_are_stored_apart_and_joined_in_order():
-    internal = build_internal(replace(SHAPE, num_layers=12))
+    internal = build_internal(replace(SHAPE, model=replace(MODEL, num_layers=12)))
     stored = split_halves(internal)
     name = "decoder.layers.11.mlp.linear_fc1.weight"
     assert torch.equal(stored[f"{name}_w"], internal[name][: len(internal[name]) // 2]), "the gate comes first"

@@ -22,7 +22,7 @@ from checkpoint_conversion.export import write_folder, write_sentence_transforme
 from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
-from megatron_neobert.evaluation.encoders import fingerprint
+from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
 FIGURES = {
@@ -65,7 +65,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: place / name for name in TABLES}
     for name, folder in folders.items():
         folder.mkdir()
-        write_folder(folder, name, FolderSpec(MODEL, SHAPE, tokenizer), internal)
+        write_folder(folder, name, FolderSpec(SHAPE, tokenizer), internal)
     return folders
 
 

@@ -14,10 +14,10 @@ from tokenizers import models, pre_tokenizers
 
 from megatron_neobert.data.corpus import writer
 from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, draft_manifest, token_dtype
-from megatron_neobert.data.corpus.writer import OutputSettings, PartFiles, refuse_existing
+from megatron_neobert.data.corpus.shard_job import ChunkFiles
+from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.runtime.atomic_files import sha256_of
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -46,37 +46,32 @@ def byte_level_backend(special: Sequence[str] = ROBERTA) -> tokenizers.Tokenizer
     return backend
 
 
-def write_part(
+def write_chunk(
     folder: Path,
     number: int,
     documents: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
     *,
-    shard: str = "shard",
+    input: str = "shard",
     texts: Sequence[str] | None = None,
     rejects: str = "",
-) -> PartFiles:
-    """What a worker leaves of these documents. Two with one text are duplicates; without texts there are no hashes."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    ids, lengths, hashes, rejects_file = (
-        folder / f"{number:06d}.{kind}" for kind in ("ids", "lengths", "hashes", "rejects")
-    )
+) -> ChunkFiles:
+    """Write the files that a worker leaves of these documents. Without texts there are no hashes."""
+    name, dtype = f"{number:06d}", token_dtype(tokenizer.vocab_size)
     flat = np.array([id_ for document in documents for id_ in document], dtype=np.int64).astype(dtype)
-    flat.tofile(ids)
-    np.array([len(document) for document in documents], dtype=np.int32).tofile(lengths)
-    rejects_file.write_text(rejects)
+    lengths = np.array([len(document) for document in documents], dtype=np.int32)
+    content = {"ids": flat.tobytes(), "lengths": lengths.tobytes()}
     if texts is not None:
-        hashes.write_bytes(b"".join(text_hash(text) for text in texts))
-    return PartFiles(
-        shard=shard,
-        ids=ids,
-        lengths=lengths,
-        hashes=hashes,
-        rejects=rejects_file,
+        content["hashes"] = b"".join(text_hash(text) for text in texts)
+    for kind, data in {**content, "rejects": rejects.encode()}.items():
+        (folder / f"{name}.{kind}").write_bytes(data)
+    return ChunkFiles(
+        input=input,
+        name=name,
         documents=len(documents),
         tokens=flat.size,
         unknown_tokens=int((flat == tokenizer.unk_id).sum()),
-        sha256={file.suffix[1:]: sha256_of(file) for file in (ids, lengths, hashes) if file.exists()},
+        sha256={kind: hashlib.sha256(data).hexdigest() for kind, data in content.items()},
     )
 
 
@@ -84,9 +79,9 @@ def text_hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def made_up_draft(parts: Sequence[PartFiles], tokenizer: Tokenizer, **facts: Any) -> Manifest:
+def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **facts: Any) -> Manifest:
     """That of a run in which no record was lost."""
-    counts = {"records": sum(part.documents for part in parts), "repaired_documents": 0}
+    counts = {"records": sum(chunk.documents for chunk in chunks), "repaired_documents": 0}
     given = {"inputs": {}, "text_key": "content", "filters": {}, **counts, "rejected": {}, "dropped": {}}
     return draft_manifest(tokenizer, **{**given, **facts})
 
@@ -105,13 +100,14 @@ def write_corpus(
     overwrite: bool = False,
     shard_bytes: int | None = None,
 ) -> Manifest:
-    """A corpus of these documents, in volumes of at most shard_bytes."""
+    """A corpus of these documents, each a chunk of its own if corpus shards have a limit."""
     files = corpus_files(prefix)
     refuse_existing(files, overwrite=overwrite)
     files.partial.mkdir()
-    part = write_part(files.partial, 0, documents, tokenizer)
+    groups = [documents] if shard_bytes is None else [[document] for document in documents]
+    chunks = [write_chunk(files.partial, number, group, tokenizer) for number, group in enumerate(groups)]
     output = output_settings(files, shard_bytes=shard_bytes)
-    written = writer.write_corpus([part], output, made_up_draft([part], tokenizer), folder=files.partial)
+    written = writer.write_corpus(chunks, output, made_up_draft(chunks, tokenizer), folder=files.partial)
     shutil.rmtree(files.partial)
     return written.manifest
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from unit.evaluation.pseudo_perplexity_models import write_model
 
-from megatron_neobert.evaluation.fine_tuning.settings import Grid, Point, Protocol
-from megatron_neobert.evaluation.glue.run import GlueEvaluation, GlueRun
-from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation.fine_tune import Point
+from megatron_neobert.evaluation.glue import GlueRun
+from megatron_neobert.evaluation.options import GlueOptions
 
 HEADERS = {
     "RTE": "sentence1,sentence2,label",
@@ -70,27 +70,27 @@ def make_place(folder: Path) -> Path:
     return folder
 
 
-def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | None = None, **protocol: Any) -> GlueRun:
+def build_options(place: Path, *tasks: str, output: str = "output", **changes: Any) -> GlueOptions:
+    given = {
+        "model": place / "model",
+        "data_dir": place / "glue",
+        "output": place / output,
+        "tasks": tasks,
+        "batch_size": (8,),
+        "learning_rate": (3e-3,),
+        "weight_decay": (1e-5,),
+        "epochs": 1,
+        "no_transfer": True,
+        "device": "cpu",
+    }
+    return GlueOptions(**{**given, **changes})
+
+
+def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | None = None, **changes: Any) -> GlueRun:
     return GlueRun(
         task=task,
         point=point,
         start=start or place / "model",
-        data_dir=place / "glue",
         folder=place / "runs" / f"{task}-{point.name}",
-        protocol=Protocol(**{"epochs": 2, **protocol}),
+        options=build_options(place, task, **{"epochs": 2, **changes}),
     )
-
-
-def build_evaluation(place: Path, *tasks: str, output: str = "output", **changes: Any) -> GlueEvaluation:
-    grid = Grid(batch_sizes=(8,), learning_rates=(3e-3,), weight_decays=(1e-5,))
-    values = {
-        "model": place / "model",
-        "data_dir": place / "glue",
-        "output": place / output,
-        "grids": dict.fromkeys(tasks, grid),
-        "seeds": (0,),
-        "protocol": Protocol(epochs=1),
-        "transfer_from": None,
-    }
-    assert set(tasks) <= set(TASKS)
-    return GlueEvaluation(**{**values, **changes})

@@ -8,7 +8,7 @@ import transformers
 from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.evaluation import encoders
+from megatron_neobert.evaluation import models as encoders
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", ".", "sep", "[", "]"]
 LONGEST = 40  # tokens

@@ -9,26 +9,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import BertForMaskedLM
 from unit.evaluation.contrastive_place import INSTRUCTIONS, make_pairs, write_datasets, write_encoder, write_yaml
 
-from megatron_neobert.errors import ConfigError, ConversionError, OutputError
-from megatron_neobert.evaluation.contrastive.config import TrainingSettings, read_config
-from megatron_neobert.evaluation.contrastive.data import find_local, load_pairs
-from megatron_neobert.evaluation.contrastive.run import (
+from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.evaluation.embed import (
     Places,
-    RunOptions,
+    Training,
     build_loss,
     build_prompts,
-    finetune,
     newest_checkpoint,
     prepare_folder,
     save_final,
-    settings_of,
 )
-from megatron_neobert.evaluation.contrastive.sampling import PairCollator
-from megatron_neobert.evaluation.encoders import load_sentence_transformer
+from megatron_neobert.evaluation.embed import train as run_training
+from megatron_neobert.evaluation.embed_data import TrainingSettings, find_local, load_pairs, read_config
+from megatron_neobert.evaluation.embed_sampling import PairCollator
+from megatron_neobert.evaluation.ledger import open_ledger
+from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer
 
 ROWS = make_pairs(6, negatives=3, seed=9)
 KEYS = list(INSTRUCTIONS)
@@ -51,9 +49,11 @@ def train(place: Path, output: Path, *, resume: bool = False, seed: int = 0, **c
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
         paths = find_local(place / "data", KEYS, skip_missing=False)
         pairs = {key: load_pairs(key, config.datasets[key], path) for key, path in paths.items()}
-    places, options = Places(output, "bert"), RunOptions(seed=seed, device="cpu", resume=resume)
-    prepare_folder(places.checkpoints, {"seed": seed}, resume=resume)
-    results = finetune(place / "bert", pairs, config.datasets, training, places, options)
+    places = Places(output, "bert")
+    with open_ledger(places.ledger) as ledger:
+        prepare_folder(places, ledger, {"seed": seed}, resume=resume)
+    run = Training(places=places, settings=training, seed=seed, device="cpu", resume=resume)
+    results = run_training(place / "bert", pairs, config.datasets, run)
     assert results is not None
     return places, results
 
@@ -147,6 +147,7 @@ def test_loss_is_logged_once_per_interval(trained):
 def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, trained, tmp_path, capsys):
     whole, _ = trained
     shutil.copytree(whole.checkpoints, tmp_path / "bert" / "checkpoints")
+    shutil.copytree(whole.ledger, tmp_path / "bert" / "contrastive")
     # As if the process had been killed while it wrote the last checkpoint.
     (tmp_path / "bert" / "checkpoints" / "checkpoint-100" / "trainer_state.json").write_text('{"epoch": ')
     resumed, results = train(place, tmp_path, resume=True)
@@ -159,40 +160,29 @@ def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, train
 
 
 @pytest.mark.parametrize("name", ["1_Pooling/config.json", "config_sentence_transformers.json", "modules.json"])
-def test_settings_of_a_run_tell_folders_with_other_modules_apart(place, trained, tmp_path, name):
-    config, folder = read_config(place / "run.yaml"), shutil.copytree(trained[0].final, tmp_path / "model")
-
-    def settings() -> dict:
-        return settings_of(folder, {}, config.datasets, config.training, RunOptions(), processes=1)
-
-    before = settings()
+def test_fingerprint_tells_folders_with_other_modules_apart(trained, tmp_path, name):
+    folder = shutil.copytree(trained[0].final, tmp_path / "model")
+    before = fingerprint(folder)
     (folder / name).write_text((folder / name).read_text() + " ")
-    after = settings()
-    assert {key for key in before if before[key] != after[key]} == {"modules"}
+    assert fingerprint(folder) != before
 
 
-def test_checkpoints_are_not_gone_on_from_unasked_or_with_other_settings(trained, tmp_path):
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(trained[0].checkpoints, folder)
-    with pytest.raises(OutputError, match="holds checkpoints; resume with --resume"):
-        prepare_folder(folder, {"seed": 0}, resume=False)
-    with pytest.raises(ConfigError, match="seed was 0 and is now 1"):
-        prepare_folder(folder, {"seed": 1}, resume=True)
-    (folder / "checkpoint-100" / "trainer_state.json").unlink()
-    prepare_folder(folder, {"seed": 0}, resume=True)
-    assert newest_checkpoint(folder) == folder / "checkpoint-50"
-    assert not (folder / "checkpoint-100").exists()
-
-
-def test_pooling_of_a_folder_is_kept_and_mean_added_where_there_is_none(place, tmp_path):
-    assert load_sentence_transformer(place / "bert", max_length=16)[1].pooling_mode == "mean"
-    transformer = Transformer(str(place / "bert"))
-    modules = [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode="cls")]
-    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
-    model = load_sentence_transformer(tmp_path, max_length=16)
-    assert model[1].pooling_mode == "cls"
-    assert model.max_seq_length == 16
-    assert load_sentence_transformer(tmp_path, max_length=1024).max_seq_length == 32
+def test_training_is_not_resumed_unasked_or_with_other_settings(trained, tmp_path):
+    shutil.copytree(trained[0].output / "bert", tmp_path / "bert")
+    places = Places(tmp_path, "bert")
+    for without in ((), (places.final,)):
+        for folder in without:
+            shutil.rmtree(folder)
+        with open_ledger(places.ledger) as ledger:
+            with pytest.raises(OutputError, match="is there already; resume with --resume"):
+                prepare_folder(places, ledger, {"seed": 0}, resume=False)
+            with pytest.raises(ConfigError, match=r"other settings or data \(seed\)"):
+                prepare_folder(places, ledger, {"seed": 1}, resume=True)
+    (places.checkpoints / "checkpoint-100" / "trainer_state.json").unlink()
+    with open_ledger(places.ledger) as ledger:
+        prepare_folder(places, ledger, {"seed": 0}, resume=True)
+    assert newest_checkpoint(places.checkpoints) == places.checkpoints / "checkpoint-50"
+    assert not (places.checkpoints / "checkpoint-100").exists()
 
 
 def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
@@ -204,21 +194,3 @@ def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
     save_final(model, tmp_path / "bert", tmp_path / "final")
     written = load_file(tmp_path / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("modules", "reason"),
-    [
-        (
-            '[{"idx": 0, "name": "0", "path": "", "type": "subprocess.Popen"}]',
-            r"modules\.json: the first module is 'subprocess\.Popen', not a Transformer",
-        ),
-        ('["Transformer"]', r"modules\.json: the content is 'Transformer'"),
-        ("{", r"modules\.json: not JSON"),
-    ],
-)
-def test_module_of_another_package_is_refused_before_it_is_imported(place, tmp_path, modules, reason):
-    folder = shutil.copytree(place / "bert", tmp_path / "bert")
-    (folder / "modules.json").write_text(modules)
-    with pytest.raises(ConversionError, match=reason):
-        load_sentence_transformer(folder, max_length=16)

@@ -9,8 +9,8 @@ import pytest
 from unit.evaluation.contrastive_place import make_pairs, write_jsonl
 
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.contrastive.config import DatasetSource
-from megatron_neobert.evaluation.contrastive.data import digest_of, find_local, load_pairs
+from megatron_neobert.evaluation.data import digest_of
+from megatron_neobert.evaluation.embed_data import DatasetSource, find_local, load_pairs
 
 ROWS = make_pairs(7, negatives=2, seed=5)
 SOURCE = DatasetSource(
@@ -119,7 +119,8 @@ def test_digest_changes_with_the_texts_and_not_with_their_place_or_time(tmp_path
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / name / "cache")
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name / "KEY.jsonl", rows)
-        return digest_of(load_pairs("KEY", SOURCE, tmp_path / name / "KEY.jsonl"))
+        columns = ("query", "positive", "negatives")
+        return digest_of(load_pairs("KEY", SOURCE, tmp_path / name / "KEY.jsonl"), columns)
 
     words = [{**row, "query": row["query"] + " ba"} if number == 3 else row for number, row in enumerate(ROWS)]
     fewer = [{**row, "negatives": []} for row in ROWS]

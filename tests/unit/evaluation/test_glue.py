@@ -1,27 +1,24 @@
 """A whole evaluation: what is run, what is kept, what is run again, and what is refused before anything is."""
 
 import dataclasses
-import fcntl
 import json
 import shutil
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from unit.evaluation.glue_place import POINT, build_evaluation, build_run, make_place
+from unit.evaluation.glue_place import POINT, build_options, build_run, make_place
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, OutputError
-from megatron_neobert.evaluation.fine_tuning.pool import share_out
-from megatron_neobert.evaluation.fine_tuning.settings import Grid
-from megatron_neobert.evaluation.fine_tuning.study import RUN, TaskStudy
-from megatron_neobert.evaluation.fine_tuning.trainer import MODEL, Outcome
-from megatron_neobert.evaluation.glue.predictions import to_answers, write_submission, zip_submission
-from megatron_neobert.evaluation.glue.run import best_model, evaluate
-from megatron_neobert.evaluation.glue.tasks import TASKS
-from megatron_neobert.evaluation.records import read_record
+from megatron_neobert.evaluation.fine_tune import WEIGHTS, share_out
+from megatron_neobert.evaluation.glue import evaluate, write_submission
+from megatron_neobert.evaluation.glue_tasks import TASKS, to_answers
+from megatron_neobert.evaluation.ledger import Ledger, open_ledger, read_record
+from megatron_neobert.evaluation.models import fingerprint
+from megatron_neobert.evaluation.sweep import BEST, best_weights, last_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
-GRID = Grid(batch_sizes=(8,), learning_rates=(3e-3, 1e-12), weight_decays=(1e-5,))
+GRID = {"learning_rate": (3e-3, 1e-12)}
 
 
 @pytest.fixture(scope="module")
@@ -42,101 +39,134 @@ class Recorder:
                 raise KeyboardInterrupt
 
 
-def scores_of(evaluation):
-    tasks = read_record(evaluation.folder / "glue.json")["results"]["tasks"]
+def run(options, runs: int | None = None) -> list:
+    """Task and point of everything that is run before the end, or the interruption after some runs."""
+    recorder = Recorder(runs)
+    if runs is None:
+        evaluate(options, recorder)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(options, recorder)
+    return recorder.runs
+
+
+def folder_of(options):
+    return options.output / "model"
+
+
+def scores_of(options):
+    tasks = read_record(folder_of(options) / "glue.json")["results"]["tasks"]
     return {task: result | {"seconds": 0.0} for task, result in tasks.items()}
 
 
-def test_interrupted_evaluation_goes_on_and_ends_with_the_same_results(place):
-    whole = build_evaluation(place, "rte", output="whole", grids={"rte": GRID}, seeds=(0, 1))
-    evaluate(whole, Recorder())
+def kept_seed(options, task):
+    """Seed of the run whose weights are kept, from the ledger; and the folder of the weights, by its content."""
+    ledger = Ledger(folder_of(options) / "glue" / task)
+    return ledger.lines[last_sweep(ledger)["result"]["kept"]]["unit"]["point"]["seed"]
+
+
+def test_interrupted_evaluation_resumes_and_ends_with_the_same_results_and_weights(place):
+    whole = build_options(place, "rte", output="whole", seeds=(0, 1), **GRID)
+    assert len(run(whole)) == 4
     broken = dataclasses.replace(whole, output=place / "broken")
-    first, second = Recorder(runs=2), Recorder()
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(broken, first)
-    (broken.task_folder("rte") / "runs" / second_run_name(first)).mkdir(parents=True)  # of the run that was killed
-    evaluate(broken, second)
-    assert len(first.runs) == len(second.runs) == 2
-    assert {point for _, point in first.runs + second.runs} == set(GRID.points([0, 1]))
+    first = run(broken, 2)
+    task = folder_of(broken) / "glue" / "rte"
+    (task / "runs" / "of a run that was killed").mkdir(parents=True)
+    assert not (task / BEST).exists(), "the sweep is not finished"
+    second = run(broken)
+    assert len(first) == len(second) == 2 and not set(first) & set(second)
     assert scores_of(broken) == scores_of(whole)
-    third = Recorder()
-    evaluate(broken, third)
-    assert third.runs == []
-    assert list((broken.task_folder("rte") / "runs").iterdir()) == []  # the losers' weights are gone
+    weights = [folder_of(options) / "glue" / "rte" / BEST / "model.safetensors" for options in (whole, broken)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert run(broken) == []
+    assert [path.name for path in (task / "runs").iterdir()] == ["of a run that was killed"]  # no loser's weights
 
 
-def second_run_name(first: Recorder) -> str:
-    done = {point for _, point in first.runs}
-    return next(point.name for point in GRID.points([0, 1]) if point not in done)
+def test_evaluation_is_extended_by_seeds_and_keeps_the_best_weights(place):
+    options = build_options(place, "rte", output="seeds")
+    run(options)
+    assert [point.seed for _, point in run(dataclasses.replace(options, seeds=(0, 5)))] == [5]
+    result = scores_of(options)["rte"]
+    assert result["seeds"] == [0, 5]
+    assert result["kept"].endswith(f"seed{kept_seed(options, 'rte')}")
 
 
-def test_more_seeds_run_only_what_is_new(place):
-    evaluation = build_evaluation(place, "rte", output="seeds")
-    evaluate(evaluation, Recorder())
-    more = Recorder()
-    evaluate(dataclasses.replace(evaluation, seeds=(0, 5)), more)
-    kept = read_record(evaluation.folder / "glue.json")["results"]["tasks"]["rte"]["kept"]
-    assert kept == (best_model(evaluation, "rte") / RUN).read_text().strip() != ""
-    assert [point.seed for _, point in more.runs] == [5]
-    assert scores_of(evaluation)["rte"]["seeds"] == [0, 5]
+def test_other_settings_are_measured_beside_the_earlier_ones_which_are_not_measured_again(place):
+    options = build_options(place, "sst2", output="settings")
+    other = dataclasses.replace(options, epochs=2)
+    assert len(run(options)) == 1
+    first = scores_of(options)
+    assert len(run(other)) == 1
+    assert read_record(folder_of(other) / "glue.json")["settings"]["sst2"]["protocol"]["epochs"] == 2
+    assert run(options) == []
+    assert {name: value for name, value in scores_of(options)["sst2"].items() if name != "kept"} == {
+        name: value for name, value in first["sst2"].items() if name != "kept"
+    }
+
+
+def test_changed_data_of_the_same_number_of_rows_is_measured_again(place, tmp_path):
+    shutil.copytree(place / "glue", tmp_path / "glue")
+    shutil.copytree(place / "model", tmp_path / "model")
+    options = build_options(tmp_path, "sst2")
+    assert len(run(options)) == 1
+    assert run(options) == []
+    path = tmp_path / "glue" / "SST-2" / "train.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], *reversed(lines[1:])]) + "\n")
+    from megatron_neobert.evaluation import glue
+
+    glue._read.cache_clear()  # as in another process
+    assert len(run(options)) == 1
 
 
 @pytest.mark.slow
-def test_tasks_that_follow_start_from_the_best_mnli_model(place):
-    evaluation = build_evaluation(place, "stsb", "mnli", output="transfer", transfer_from="mnli")
-    recorder = Recorder()
-    evaluate(evaluation, recorder)
-    assert [task for task, _ in recorder.runs] == ["mnli", "stsb"]
-    record = read_record(evaluation.folder / "glue.json")
-    assert record["settings"]["stsb"]["start"] == str(best_model(evaluation, "mnli"))
-    assert [record["results"]["tasks"][task]["from_mnli"] for task in ("mnli", "stsb")] == [False, True]
+def test_tasks_that_follow_start_from_the_best_model_of_a_finished_mnli_sweep(place):
+    options = build_options(place, "stsb", "mnli", output="transfer", no_transfer=False)
+    assert [task for task, _ in run(options)] == ["mnli", "stsb"]
+    record, folder = read_record(folder_of(options) / "glue.json"), folder_of(options) / "glue"
+    best = best_weights(Ledger(folder / "mnli"), fingerprint(place / "model"))
+    assert record["settings"]["stsb"]["start"] == str(best) == str(folder / "mnli" / BEST)
+    assert [record["settings"][task]["from_mnli"] for task in ("mnli", "stsb")] == [False, True]
     assert record["results"]["missing"] == ["qnli", "qqp", "rte", "sst2", "mrpc", "cola"]
-    later = dataclasses.replace(evaluation, grids={"rte": GRID})  # MNLI is there, from the command before
-    evaluate(later, Recorder())
-    assert set(read_record(evaluation.folder / "glue.json")["results"]["tasks"]) == {"mnli", "rte", "stsb"}
+    before = fingerprint(best)
+    more = dataclasses.replace(options, tasks=("mnli",), seeds=(1, 2, 3), learning_rate=(3e-3, 1e-2))
+    run(more, 5)  # of six
+    later = dataclasses.replace(options, tasks=("rte",), learning_rate=(3e-3, 1e-12))
+    assert len(run(later)) == 2
+    started = last_sweep(Ledger(folder / "rte"))["unit"]["start"]
+    assert started == before, "the best run of the unfinished sweep is not taken"
+    assert set(read_record(folder_of(options) / "glue.json")["results"]["tasks"]) == {"mnli", "rte", "stsb"}
 
 
-def test_transfer_without_an_mnli_model_is_refused_with_the_ways_out(place):
-    evaluation = build_evaluation(place, "rte", "sst2", output="none", transfer_from="mnli")
-    with pytest.raises(ConfigError, match=r"--tasks rte: .* MNLI has not been run .*--no-transfer"):
-        evaluate(evaluation, Recorder())
-    assert not evaluation.folder.exists()
-
-
-def test_other_settings_are_not_mixed_into_the_same_results(place):
-    evaluation = build_evaluation(place, "sst2", output="settings")
-    evaluate(evaluation, Recorder())
-    other = dataclasses.replace(evaluation, protocol=dataclasses.replace(evaluation.protocol, epochs=2))
-    with pytest.raises(ConfigError, match=r"other settings \(epochs was 1 and is now 2\)"):
-        evaluate(other, Recorder())
+def test_transfer_without_a_finished_mnli_sweep_is_refused_with_the_ways_out(place):
+    options = build_options(place, "rte", "sst2", output="none", no_transfer=False)
+    run(dataclasses.replace(options, tasks=("mnli",), seeds=(0, 1)), 1)
+    with pytest.raises(ConfigError, match=r"--tasks rte: .* no sweep of MNLI is finished .*--no-transfer"):
+        evaluate(options, Recorder())
 
 
 def test_second_command_on_the_same_task_is_refused(place):
-    evaluation = build_evaluation(place, "sst2", output="locked")
-    folder = evaluation.task_folder("sst2")
-    folder.mkdir(parents=True)
-    with (folder / "lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(OutputError, match="another command"):
-            evaluate(evaluation, Recorder())
+    options = build_options(place, "sst2", output="locked")
+    with open_ledger(folder_of(options) / "glue" / "sst2"), pytest.raises(OutputError, match="another command"):
+        evaluate(options, Recorder())
 
 
 def test_missing_data_and_unsuitable_models_are_refused_before_anything_is_run(place, tmp_path):
     recorder = Recorder()
     with pytest.raises(MissingInputError, match="no folder QNLI or qnli"):
-        evaluate(build_evaluation(place, "rte", "qnli"), recorder)
+        evaluate(build_options(place, "rte", "qnli"), recorder)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     with pytest.raises(ConversionError, match="cannot load it"):
-        evaluate(build_evaluation(place, "rte", model=tmp_path), recorder)
+        evaluate(build_options(place, "rte", model=tmp_path), recorder)
     data = tmp_path / "glue"
     shutil.copytree(place / "glue", data)
     (data / "RTE" / "test.csv").unlink()
     with pytest.raises(MissingInputError, match=r"has no test\.parquet, test\.jsonl or test\.csv"):
-        evaluate(build_evaluation(place, "sst2", "rte", data_dir=data, predict=True), recorder)
+        evaluate(build_options(place, "sst2", "rte", data_dir=data, predict=True), recorder)
     assert recorder.runs == []
 
 
-def test_failed_run_is_named_while_another_is_still_going_on(place, tmp_path):
+def test_failed_run_is_named_while_another_is_still_running(place, tmp_path):
     failing = build_run(place, "rte", start=tmp_path / "gone")
     going = build_run(place, "rte", point=dataclasses.replace(POINT, seed=1))
     never = build_run(place, "rte", point=dataclasses.replace(POINT, seed=2))
@@ -147,53 +177,39 @@ def test_failed_run_is_named_while_another_is_still_going_on(place, tmp_path):
     ):
         list(share_out([failing, going, never], pool, 2))
     assert not never.folder.exists()
-    assert (going.folder / MODEL).is_dir()
+    assert (going.folder / WEIGHTS).is_dir()
 
 
-def outcome(average: float) -> Outcome:
-    return Outcome(scores={"accuracy": average}, average=average, best_step=1, steps=1, seconds=0.0)
-
-
-def test_only_the_best_weights_stay_whatever_a_kill_leaves(tmp_path):
-    study = TaskStudy(tmp_path, "rte", {})
-    for seed, average in enumerate([0.5, 0.8, 0.6]):
-        point = dataclasses.replace(POINT, seed=seed)
-        weights = study.run_folder(point) / MODEL
-        weights.mkdir(parents=True)
-        (weights / "weights").write_text(str(seed))
-        if seed < 2:
-            study.enter(point, outcome(average))
-    assert (tmp_path / "best" / "weights").read_text() == "1"
-    assert study.kept == dataclasses.replace(POINT, seed=1).name
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [point.name]
-    reopened = TaskStudy(tmp_path, "rte", {})
-    assert list(reopened.outcomes) == [dataclasses.replace(POINT, seed=seed) for seed in (0, 1)]
+def test_weights_reach_their_place_though_a_kill_came_right_after_the_sweep_was_entered(place):
+    options = build_options(place, "sst2", output="moved")
+    run(options)
+    ledger = Ledger(folder_of(options) / "glue" / "sst2")
+    task, kept = ledger.path.parent, last_sweep(ledger)["result"]["kept"]
+    (task / "runs" / kept).mkdir(parents=True)
+    (task / BEST).rename(task / "runs" / kept / WEIGHTS)
+    assert run(options) == []
+    assert (best_weights(Ledger(task), fingerprint(place / "model")) / "model.safetensors").is_file()
 
 
 def test_submission_has_the_servers_files_words_and_order(place):
-    evaluation = build_evaluation(place, "mnli", "rte", output="submission")
-    evaluate(evaluation, Recorder())
+    options = build_options(place, "mnli", "rte", output="submission")
     ax = place / "glue" / "AX"
     ax.mkdir(exist_ok=True)
     (ax / "test.csv").write_text("premise,hypothesis\ncat,mat\ncat cat,mat\n")
-    written = []
-    for task in ("mnli", "rte"):
-        weights = best_model(evaluation, task)
-        with pytest.warns(UserWarning, match="rows, the benchmark"):
-            written += write_submission(task, weights, place / "glue", place / "answers", evaluation.protocol)
-    assert [path.name for path in written] == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv", "RTE.tsv"]
-    for path, rows, task in zip(written, (12, 12, 2, 12), ("mnli", "mnli", "mnli", "rte"), strict=True):
-        lines = [line.split("\t") for line in path.read_text().splitlines()]
-        assert lines[0] == ["index", "prediction"]
-        assert [line[0] for line in lines[1:]] == [str(number) for number in range(rows)]
-        assert {line[1] for line in lines[1:]} <= set(TASKS[task].labels)
-    (place / "answers" / "QNLI.tsv").write_text("of an earlier command")
-    path, missing = zip_submission(place / "answers", written)
+    folder = evaluate(options, Recorder())
+    answers = folder / "glue" / "submission"
+    answers.mkdir()
+    (answers / "QNLI.tsv").write_text("of an earlier command")
+    path, missing = write_submission(folder, options)
     assert missing == ["QNLI.tsv", "QQP.tsv", "SST-2.tsv", "MRPC.tsv", "CoLA.tsv", "STS-B.tsv", "WNLI.tsv"]
     with zipfile.ZipFile(path) as archive:
-        assert {name: archive.read(name) for name in archive.namelist()} == {
-            file.name: file.read_bytes() for file in written
-        }
+        written = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert list(written) == ["MNLI-m.tsv", "MNLI-mm.tsv", "RTE.tsv", "AX.tsv"]
+    for (name, text), rows in zip(written.items(), (12, 12, 12, 2), strict=True):
+        lines = [line.split("\t") for line in text.splitlines()]
+        assert lines[0] == ["index", "prediction"]
+        assert [line[0] for line in lines[1:]] == [str(number) for number in range(rows)]
+        assert {line[1] for line in lines[1:]} <= set(TASKS["rte" if name == "RTE.tsv" else "mnli"].labels)
 
 
 def test_scores_for_the_server_stay_within_0_and_5():

@@ -8,8 +8,9 @@ import pytest
 from unit.evaluation.glue_place import convert_tsv
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.glue.tasks import DIAGNOSTIC, TASKS, GlueSplit, check_rows, read_split
+from megatron_neobert.evaluation.glue_tasks import DIAGNOSTIC, TASKS, GlueSplit, read_task
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 ROWS = {
     "sentence1": ['a "cat", sat', "12"],
     "sentence2": ["one\nline", "off\x85\u2028."],
@@ -50,14 +51,16 @@ def test_every_form_gives_the_same_rows(tmp_path, form, name):
     (tmp_path / name).mkdir()
     form(tmp_path / name)
     texts = list(zip(ROWS["sentence1"], ROWS["sentence2"], strict=True))
-    assert read_split(tmp_path, TASKS["rte"], "train") == GlueSplit(texts, [1, 0])
+    found = read_task(tmp_path, TASKS["rte"], "train")
+    assert (found.texts, found.labels) == (texts, [1, 0])
 
 
 def test_test_sets_need_no_labels_and_only_scores_are_numbers(tmp_path):
     write(tmp_path, "AX/test.csv", "premise,hypothesis\na cat,cats\n")
     write(tmp_path, "STS-B/train.csv", "sentence1,sentence2,label\n1912,b,3.800\n")
-    assert read_split(tmp_path, DIAGNOSTIC, "test", labelled=False) == GlueSplit([("a cat", "cats")], None)
-    assert read_split(tmp_path, TASKS["stsb"], "train") == GlueSplit([("1912", "b")], [3.8])
+    asked, scored = read_task(tmp_path, DIAGNOSTIC, "test", labelled=False), read_task(tmp_path, TASKS["stsb"], "train")
+    assert (asked.texts, asked.labels) == ([("a cat", "cats")], None)
+    assert (scored.texts, scored.labels) == ([("1912", "b")], [3.8])
 
 
 @pytest.mark.parametrize(
@@ -69,35 +72,36 @@ def test_test_sets_need_no_labels_and_only_scores_are_numbers(tmp_path):
         ("sentence,label\ncat,1\nmat\n", "Expected 2 columns, got 1: mat"),
         ("sentence,label\n", "train has no rows"),
         ("", "Empty CSV file"),
-        ("sentence\ncat\n", "train has no column label"),
+        ("sentence\ncat\n", "train has the columns sentence, but no label"),
     ],
 )
 def test_file_of_another_form_is_refused_with_what_it_has(tmp_path, content, reason):
     write(tmp_path, "SST-2/train.csv", content)
     with pytest.raises(DataError, match=reason):
-        read_split(tmp_path, TASKS["sst2"], "train")
+        read_task(tmp_path, TASKS["sst2"], "train")
 
 
 @pytest.mark.parametrize("label", ["", "high"])
 def test_score_that_is_no_number_is_refused(tmp_path, label):
     write(tmp_path, "STS-B/train.csv", f"sentence1,sentence2,label\na,b,{label}\n")
     with pytest.raises(DataError, match="is no STS-B score; they go from 0 to 5"):
-        read_split(tmp_path, TASKS["stsb"], "train")
+        read_task(tmp_path, TASKS["stsb"], "train")
 
 
 def test_missing_task_and_missing_split_are_named_with_the_command_that_fetches_them(tmp_path):
     with pytest.raises(MissingInputError, match=r"no folder QNLI or qnli.*neobert fetch glue"):
-        read_split(tmp_path, TASKS["qnli"], "train")
+        read_task(tmp_path, TASKS["qnli"], "train")
     write(tmp_path, "QNLI/train.tsv", "index\tquestion\tsentence\tlabel\n")
     with pytest.raises(
         MissingInputError, match=r"no train\.parquet, .* or train\.csv.*fetch glue.*TSV files are not read"
     ):
-        read_split(tmp_path, TASKS["qnli"], "train")
+        read_task(tmp_path, TASKS["qnli"], "train")
 
 
-def test_number_of_rows_that_is_not_the_benchmarks_is_said_with_both():
-    with pytest.warns(UserWarning, match="RTE train has 2,127 rows, the benchmark 2,490"):
-        check_rows(TASKS["rte"], "train", 2_127)
+def test_number_of_rows_that_is_not_the_benchmarks_is_said_with_both(tmp_path):
+    write(tmp_path, "RTE/train.csv", "sentence1,sentence2,label\na,b,1\n")
+    with pytest.warns(UserWarning, match="RTE train has 1 rows, the benchmark 2,490"):
+        read_task(tmp_path, TASKS["rte"], "train")
 
 
 def test_limit_takes_rows_from_all_over_the_split():
@@ -117,13 +121,12 @@ REAL = {
 }
 
 
-@pytest.mark.filterwarnings("error")  # check_rows warns
+@pytest.mark.filterwarnings("error")  # about another number of rows
 @pytest.mark.parametrize("task", REAL)
 def test_real_files_have_the_benchmarks_rows(shared_data, tmp_path, task):
     columns, splits = REAL[task]
     for split, names in splits.items():
         files = [shared_data / "glue" / TASKS[task].title / f"{name}.tsv" for name in names]
         convert_tsv(files, tmp_path / task / f"{split}.csv", columns)
-        found = read_split(tmp_path, TASKS[task], split)
-        check_rows(TASKS[task], split, len(found.texts))
+        found = read_task(tmp_path, TASKS[task], split)
         assert set(found.labels) == {0, 1}

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_neobert.evaluation.glue.predictions import average, compute_scores
-from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation.glue_tasks import TASKS, average, compute_scores
 
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 1])
 PREDICTED = np.array([1, 1, 0, 0, 0, 1, 0, 1])
@@ -52,10 +51,6 @@ def test_constant_predictions_correlate_with_nothing_and_are_said(task, logits):
     with pytest.warns(UserWarning, match="every prediction is"):
         scores = compute_scores(TASKS[task], logits, LABELS)
     assert set(scores.values()) == {0.0}
-
-
-def test_constant_predictions_keep_their_accuracy():
-    assert compute_scores(TASKS["rte"], np.tile([0.0, 1.0], (8, 1)), LABELS) == {"accuracy": 0.5}
 
 
 @pytest.mark.parametrize("task", ["mrpc", "cola", "stsb", "rte"])

@@ -1,20 +1,19 @@
 """Grids, and the tables that their runs are condensed to."""
 
-import csv
 import statistics
 
 import pytest
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.fine_tuning.settings import GRIDS, Point
-from megatron_neobert.evaluation.fine_tuning.study import save_result, summarise
-from megatron_neobert.evaluation.fine_tuning.trainer import Outcome
-from megatron_neobert.evaluation.glue.results import why_no_average, write_results
-from megatron_neobert.evaluation.glue.run import choose_grid
-from megatron_neobert.evaluation.glue.tasks import PAPER_TASKS, TASKS
-from megatron_neobert.evaluation.records import read_record
+from megatron_neobert.evaluation.fine_tune import Outcome, Point
+from megatron_neobert.evaluation.glue import choose_grid, why_no_average, write_results
+from megatron_neobert.evaluation.glue_tasks import PAPER_TASKS, TASKS
+from megatron_neobert.evaluation.ledger import open_ledger, read_record
+from megatron_neobert.evaluation.models import fingerprint
+from megatron_neobert.evaluation.options import GlueOptions
+from megatron_neobert.evaluation.sweep import GRIDS, summarise
 
-SETTINGS = {"protocol": {"epochs": 10, "limit": None}, "grid": {}, "seeds": [0], "rows": {}}
+SETTINGS = {"protocol": {"epochs": 10, "limit": None}, "grid": {}, "seeds": [0], "data": {}, "from_mnli": False}
 
 
 def outcome(score: float, task: str = "rte") -> Outcome:
@@ -26,20 +25,25 @@ def point(batch_size: int, seed: int) -> Point:
     return Point(batch_size=batch_size, learning_rate=1e-5, weight_decay=1e-2, seed=seed)
 
 
-def result(task: str = "rte", *scores: float, from_mnli=False, kept=None):
+def result(task: str = "rte", *scores: float, kept=None):
     outcomes = {point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])}
-    return summarise(outcomes, TASKS[task].metrics, kept=kept) | {"from_mnli": from_mnli}
+    return summarise(outcomes, TASKS[task].metrics, kept=kept)
 
 
-def write(folder, results, settings=None, *, fingerprint="this"):
-    """The record of a model that consists of a config, from the results of its tasks."""
+def write(folder, results, settings=None, *, model=None):
+    """Write the record of a model that consists of a config, from the sweeps of its tasks."""
     (folder / "config.json").write_text("{}")
     for task, one in results.items():
-        (folder / "glue" / task).mkdir(parents=True, exist_ok=True)
-        own = (settings or {}).get(task, SETTINGS)
-        save_result(folder / "glue" / task, one, model=fingerprint, settings=own)
-    write_results(folder, folder, fingerprint="this", device="cpu")
+        with open_ledger(folder / "glue" / task) as ledger:
+            unit = {"sweep": {}, "task": task, "model": model or fingerprint(folder)}
+            own = (settings or {}).get(task, SETTINGS)
+            ledger.add(unit, {"kept": None, "result": one, "settings": own})
+    write_results(folder, folder, device="cpu")
     return read_record(folder / "glue.json")["results"]
+
+
+def options(**given):
+    return GlueOptions(model="m", data_dir="d", output="o", **given)
 
 
 def test_papers_grid_has_60_points_and_its_ablations_6():
@@ -48,16 +52,15 @@ def test_papers_grid_has_60_points_and_its_ablations_6():
 
 
 def test_best_point_is_the_papers_and_single_values_can_be_replaced():
-    assert choose_grid("best", "sst2").points([7]) == [
+    assert choose_grid(options(), "sst2").points([7]) == [
         Point(batch_size=32, learning_rate=8e-6, weight_decay=1e-2, seed=7)
     ]
-    replaced = choose_grid("best", "sst2", batch_sizes=[4, 8])
+    replaced = choose_grid(options(batch_size=(4, 8)), "sst2")
     assert [(p.batch_size, p.learning_rate) for p in replaced.points([0])] == [(4, 8e-6), (8, 8e-6)]
     with pytest.raises(ConfigError, match="no best point for wnli"):
-        choose_grid("best", "wnli")
-    assert (
-        len(choose_grid("best", "wnli", batch_sizes=[4], learning_rates=[1e-5], weight_decays=[0.0]).points([0])) == 1
-    )
+        choose_grid(options(), "wnli")
+    given = options(batch_size=(4,), learning_rate=(1e-5,), weight_decay=(0.0,))
+    assert len(choose_grid(given, "wnli").points([0])) == 1
 
 
 def test_point_with_the_best_mean_wins_not_the_one_with_the_best_run():
@@ -87,7 +90,7 @@ def test_average_is_of_the_papers_eight_tasks_by_one_protocol(tmp_path):
     [
         (result(), SETTINGS | {"protocol": {"epochs": 3, "limit": None}}, "protocols differ"),
         (result("rte", 0.0, 0.1), SETTINGS, "seeds differ"),
-        (result(from_mnli=True), SETTINGS, "only some of the tasks that may start from MNLI do"),
+        (result(), SETTINGS | {"from_mnli": True}, "only some of the tasks that may start from MNLI do"),
     ],
 )
 def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_given(tmp_path, rte, settings, reason):
@@ -110,14 +113,7 @@ def test_page_has_the_measured_row_above_the_reported_ones_and_each_tasks_best_p
     assert best.endswith(f"| 8 | 1e-05 | 0.01 | 0 1 | the model | 1 | 0.03 | {kept} | measured |")
 
 
-def test_csv_has_a_line_per_task_and_metric_in_percent(tmp_path):
-    write(tmp_path, {"mrpc": result("mrpc", 0.5, 0.6)})
-    rows = list(csv.DictReader((tmp_path / "glue.csv").read_text().splitlines()))
-    assert [row["metric"] for row in rows] == ["average", "accuracy", "f1"]
-    assert (rows[1]["mean"], rows[1]["sd"], rows[1]["batch_size"]) == ("55.000", "7.071", "8")
-
-
 def test_results_of_earlier_commands_are_in_the_record_and_those_of_other_weights_are_not(tmp_path):
     write(tmp_path, {"stsb": result("stsb", 0.25, 0.5)})
-    write(tmp_path, {"rte": result()}, fingerprint="other")
+    write(tmp_path, {"rte": result()}, model="other")
     assert list(write(tmp_path, {"cola": result("cola")})["tasks"]) == ["cola", "stsb"]

@@ -11,11 +11,13 @@ from unit.evaluation.glue_place import POINT, build_run, make_place
 from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.evaluation.encoders import LoadOptions, load_tokenizer
-from megatron_neobert.evaluation.fine_tuning.trainer import MODEL, evaluation_interval, fine_tune, rate_factor
-from megatron_neobert.evaluation.glue.predictions import load_classifier
-from megatron_neobert.evaluation.glue.run import tokenize_split
-from megatron_neobert.evaluation.glue.tasks import TASKS
+from megatron_neobert.evaluation import fine_tune as fine_tuning
+from megatron_neobert.evaluation.fine_tune import WEIGHTS, evaluation_interval, fine_tune, rate_factor
+from megatron_neobert.evaluation.glue import load_classifier
+from megatron_neobert.evaluation.glue_tasks import TASKS
+from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def place(tmp_path_factory):
 def mnli(place):
     """A finished run on MNLI: its folder and outcome."""
     run = build_run(place, "mnli")
-    return run.folder / MODEL, fine_tune(run)
+    return run.folder / WEIGHTS, fine_tune(run)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_scores_are_those_of_the_weights_that_are_kept(place, mnli):
     run = build_run(place, "mnli")
     model, tokenizer = load_classifier(folder, TASKS["mnli"], LoadOptions()), load_tokenizer(folder)
     for split, metric in (("validation_matched", "accuracy"), ("validation_mismatched", "accuracy_mismatched")):
-        rows = tokenize_split(run, split, tokenizer, 40)
+        rows = run.tokenize(split, tokenizer, 40)
         with torch.no_grad():
             logits = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0].tolist() for row in rows]
         right = sum(logit.index(max(logit)) == row["labels"] for logit, row in zip(logits, rows, strict=True))
@@ -81,8 +83,9 @@ def test_run_learns_what_can_be_learned_and_gives_the_same_again(place):
     assert dataclasses.replace(fine_tune(run), seconds=0.0) == dataclasses.replace(outcome, seconds=0.0)
 
 
-def test_run_ends_when_evaluations_bring_nothing_better(place):
-    run = build_run(place, "rte", epochs=50, patience=2, point=dataclasses.replace(POINT, learning_rate=1e-12))
+def test_run_ends_when_evaluations_bring_nothing_better(place, monkeypatch):
+    monkeypatch.setattr(fine_tuning, "PATIENCE", 2)
+    run = build_run(place, "rte", epochs=50, point=dataclasses.replace(POINT, learning_rate=1e-12))
     outcome = fine_tune(run)
     assert outcome.steps == outcome.best_step + 2  # one step from one evaluation to the next
 
@@ -90,7 +93,7 @@ def test_run_ends_when_evaluations_bring_nothing_better(place):
 def test_stsb_is_a_regression_also_from_the_mnli_model(place, mnli):
     outcome = fine_tune(build_run(place, "stsb", start=mnli[0], epochs=8))
     assert outcome.scores["pearson"] > 0.5
-    config = json.loads((place / "runs" / f"stsb-{POINT.name}" / MODEL / "config.json").read_text())
+    config = json.loads((place / "runs" / f"stsb-{POINT.name}" / WEIGHTS / "config.json").read_text())
     assert config["problem_type"] == "regression"
 
 
@@ -123,7 +126,7 @@ def test_every_encoder_gets_a_head_and_learns(place, tmp_path, kind):
     start = write_model(tmp_path / kind, kind)
     run = build_run(place, "rte", start=start, limit=24, epochs=1)
     outcome = fine_tune(dataclasses.replace(run, folder=tmp_path / "run"))
-    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / kind, tmp_path / "run" / MODEL))
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / kind, tmp_path / "run" / WEIGHTS))
     shared = {name for name in before if name in after}
     assert shared and any(not torch.equal(before[name], after[name]) for name in shared)
     assert 0 <= outcome.average <= 1

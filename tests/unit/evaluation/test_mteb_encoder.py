@@ -14,11 +14,9 @@ from transformers import AutoModel, AutoTokenizer  # noqa: E402
 from unit.evaluation.mteb_places import make_encoder  # noqa: E402
 
 from megatron_neobert.errors import ConversionError  # noqa: E402
-from megatron_neobert.evaluation.encoders import LoadOptions  # noqa: E402
-from megatron_neobert.evaluation.mteb.encoder import (  # noqa: E402
-    Instructions,
-    build_encoder,
-)
+from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
+from megatron_neobert.evaluation.mteb import Instructions, build_encoder  # noqa: E402
+from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
 
 TEXTS = ["wing flow", "the card of money of the bank", "gene", "heat food health cell gene wing flow the of"]
 STS = SimpleNamespace(name="any", type="STS")
@@ -30,7 +28,8 @@ def folder(tmp_path_factory):
 
 
 def encode(folder, texts=TEXTS, *, instructions=None, side=None, **options):
-    encoder = build_encoder(folder, instructions or Instructions(), LoadOptions(), **options)
+    given = MtebOptions(model=folder, output=folder, data_dir=folder, **options)
+    encoder = build_encoder(given, instructions or Instructions(), LoadOptions())
     side = side and SimpleNamespace(value=side)
     batches = [{"text": texts[:1]}, {"text": texts[1:]}]
     return encoder.encode(batches, task_metadata=STS, hf_split="", hf_subset="", prompt_type=side, batch_size=3)
@@ -73,7 +72,8 @@ def test_text_is_cut_at_the_given_length_and_at_the_last_position(folder, capsys
 
 @pytest.mark.slow
 def test_every_kind_of_text_task_that_mteb_has_runs(folder):
-    encoder = build_encoder(folder, Instructions(), LoadOptions())
+    given = MtebOptions(model=folder, output=folder, data_dir=folder)
+    encoder = build_encoder(given, Instructions(), LoadOptions())
     statuses = dict(mteb.mock_run(encoder).items())
     failed = {name: status.exception for name, status in statuses.items() if status and not hasattr(status, "scores")}
     assert failed == {}

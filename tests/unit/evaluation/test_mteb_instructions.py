@@ -8,15 +8,19 @@ import pytest
 
 mteb = pytest.importorskip("mteb")
 
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError  # noqa: E402
-from megatron_neobert.evaluation.mteb.encoder import Instructions, read_instructions  # noqa: E402
-from megatron_neobert.evaluation.mteb.tasks import benchmark_tasks, flatten, tasks_by_name  # noqa: E402
-from megatron_neobert.evaluation.reported_numbers import MTEB_BENCHMARKS, MTEB_PAPER  # noqa: E402
+from megatron_neobert.errors import ConfigError, DataError  # noqa: E402
+from megatron_neobert.evaluation.mteb import Instructions, read_instructions  # noqa: E402
+from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten  # noqa: E402
+from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "mteb_instructions.yaml"
 TOKENIZER = SimpleNamespace(bos_token=None, cls_token="[CLS]", sep_token="[SEP]")
 FEVER = SimpleNamespace(name="FEVER", type="Retrieval")
 OTHER = SimpleNamespace(name="local:cranfield", type="Retrieval")
+
+
+def by_name(*names, languages=("eng",)):
+    return choose_tasks(MTEB_PAPER, names, languages, Path())
 
 
 @pytest.fixture
@@ -62,22 +66,15 @@ def test_file_with_something_else_is_refused(content, tmp_path):
         read_instructions(tmp_path / "bad.yaml", "prefix", TOKENIZER)
 
 
-def test_file_that_is_not_there_and_tokens_that_are_not_are_refused(file, tmp_path):
-    with pytest.raises(MissingInputError, match="no such file"):
-        read_instructions(tmp_path / "none.yaml", "prefix", TOKENIZER)
-    with pytest.raises(ConfigError, match=r"needs a tokenizer with \[SEP\]"):
-        read_instructions(file, "paper", SimpleNamespace(bos_token=None, cls_token=None, sep_token=None))
-
-
 def test_example_serves_every_task_of_both_benchmarks_and_names_no_unknown_one():
     instructions = read_instructions(EXAMPLE, "prefix", TOKENIZER)
-    tasks = [task for name in MTEB_BENCHMARKS for task in flatten(benchmark_tasks(name))]
+    tasks = [task for name in MTEB_BENCHMARKS for task in flatten(choose_tasks(name, (), (), Path()))]
     instructions.refuse_gaps(tasks)
     assert set(instructions.tasks) <= {task.metadata.name for task in tasks}
 
 
 def test_papers_benchmark_has_its_56_tasks_with_twelve_forums_as_one():
-    tasks = benchmark_tasks(MTEB_PAPER)
+    tasks = choose_tasks(MTEB_PAPER, (), (), Path())
     kinds = Counter(task.metadata.type for task in tasks)
     assert [kinds[kind] for kind in ("Classification", "Clustering", "PairClassification")] == [12, 11, 3]
     assert [kinds[kind] for kind in ("Reranking", "Retrieval", "STS", "Summarization")] == [4, 15, 10, 1]
@@ -86,22 +83,33 @@ def test_papers_benchmark_has_its_56_tasks_with_twelve_forums_as_one():
 
 
 @pytest.mark.parametrize("name", ["STS12", "CQADupstackRetrieval", "CQADupstackGamingRetrieval"])
-def test_task_that_was_cut_for_a_quick_look_leaves_the_librarys_own_and_the_next_one_whole(name, tmp_path):
-    before = flatten(tasks_by_name([name], tmp_path))
+def test_task_that_was_cut_for_a_quick_look_leaves_the_librarys_own_and_the_next_one_whole(name):
+    before = flatten(by_name(name))
     for task in before:
         task.dataset = "cut"
         task.np_rng.random()
     (own,) = [task for task in mteb.get_benchmark(MTEB_PAPER).tasks if task.metadata.name == "CQADupstackRetrieval"]
     sts = [task for task in mteb.get_benchmark(MTEB_PAPER).tasks if task.metadata.name == "STS12"]
-    for task in [*flatten(tasks_by_name([name], tmp_path)), *own.metadata.tasks, *sts]:
+    for task in [*flatten(by_name(name)), *own.metadata.tasks, *sts]:
         assert getattr(task, "dataset", None) is None
         assert task.np_rng.bit_generator.state == type(task)().np_rng.bit_generator.state
 
 
-def test_task_by_name_is_the_benchmarks_and_an_unknown_one_is_refused_with_a_suggestion(tmp_path):
-    (msmarco,) = tasks_by_name(["MSMARCO"], tmp_path)
+def test_task_by_name_is_the_benchmarks_and_an_unknown_one_is_refused_with_a_suggestion():
+    (msmarco,) = by_name("MSMARCO")
     assert msmarco.eval_splits == ["dev"]
     with pytest.raises(ConfigError, match="did you mean SICK-R"):
-        tasks_by_name(["SICKR"], tmp_path)
+        by_name("SICKR")
     with pytest.raises(ConfigError, match="names a task twice"):
-        tasks_by_name(["STS12", "STS12"], tmp_path)
+        by_name("STS12", "STS12")
+
+
+def test_any_benchmark_and_any_language_of_mteb_can_be_asked_for():
+    german = choose_tasks("MTEB(deu, v1)", (), (), Path())
+    assert german and all("deu" in {code for task in german for code in task.metadata.languages} for _ in german[:1])
+    (sts,) = by_name("STS22.v2", languages=("deu", "fra"))
+    assert sts.hf_subsets and set(sts.hf_subsets) <= {"de", "fr", "de-fr", "de-en", "fr-pl", "de-pl"}
+    with pytest.raises(ConfigError, match=r"no such benchmark; did you mean MTEB\(deu, v1\)"):
+        choose_tasks("MTEB(deu, v11)", (), (), Path())
+    with pytest.raises(ConfigError, match="--languages"):
+        by_name("STS22.v2", languages=("klingon",))

@@ -1,6 +1,6 @@
 """Means by category: complete or not given."""
 
-from megatron_neobert.evaluation.mteb.run import TaskScore, csv_rows, to_results
+from megatron_neobert.evaluation.mteb import TaskScore, to_results
 
 
 def score(name, type_, value, missing=None):
@@ -29,16 +29,3 @@ def test_categories_come_in_the_order_of_the_papers_table():
     kinds = ["Summarization", "STS", "Retrieval", "Reranking", "PairClassification", "Clustering", "Classification"]
     scores = [score(kind, kind, 1.0) for kind in ["BitextMining", *kinds]]
     assert list(to_results(scores)["categories"]) == [*reversed(kinds), "BitextMining"]
-
-
-def test_csv_has_a_line_per_task_per_category_and_for_all():
-    rows = csv_rows(to_results(GAPS))
-    assert [(row["task"], row["type"], row["score"] or "", row.get("missing") or "") for row in rows] == [
-        ("b", "STS", "30.0000", ""),
-        ("a", "Classification", "50.0000", ""),
-        ("c", "Classification", "70.0000", ""),
-        ("d", "STS", "", "no data"),
-        ("mean", "Classification", "60.0000", ""),
-        ("mean", "STS", "", ""),
-        ("mean", "all", "", ""),
-    ]

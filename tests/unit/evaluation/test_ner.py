@@ -14,14 +14,13 @@ from seqeval.metrics import f1_score, precision_score
 from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.encoders import load_tokenizer
-from megatron_neobert.evaluation.fine_tuning import trainer
-from megatron_neobert.evaluation.fine_tuning.settings import Grid, Protocol
-from megatron_neobert.evaluation.fine_tuning.study import BEST
-from megatron_neobert.evaluation.ner.data import Sentence, find_data_sets, labels_of, read_split
-from megatron_neobert.evaluation.ner.run import NerEvaluation, NerRun, evaluate
-from megatron_neobert.evaluation.ner.tagging import score, to_rows
-from megatron_neobert.evaluation.records import read_record
+from megatron_neobert.evaluation import fine_tune
+from megatron_neobert.evaluation.fine_tune import Point
+from megatron_neobert.evaluation.ledger import read_record
+from megatron_neobert.evaluation.models import load_tokenizer
+from megatron_neobert.evaluation.ner import NerRun, Sentence, evaluate, find_data_sets, read_sentences, score, to_rows
+from megatron_neobert.evaluation.options import NerOptions
+from megatron_neobert.evaluation.sweep import BEST
 
 TAGS = ("O", "B-ANIMAL", "I-ANIMAL", "B-THING")
 SENTENCES = [
@@ -90,6 +89,10 @@ def write_conll(folder):
     path.write_text("-DOCSTART- -X- -X- O\n\n" + path.read_text())
 
 
+def read(folder, split="train"):
+    return read_sentences(folder, split)[0]
+
+
 FORMS = {
     "CoNLL 2003": write_conll,
     "WNUT": lambda folder: write_text(folder, {"train": SENTENCES}, end=".conll", between="\t"),
@@ -103,37 +106,36 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_sentences(tmp_path, form):
     FORMS[form](tmp_path / "set" / "en")
-    assert read_split(tmp_path, "set/en", "train") == SENTENCES
+    assert read(tmp_path / "set" / "en") == SENTENCES
     assert find_data_sets(tmp_path) == ["set/en"]
-    assert labels_of(SENTENCES) == ["O", "B-ANIMAL", "B-THING", "I-ANIMAL"]
 
 
 def test_colon_in_a_word_is_no_language_unless_every_word_has_it(tmp_path):
     sentences = [Sentence(["en:a", "b"], ["O", "O"])]
     write_text(tmp_path / "set", {"train": sentences})
-    assert read_split(tmp_path, "set", "train") == sentences
+    assert read(tmp_path / "set") == sentences
 
 
 def test_word_that_is_the_language_alone_is_left_out(tmp_path):
     sentences = [Sentence(["a", "", "b"], ["B-THING", "I-THING", "O"]), Sentence([""], ["O"]), Sentence(["c"], ["O"])]
     write_text(tmp_path / "set", {"train": sentences}, between="\t", before="en:")
     expected = [Sentence(["a", "b"], ["B-THING", "O"]), Sentence(["c"], ["O"])]
-    assert read_split(tmp_path, "set", "train") == expected
+    assert read(tmp_path / "set") == expected
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("cat\n", "line 1: 'cat' is one field; a line has a word first and its tag last"),
-        ("the O\ncat ANIMAL\n", "line 2: 'ANIMAL' is no tag"),
-        ("\n\n", "train has no sentence"),
+        ("cat\n", "line 1: 'cat' is one field; a line has a word first, its tag last"),
+        ("the O\ncat ANIMAL\n", "train row 0: 'ANIMAL' is no tag"),
+        ("\n\n", "train has no rows"),
     ],
 )
 def test_text_that_is_no_tagged_text_is_refused_with_its_line(tmp_path, text, reason):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.txt").write_text(text)
     with pytest.raises(DataError, match=reason):
-        read_split(tmp_path, "set", "train")
+        read(tmp_path / "set")
 
 
 @pytest.mark.parametrize(
@@ -141,14 +143,14 @@ def test_text_that_is_no_tagged_text_is_refused_with_its_line(tmp_path, text, re
     [
         ({"tokens": [["a"]], "ner_tags": [[1]]}, "tag 1 has no name, since the file names none"),
         ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "row 0 has 2 words, but 1 tags"),
-        ({"text": ["a"]}, "has the columns text; expected tokens and ner_tags"),
+        ({"text": ["a"]}, "has the columns text, but no tokens, ner_tags"),
     ],
 )
 def test_rows_without_names_or_tags_are_refused(tmp_path, columns, reason):
     (tmp_path / "set").mkdir()
     pyarrow.parquet.write_table(pa.table(columns), tmp_path / "set" / "train.parquet")
     with pytest.raises(DataError, match=reason):
-        read_split(tmp_path, "set", "train")
+        read(tmp_path / "set")
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +168,21 @@ def build(place, *tasks, output="output", **changes):
         "data_dir": place / "data",
         "output": place / output,
         "tasks": tasks,
-        "grid": Grid(batch_sizes=(8,), learning_rates=(1e-3,), weight_decays=(1e-5,)),
-        "seeds": (0,),
-        "protocol": Protocol(epochs=4),
+        "batch_size": (8,),
+        "learning_rate": (1e-3,),
+        "weight_decay": (1e-5,),
+        "epochs": 4,
+        "device": "cpu",
     }
-    return NerEvaluation(**{**values, **changes})
+    return NerOptions(**{**values, **changes})
 
 
-def results_of(evaluation):
-    tasks = read_record(evaluation.folder / "ner.json")["results"]["tasks"]
+def folder_of(options):
+    return options.output / options.model.name
+
+
+def results_of(options):
+    tasks = read_record(folder_of(options) / "ner.json")["results"]["tasks"]
     return {name: result | {"seconds": 0.0} for name, result in tasks.items()}
 
 
@@ -221,7 +229,7 @@ def test_first_token_of_a_word_carries_its_tag_and_a_word_without_a_token_is_out
 
 
 def test_words_beyond_the_longest_input_count_as_outside_and_are_named(place):
-    with pytest.warns(UserWarning, match="2 words lie beyond 4 tokens"):
+    with pytest.warns(UserWarning, match="2 words are beyond 4 tokens"):
         tagged = to_rows(SENTENCES[:1], list(TAGS), load_tokenizer(place / "model"), 4)
     assert tagged.to_tags(np.full((1, 4), TAGS.index("B-THING"))) == [["B-THING", "B-THING", "O", "O"]]
 
@@ -234,7 +242,7 @@ def test_entity_counts_only_with_both_bounds_and_its_kind():
 
 
 def test_scores_are_seqevals_of_the_tags_that_are_written(place):
-    evaluation = build(place, "animals", "untested", protocol=Protocol(epochs=16))
+    evaluation = build(place, "animals", "untested", epochs=16)
     evaluate(evaluation, lambda *_: None)
     results = results_of(evaluation)
     for split, task, prefix in (
@@ -242,40 +250,34 @@ def test_scores_are_seqevals_of_the_tags_that_are_written(place):
         ("validation", "animals", ""),
         ("validation", "untested", ""),
     ):
-        text = (evaluation.task_folder(task) / f"{split}.tsv").read_text()
+        text = (folder_of(evaluation) / "ner" / task / f"{split}.tsv").read_text()
         blocks = [[line.split("\t") for line in block.splitlines()] for block in text.split("\n\n")]
         words, expected, found = (
             list(map(list, column)) for column in zip(*(zip(*b, strict=True) for b in blocks), strict=True)
         )
         assert sorted(zip(words, expected, strict=True)) == sorted(
-            (sentence.words, sentence.tags) for sentence in read_split(place / "data", task, split)
+            (sentence.words, sentence.tags) for sentence in read(place / "data" / task, split)
         )
         metrics = results[task]["metrics"]
         assert metrics[f"{prefix}f1"]["mean"] == f1_score(expected, found) > 0.5
         assert metrics[f"{prefix}precision"]["mean"] == precision_score(expected, found)
     assert "test_f1" not in results["untested"]["metrics"]
-    page = (evaluation.folder / "ner.md").read_text()
+    page = (folder_of(evaluation) / "ner.md").read_text()
     assert "| animals |" in page and "ANIMAL " in page
 
 
 def test_validation_set_is_looked_at_after_every_epoch(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "evaluation_interval", lambda *_: 5)  # as in an epoch of more than 500 batches
-    point = build(place, "animals").grid.points((0,))[0]
-    run = NerRun(
-        task="animals",
-        point=point,
-        start=place / "model",
-        data_dir=place / "data",
-        folder=tmp_path / "run",
-        protocol=Protocol(epochs=2),
-    )
+    monkeypatch.setattr(fine_tune, "evaluation_interval", lambda *_: 5)  # as in an epoch of more than 500 batches
+    point = Point(batch_size=8, learning_rate=1e-3, weight_decay=1e-5, seed=0)
+    options = build(place, "animals", epochs=2)
+    run = NerRun(task="animals", point=point, start=place / "model", folder=tmp_path / "run", options=options)
     training = run.build_trainer()
     training.train()
     assert [entry["step"] for entry in training.state.log_history if "eval_f1" in entry] == [12, 24]
 
 
 def test_interrupted_evaluation_resumes_and_ends_with_the_same_results(place):
-    whole = build(place, "animals", output="whole", seeds=(0, 1), protocol=Protocol(epochs=1))
+    whole = build(place, "animals", output="whole", seeds=(0, 1), epochs=1)
     evaluate(whole, lambda *_: None)
     broken, runs = dataclasses.replace(whole, output=place / "broken"), []
 
@@ -289,14 +291,14 @@ def test_interrupted_evaluation_resumes_and_ends_with_the_same_results(place):
     evaluate(broken, interrupt)
     assert [run.point.seed for run in runs] == [0, 1]
     assert results_of(broken) == results_of(whole)
-    assert (broken.task_folder("animals") / BEST / "model.safetensors").is_file()
+    assert (folder_of(broken) / "ner" / "animals" / BEST / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_encoder_gets_a_head_for_tags(place, tmp_path, kind):
     write_model(tmp_path / kind, kind)
     evaluation = build(place, "untested", output=tmp_path / "output", model=tmp_path / kind)
-    evaluate(dataclasses.replace(evaluation, protocol=Protocol(epochs=1, limit=8)), lambda *_: None)
+    evaluate(dataclasses.replace(evaluation, epochs=1, limit=8), lambda *_: None)
     assert 0 <= results_of(evaluation)["untested"]["score"]["mean"] <= 1
 
 

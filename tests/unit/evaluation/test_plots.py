@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from megatron_neobert.evaluation.plots import COLOURS, Curve, plot_curves
+from megatron_neobert.evaluation.plots import Curve, plot_curves
 
 X = [512, 1024, 2048]
 
@@ -33,12 +33,6 @@ def test_the_same_curves_give_the_same_bytes_and_others_do_not(tmp_path):
         draw(tmp_path / "a.png", Curve("a", X, [3, 2, last]), log_x=True, log_y=True) for last in (1, 1, 1.5)
     )
     assert first == second != other
-
-
-def test_every_model_has_a_colour_of_its_own(tmp_path):
-    draw(tmp_path / "a.png", Curve("a", X, [3, 2, 1]), Curve("b", X, [2, 2, 2]))
-    assert min(share_of(tmp_path / "a.png", colour) for colour in COLOURS[:2]) > 0
-    assert share_of(tmp_path / "a.png", COLOURS[2]) == 0
 
 
 def test_a_band_is_drawn_where_it_is_given_even_with_values_missing(tmp_path):

@@ -1,40 +1,22 @@
 """From folders and texts to records: against a plain computation, resumed, and with other settings."""
 
-import csv
+import dataclasses
 import json
 import math
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, plain_losses, write_model
 
-from megatron_neobert.errors import OutputError
-from megatron_neobert.evaluation.encoders import fingerprint
-from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, document_id
-from megatron_neobert.evaluation.pseudo_perplexity.run import Evaluation, evaluate, write_curves
-from megatron_neobert.evaluation.records import hold, read_record
+from megatron_neobert.evaluation import pseudo_perplexity
+from megatron_neobert.evaluation.ledger import Ledger, read_record
+from megatron_neobert.evaluation.models import fingerprint
+from megatron_neobert.evaluation.options import PerplexityOptions
+from megatron_neobert.evaluation.pseudo_perplexity import document_id, evaluate, evaluate_model
 
 TEXTS = make_texts(12, longest=LONGEST - 2)
 NEAR = 1e-5  # relative; measured: 1e-7
-
-
-class Progress:
-    """Counts tokens, and stops the work after some of them, as Ctrl-C does."""
-
-    def __init__(self, stop_after=math.inf):
-        self.tokens, self.total, self.stop_after = 0, 0, stop_after
-
-    @contextmanager
-    def __call__(self, name, total):
-        self.total = total
-        yield self.add
-
-    def add(self, tokens):
-        self.tokens += tokens
-        if self.tokens > self.stop_after:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -44,35 +26,36 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def evaluation(tmp_path):
+def options(models, tmp_path) -> PerplexityOptions:
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"content": text}) + "\n" for text in TEXTS))
-
-    def build(**choice):
-        return Evaluation(inputs=(str(path),), choice=Choice(**{"length_bins": (16, 64), **choice}), batch_tokens=100)
-
-    return build
-
-
-def lines_of(place: Path) -> dict[str, list[str]]:
-    """File of documents -> its lines."""
-    return {path.name: sorted(path.read_text().splitlines()) for path in place.glob("*.jsonl")}
-
-
-def documents_in(place: Path) -> set[tuple[str, int]]:
-    """Names and numbers of positions, each of them once."""
-    [lines] = lines_of(place).values()
-    found = [(line["id"], line["positions"]) for line in map(json.loads, lines)]
-    assert len(found) == len(set(found))
-    return set(found)
+    return PerplexityOptions(
+        model=(models["Bert"],),
+        data=(str(path),),
+        output=tmp_path,
+        length_bins=(16, 64),
+        min_length=1,
+        batch_tokens=100,
+        device="cpu",
+    )
 
 
-def test_every_document_gets_the_losses_of_a_plain_computation(models, evaluation, tmp_path):
+def measure(options, **changes):
+    options = dataclasses.replace(options, **changes)
+    return evaluate_model(options.model[0], options)
+
+
+def results_in(output, model="Bert"):
+    """Results by document of everything in the ledger."""
+    ledger = Ledger(output / model / "pseudo_perplexity")
+    return [(line["unit"]["document"], line["result"]) for line in ledger.lines.values()]
+
+
+def test_every_document_gets_the_losses_of_a_plain_computation(models, options, tmp_path):
     folder = models["EuroBert"]
-    outcome = evaluate(folder, tmp_path, evaluation(), Progress())
+    outcome = measure(options, model=(folder,))
     losses = {document_id(text): plain_losses(folder, text) for text in TEXTS}
-    [lines] = lines_of(tmp_path / "EuroBert").values()
-    found = {line["id"]: line for line in map(json.loads, lines)}
+    found = dict(results_in(tmp_path, "EuroBert"))
     assert {id: line["nll_sum"] for id, line in found.items()} == pytest.approx(
         {id: sum(values) for id, values in losses.items()}, rel=NEAR
     )
@@ -82,59 +65,54 @@ def test_every_document_gets_the_losses_of_a_plain_computation(models, evaluatio
     assert outcome["standard_error"] == 0
 
 
-def test_drawn_positions_come_near_the_whole_and_say_how_near(models, evaluation, tmp_path):
-    whole = evaluate(models["Bert"], tmp_path, evaluation(), Progress())
-    drawn = evaluate(models["Bert"], tmp_path, evaluation(positions_per_document=6), Progress())
+def test_drawn_positions_come_near_the_whole_and_say_how_near(options):
+    whole, drawn = measure(options), measure(options, positions_per_doc=6)
     assert drawn["pseudo_perplexity"] != whole["pseudo_perplexity"]
     assert abs(drawn["pseudo_perplexity"] - whole["pseudo_perplexity"]) < 3 * drawn["standard_error"]
 
 
-def test_interrupted_run_goes_on_where_it_was_and_ends_the_same(models, evaluation, tmp_path):
-    folder, whole = models["Bert"], Progress()
-    outcome = evaluate(folder, tmp_path / "whole", evaluation(), whole)
-    assert whole.tokens == whole.total
+def test_interrupted_run_resumes_where_it_was_and_ends_the_same(options, tmp_path, monkeypatch):
+    outcome = measure(options, output=tmp_path / "whole")
+    score, batches = pseudo_perplexity.Scorer.score, []
 
+    def interrupted(self, rows):
+        batches.append(len(rows))
+        if len(batches) == 60:
+            raise KeyboardInterrupt
+        return score(self, rows)
+
+    monkeypatch.setattr(pseudo_perplexity.Scorer, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(folder, tmp_path / "resumed", evaluation(), Progress(stop_after=whole.total / 2))
-    [done] = lines_of(tmp_path / "resumed" / "Bert").values()
+        measure(options, output=tmp_path / "resumed")
+    done = results_in(tmp_path / "resumed")
     assert 0 < len(done) < len(TEXTS)
-    rest = Progress()
-    resumed = evaluate(folder, tmp_path / "resumed", evaluation(), rest)
-    cost_of_done = sum(json.loads(line)["positions"] * json.loads(line)["length"] for line in done)
-    assert rest.tokens == rest.total == whole.total - cost_of_done
-
-    assert documents_in(tmp_path / "resumed" / "Bert") == documents_in(tmp_path / "whole" / "Bert")
-    assert resumed["pseudo_perplexity"] == pytest.approx(
-        outcome["pseudo_perplexity"], rel=NEAR
-    )  # other rows share a batch
-
-    again = Progress()
-    assert evaluate(folder, tmp_path / "resumed", evaluation(), again) == resumed
-    assert again.total == again.tokens == 0
+    batches.clear()
+    batches.extend([0] * 100)
+    resumed = measure(options, output=tmp_path / "resumed")
+    assert sum(batches) == sum(result["positions"] for _, result in results_in(tmp_path / "resumed")[len(done) :])
+    whole = {(id, result["positions"]) for id, result in results_in(tmp_path / "whole")}
+    assert {(id, result["positions"]) for id, result in results_in(tmp_path / "resumed")} == whole
+    assert resumed["pseudo_perplexity"] == pytest.approx(outcome["pseudo_perplexity"], rel=NEAR)  # other batches
+    batches[:] = [0] * 100
+    assert measure(options, output=tmp_path / "resumed") == resumed
+    assert sum(batches) == 0
 
 
-def test_second_command_on_the_same_output_is_refused(models, evaluation, tmp_path):
-    folder = models["Bert"]
-    with hold(tmp_path / folder.name / "pseudo_perplexity.lock"), pytest.raises(OutputError, match="another command"):
-        evaluate(folder, tmp_path, evaluation(), Progress())
+def test_documents_are_measured_again_with_other_settings_and_not_with_another_choice_of_documents(options, tmp_path):
+    def measured_after(**changes):
+        measure(options, **changes)
+        return len(results_in(tmp_path))
+
+    assert measured_after(limit=4) == 4
+    assert measured_after(limit=2, length_bins=(8, 16, 32)) == 4
+    assert measured_after(seed=1, limit=4) == 4  # draws nothing
+    assert measured_after(positions_per_doc=3, limit=4) == 8
+    assert measured_after(positions_per_doc=3, seed=1, limit=4) == 12
+    assert measured_after(max_length=8, limit=4) == 16
 
 
-def test_other_settings_go_into_a_file_of_their_own_and_other_choices_of_documents_do_not(models, evaluation, tmp_path):
-    def evaluate_with(**choice):
-        progress = Progress()
-        evaluate(models["Bert"], tmp_path, evaluation(**choice), progress)
-        return progress.total, len(lines_of(tmp_path / "Bert"))
-
-    assert evaluate_with(limit=4)[1] == 1
-    assert evaluate_with(limit=2, length_bins=(8, 16, 32)) == (0, 1)
-    assert evaluate_with(seed=1, limit=4) == (0, 1)  # draws nothing
-    assert evaluate_with(positions_per_document=3)[1] == 2
-    assert evaluate_with(positions_per_document=3, seed=1)[1] == 3
-    assert evaluate_with(max_length=8)[1] == 4
-
-
-def test_record_says_what_was_measured_and_how(models, evaluation, tmp_path):
-    evaluate(models["Bert"], tmp_path, evaluation(positions_per_document=3, seed=7, limit=5), Progress())
+def test_record_says_what_was_measured_and_how(models, options, tmp_path):
+    measure(options, positions_per_doc=3, seed=7, limit=5)
     record = read_record(tmp_path / "Bert" / "pseudo_perplexity.json")
     assert record["kind"] == "pseudo_perplexity"
     assert record["model"]["fingerprint"] == record["settings"]["model"] == fingerprint(models["Bert"])
@@ -145,14 +123,10 @@ def test_record_says_what_was_measured_and_how(models, evaluation, tmp_path):
     assert sum(point["documents"] for point in record["results"]["curve"]) == 5
 
 
-def test_curves_of_several_models_share_a_table_and_a_figure(models, evaluation, tmp_path):
-    results = {name: evaluate(folder, tmp_path, evaluation(), Progress()) for name, folder in models.items()}
-    write_curves(tmp_path, results)
-    with (tmp_path / "pseudo_perplexity.csv").open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    assert [(row["model"], row["up_to"]) for row in rows] == [(name, end) for name in models for end in ("16", "64")]
-    assert [float(row["pseudo_perplexity"]) for row in rows] == [
-        point["pseudo_perplexity"] for found in results.values() for point in found["curve"]
-    ]
+def test_curves_of_several_models_share_a_table_and_a_figure(models, options, tmp_path):
+    evaluate(dataclasses.replace(options, model=tuple(models.values())))
+    for name in models:
+        curve = read_record(tmp_path / name / "pseudo_perplexity.json")["results"]["curve"]
+        assert [point["up_to"] for point in curve] == [16, 64]
     assert (tmp_path / "pseudo_perplexity.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert all(f"| {name} | " in (tmp_path / "pseudo_perplexity.md").read_text() for name in models)

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_tokenizer
 
-from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.encoders import load_tokenizer
-from megatron_neobert.evaluation.pseudo_perplexity.documents import Choice, draw_positions, select_documents
+from megatron_neobert.evaluation.models import load_tokenizer
+from megatron_neobert.evaluation.options import PerplexityOptions
+from megatron_neobert.evaluation.pseudo_perplexity import draw_positions, select_documents
 
 TEXTS = ["the cat sat", "a mat", "the cat sat on the mat . a cat", "cat"]  # of 3, 2, 9 and 1 tokens
 ADDED = 2  # [CLS] and [SEP]
@@ -30,8 +30,10 @@ def write_lines(path, texts):
     return str(path)
 
 
-def select(path, tokenizer, **choice):
-    return select_documents([str(path)], tokenizer, ReadSettings(), Choice(**{"max_length": 40, **choice}))
+def select(path, tokenizer, max_length=40, **choice):
+    given = {"min_length": 1, "length_bins": (), **choice}
+    options = PerplexityOptions(model=(), output="out", data=(str(path),), **given)
+    return select_documents(options, tokenizer, max_length)
 
 
 def lengths(selection):
@@ -47,7 +49,7 @@ def test_tokens_that_the_tokenizer_adds_are_never_masked_but_written_ones_are(to
 
 def test_documents_are_the_same_in_any_format_order_and_number_of_files(tokenizer, tmp_path):
     def described(folder):
-        found = select(folder, tokenizer, positions_per_document=2).documents
+        found = select(folder, tokenizer, positions_per_doc=2).documents
         return {(document.id, tuple(document.ids_s.tolist()), document.positions) for document in found}
 
     texts = make_texts(20, longest=12)

@@ -1,21 +1,17 @@
-"""Standard errors, averages with their bands, and the file of documents."""
+"""Standard errors, and averages with their bands."""
 
 import math
-from dataclasses import asdict
 from itertools import combinations
 from statistics import fmean, pvariance, variance
 
 import pytest
 from scipy import stats
 
-from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.pseudo_perplexity.run import (
+from megatron_neobert.evaluation.pseudo_perplexity import (
     DocumentResult,
     average_by_length,
     average_over_tokens,
-    read_results,
 )
-from megatron_neobert.evaluation.records import LineFile
 
 
 def result_of(losses, *, tokens=None, length=10, id="a"):
@@ -78,27 +74,3 @@ def test_band_is_students_interval_of_the_average_over_documents():
 def test_few_documents_have_an_average_without_a_band():
     [point] = average_by_length([result_of([1.0]), result_of([2.0])], [32])
     assert (point["documents"], point["low"], point["high"]) == (2, None, None)
-
-
-def test_results_are_read_back_as_written(tmp_path):
-    results = [result_of([0.1, 0.2, 0.7], id="a"), result_of([1 / 3], tokens=5, id="b")]
-    file = LineFile(tmp_path / "results.jsonl")
-    for result in results:
-        file.add(asdict(result))
-    assert list(read_results(LineFile(file.path)).values()) == results
-
-
-def test_line_that_a_kill_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path):
-    path = tmp_path / "results.jsonl"
-    LineFile(path).add({"id": "a"})
-    path.write_bytes(path.read_bytes() + b'{"id": ')
-    file = LineFile(path)
-    assert file.lines == [{"id": "a"}]
-    file.add({"id": "b"})
-    assert LineFile(path).lines == [{"id": "a"}, {"id": "b"}]
-
-
-def test_whole_line_that_is_no_result_is_refused(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"id": "b"}\n')
-    with pytest.raises(DataError, match=r"results\.jsonl: not results of documents"):
-        read_results(LineFile(tmp_path / "results.jsonl"))

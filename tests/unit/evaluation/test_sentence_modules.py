@@ -9,7 +9,7 @@ from security import good_inputs as good
 from sentence_transformers import SentenceTransformer
 
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.evaluation import encoders
+from megatron_neobert.evaluation import models
 
 TEXTS = ["a bad cab", "dead beef", "a cage of jade"]
 
@@ -24,7 +24,7 @@ def encode(model: SentenceTransformer) -> torch.Tensor:
 
 
 def load(folder: Path) -> SentenceTransformer:
-    return encoders.load_sentence_transformer(folder, max_length=1024)
+    return models.load_sentence_transformer(folder, max_length=1024)
 
 
 def add_layer_norm(folder: Path) -> None:
@@ -80,9 +80,13 @@ def test_prompts_of_the_folder_are_kept(folder: Path):
 @pytest.mark.parametrize(
     ("path", "changes", "said"),
     [
-        ("sentence_bert_config.json", {"model_args": {"use_safetensors": False}}, "model_args is of 1 entries"),
-        ("sentence_bert_config.json", {"processor_kwargs": {"use_fast": False}}, "processor_kwargs is of 1 entries"),
-        ("sentence_bert_config.json", {"backend": "onnx"}, "backend is 'onnx'"),
+        ("sentence_bert_config.json", {"model_args": {"use_safetensors": False}}, r"at `\$.model_args`"),
+        (
+            "sentence_bert_config.json",
+            {"processor_kwargs": {"use_fast": False}},
+            r"at `\$.processor_kwargs`",
+        ),
+        ("sentence_bert_config.json", {"backend": "onnx"}, "unknown field `backend`"),
         ("1_Pooling/config.json", {"pooling_mode": "own"}, "pooling_mode"),
         ("2_Dense/config.json", {"activation_function": "subprocess.Popen"}, "only classes of torch.nn are used"),
         ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.torch"}, "only classes of"),

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 from unit.huggingface.tiny_neobert import build_model
 
-from megatron_neobert.evaluation.throughput.models import FORWARD, Subject, Variant
+from megatron_neobert.evaluation.throughput_steps import Subject, Variant
+from megatron_neobert.evaluation.throughput_tables import FORWARD
 
 POSITIONS = 16  # of BERT and RoBERTa
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -1,6 +1,5 @@
 """The commands for speed and for the report, as users call them. Nothing is timed."""
 
-import csv
 import json
 import re
 
@@ -8,8 +7,8 @@ import pytest
 from commands import call
 from unit.evaluation.throughput_subjects import POSITIONS, save_folders
 
-from megatron_neobert.evaluation.encoders import fingerprint
-from megatron_neobert.evaluation.records import hold
+from megatron_neobert.evaluation.models import fingerprint
+from megatron_neobert.evaluation.throughput_tables import best_rows
 from megatron_neobert.huggingface.modeling_neobert import NeoBERT
 
 SIZES = ("--lengths", POSITIONS, 40, "--steps", 2, "--warmup", 1)
@@ -20,12 +19,6 @@ def folders(tmp_path_factory):
     return save_folders(tmp_path_factory.mktemp("encoders"))
 
 
-def test_second_command_with_the_same_output_is_refused_meanwhile(folders, tmp_path):
-    with hold(tmp_path / "throughput.lock"):
-        code, _, complaint = call("benchmark_throughput", "--model", folders[0], "--output", tmp_path, *SIZES)
-    assert (code, "another command is writing these results" in complaint) == (73, True)
-
-
 def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them(folders, tmp_path):
     output = tmp_path / "results"
     asked = ("--model", *folders, "--output", output, *SIZES, "--layout", "both", "--backward")
@@ -33,42 +26,38 @@ def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them
     assert f"bert, 40: has learned positions for {POSITIONS} tokens only" in said
     assert "bert, float32, sdpa, packed: its forward takes no cu_seqlens" in said
 
-    with (output / "throughput.csv").open() as stream:
-        lines = list(csv.DictReader(stream))
+    models = ("bert", "neobert")
+    records = {name: json.loads((output / name / "throughput.json").read_text()) for name in models}
+    lines = [row for record in records.values() for row in record["results"]["rows"]]
     passes = {"forward", "forward+backward"}
     assert {(line["model"], line["layout"], line["passes"], line["length"]) for line in lines} == {
-        *(("bert", "padded", kind, str(POSITIONS)) for kind in passes),
-        *(
-            ("neobert", layout, kind, str(n))
-            for layout in ("padded", "packed")
-            for kind in passes
-            for n in (POSITIONS, 40)
-        ),
+        *(("bert", "padded", kind, POSITIONS) for kind in passes),
+        *(("neobert", layout, kind, n) for layout in ("padded", "packed") for kind in passes for n in (POSITIONS, 40)),
     }
     assert len(lines) == 2 * (2 + 2 * 2 * 2)  # batch sizes x (bert, and neobert: layouts x passes x lengths)
-    assert {line["outcome"] for line in lines} == {"measured"} and {line["steps"] for line in lines} == {"2"}
-    assert all(int(line["tokens"]) == int(line["length"]) * int(line["batch_size"]) for line in lines)
-    assert sum(line["best"] == "yes" for line in lines) == 10
+    assert {line["outcome"] for line in lines} == {"measured"} and {line["steps"] for line in lines} == {2}
+    assert all(line["tokens"] == line["length"] * line["batch_size"] for line in lines)
 
-    record = json.loads((output / "neobert" / "throughput.json").read_text())
+    record = records["neobert"]
     assert record["model"]["fingerprint"] == fingerprint(folders[1])
     assert record["results"]["parameters"] > 0 and len(record["results"]["rows"]) == 16
     assert record["settings"]["seed"] == 0 and record["settings"]["steps"] == 2
     for kind in ("forward", "forward_backward"):
         assert (output / f"throughput_{kind}.png").read_bytes()[:4] == b"\x89PNG"
 
-    steps = (output / "throughput.jsonl").read_text()
+    ledger = output / "throughput" / "ledger.jsonl"
+    steps = ledger.read_text()
     call("benchmark_throughput", *asked, "--batch-sizes", 1, 2, 3)  # one more: the others stay as they are
-    added = (output / "throughput.jsonl").read_text().removeprefix(steps)
-    assert [json.loads(line)["batch_size"] for line in added.splitlines()] == [3, 3]
+    added = ledger.read_text().removeprefix(steps)
+    assert [json.loads(line)["unit"]["batch_size"] for line in added.splitlines()] == [3, 3]
 
     _, said, _ = call("report", "--results", output, "--output", tmp_path / "report")
     assert "neobert: no record of pseudo_perplexity, glue, ner, mteb, contrastive" in said
-    page = (tmp_path / "report" / "report.html").read_text()
-    with (output / "throughput.csv").open() as stream:
-        best = [line for line in csv.DictReader(stream) if line["best"] == "yes"]
+    page = (tmp_path / "report" / "report.md").read_text()
+    records = [json.loads((output / name / "throughput.json").read_text()) for name in models]
+    best = best_rows([row for record in records for row in record["results"]["rows"]])
     assert len(best) == 10
-    assert all(f">{float(line['tokens_per_second']):,.0f} (" in page for line in best)
+    assert all(f"| {row['tokens_per_second']:,.0f} (" in page for row in best)
 
 
 def test_a_model_without_a_head_is_measured_forward_and_refused_backward(tmp_path):

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import random
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_memory, benchmark_preprocessing, benchmark_step, step_profile
+from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step, step_profile
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
@@ -126,15 +125,6 @@ def test_tool_with_another_number_of_tokens_is_refused_before_the_measurement(in
     assert not file.exists()
 
 
-def test_tool_that_fails_is_named_with_the_end_of_its_output(inputs):
-    definition = (
-        "tool.Tool(lambda *_: [sys.executable, '-c', 'raise SystemExit(\"no vocabulary\")'], 'count-indexed', False)"
-    )
-    ended = preprocess(inputs, "--tools", "other", definition=definition)
-    assert ended.returncode == DataError.exit_code
-    assert "other ended with exit code 1, so nothing is compared. Its output ends in:\nno vocabulary" in ended.stderr
-
-
 @pytest.mark.slow
 def test_processes_of_a_tool_are_counted_even_if_they_outlive_it(tmp_path):
     """The tool starts a process that holds 200 MB, waits, and ends before that has used 0.3 s of CPU."""
@@ -175,23 +165,11 @@ def test_preprocessing_compares_median_wall_times_of_as_many_workers():
     assert two["x datatrove"] is None  # not measured with two workers
 
 
-def test_peer_that_is_not_installed_is_left_out_with_the_command_that_installs_it(monkeypatch, capsys):
-    absent = benchmark_preprocessing.Tool(lambda *_: [], "count-indexed", False, packages=("no_such_package",))
-    monkeypatch.setitem(benchmark_preprocessing.TOOLS, "absent", absent)
-    assert benchmark_preprocessing.available_tools(["absent", "tokenizers"]) == ["tokenizers"]
-    assert "without no_such_package: pip install 'megatron-neobert[benchmark]'" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="none of absent is installed"):
-        benchmark_preprocessing.available_tools(["absent"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--workers", "0", "9999", "--repeat", "0"], ["--workers 0 is not", "--workers 9999 is not", "--repeat 0 is"]),
-        (["--tools", "mine"], ["invalid choice: 'mine'"]),
         (["--text-key", "txt"], ["no column of text is named 'txt'; it has content. Use --text-key."]),
         (["--input", __file__], ["is not a parquet file"]),
-        (["--megatron-lm", "no.py"], ["--megatron-lm no.py: no such file; name tools/preprocess_data.py there."]),
     ],
 )
 def test_preprocessing_that_cannot_be_measured_is_refused(inputs, arguments, words):
@@ -260,21 +238,6 @@ def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled
     assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        (
-            ("--bf16", "--transformer-impl", "transformer_engine"),
-            "needs Transformer Engine: this machine has no CUDA device",
-        ),
-        (("--atention-backend", "fused"), "unknown flag --atention-backend; did you mean '--attention-backend'?"),
-    ],
-)
-def test_kernels_that_cannot_be_had_are_refused_before_a_step(flag, words):
-    ended = run_forked("benchmark_step", "--vocab-size", 200, "--seq-length", 64, *flag)
-    assert ended.refused(2) and words in ended.output, ended.output
-
-
 def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
     """torch's warning, raised by hand: there is no GPU to wait for; another warning is none."""
     modes = []
@@ -327,11 +290,6 @@ def test_loading_ratios_are_taken_within_a_round_and_the_median_counts():
     assert (ours["% unused"], other["% unused"]) == (pytest.approx(1), pytest.approx(67))
 
 
-def test_a_corpus_without_its_tokenizer_is_refused():
-    ended = run_forked("benchmark_loader", "--data-path", "corpus")
-    assert ended.refused(2) and "--data-path and --tokenizer-model belong together" in ended.output
-
-
 # --- checkpoints and memory
 
 
@@ -370,30 +328,3 @@ def test_memory_benchmark_finds_the_planned_activations_on_tensor_parallel_ranks
     # A process cannot peak below what it trains with: the vocabulary's two tables, half of each, 16 bytes a weight.
     assert case["peak MiB"] * 2**20 > 30_522 * 128 * 16
     assert "plan / measured" in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        (("--output", "missing/figures.json"), 73, "error: --output missing/figures.json: "),
-        (("--output", "."), 73, "error: --output .: "),
-        (("--only", "nothing"), 2, "error: no case nothing; there are narrow, fp32"),
-    ],
-)
-def test_memory_that_cannot_be_measured_or_written_is_reported_before_measuring(
-    flags, code, words, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    ended = run_forked("benchmark_memory", *flags)
-    assert ended.refused(code), ended.output
-    assert ended.output.startswith(words)
-
-
-def test_process_of_a_memory_case_that_dies_ends_the_benchmark_with_a_sentence(tmp_path, monkeypatch):
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    for name in (*ours, *benchmark_memory.GIVE_BACK):
-        monkeypatch.setenv(name, "")  # put back afterwards
-    monkeypatch.setattr(benchmark_memory, "DOCUMENTS", 64)
-    monkeypatch.setattr(benchmark_memory, "measure", os._exit)  # takes one argument and gets three
-    with pytest.raises(ConfigError, match=r"1 x 128, 1 x 128: a process failed .* --only"):
-        benchmark_memory.run_ranks(benchmark_memory.Case(1, 128, 1, 128), tmp_path)

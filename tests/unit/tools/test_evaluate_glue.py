@@ -11,8 +11,8 @@ import torch
 from unit.evaluation.glue_place import make_place
 from unit.tools.commands import ENVIRONMENT, call, command_line, run
 
-from megatron_neobert.commands import fetch_glue
-from megatron_neobert.evaluation.glue.tasks import TASKS, read_split
+from megatron_neobert.evaluation import fetch
+from megatron_neobert.evaluation.glue_tasks import TASKS, read_task
 
 SETTINGS = ("--tasks", "rte", "--no-transfer", "--epochs", "1", "--batch-size", "8", "--learning-rate", "3e-3")
 
@@ -51,9 +51,9 @@ def test_command_killed_in_two_processes_goes_on_in_one_with_the_same_results(pl
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--jobs", "0"), "argument --jobs: 0 is not a whole number of at least 1"),
+        (("--jobs", "0"), "--jobs 0 is below 1, its smallest legal value"),
         (("--seeds", "-1"), "--seeds -1 is below 0"),
-        (("--device", "cuda:1"), "invalid choice: 'cuda:1'"),  # every run sees one GPU
+        (("--device", "cuda:1"), "--device cuda:1 is not one of cpu, cuda"),  # every run sees one GPU
         (("--tasks", "snli"), "--tasks snli: GLUE's tasks are mnli"),
         pytest.param(
             ("--device", "cuda"),
@@ -71,9 +71,10 @@ def test_settings_that_cannot_be_are_refused(place, arguments, reason):
 
 def test_fetching_without_a_network_says_so(tmp_path):
     environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    code, _, errors = run("fetch_glue", "--output", tmp_path / "glue", "--tasks", "rte", env=environment)
+    code, said, errors = run("fetch_glue", "--output", tmp_path / "glue", "--tasks", "rte", env=environment)
     assert code == 66
-    assert "nyu-mll/glue rte cannot be fetched" in errors and "with network" in errors.replace("\n", " ")
+    assert "1/1 rte: failed (" in said
+    assert "1 of 1 could not be fetched (rte)" in errors and "with network" in errors.replace("\n", " ")
     code, _, errors = call("fetch_glue", "--output", tmp_path / "glue", "--tasks", "snli")
     assert code == 2 and "snli" in errors
 
@@ -86,10 +87,10 @@ def test_fetched_splits_are_what_the_evaluation_reads(tmp_path):
         return datasets.Dataset.from_dict(rows).cast_column("label", names)
 
     source = datasets.DatasetDict(train=split(1, 0), validation=split(1, 0), test=split(-1, -1))
-    counted = fetch_glue.write_splits(source, tmp_path / "rte")
+    counted = fetch.write_splits(source, tmp_path / "rte")
     assert counted == {"train": 2, "validation": 2, "test": 2}
     written = sorted(path.name for path in (tmp_path / "rte").iterdir())
     assert written == ["test.parquet", "train.parquet", "validation.parquet"]
-    found = read_split(tmp_path, TASKS["rte"], "train")
+    found = read_task(tmp_path, TASKS["rte"], "train")
     assert (found.texts, found.labels) == ([('a "cat', "c"), ("b", "d")], [1, 0])
-    assert read_split(tmp_path, TASKS["rte"], "test", labelled=False).labels is None
+    assert read_task(tmp_path, TASKS["rte"], "test", labelled=False).labels is None

@@ -34,7 +34,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def write(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        write_folder(folder, name, FolderSpec(MODEL, SHAPE, tokenizer), internal)
+        write_folder(folder, name, FolderSpec(SHAPE, tokenizer), internal)
         return folder
 
     return write

@@ -37,20 +37,11 @@ def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_pa
     assert f"warning: the list drops all 1 documents of {tmp_path / 'Q'}, and training refuses a corpus" in output
 
 
-def test_array_of_tasks_is_told_what_comes_next(prefix, tmp_path):
-    task = ("find_duplicates", prefix, "--output", tmp_path / "list", "--shard-index")
-    assert "start the array again for its pairs" in run_forked(*task, 0, "--num-shards", 1).output
-    assert run_forked(*task[:4], "--merge").code == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["--threshold", "1.5"], 2, "--threshold 1.5 is not above 0 and at most 1"),
-        (["--shard-index", "3", "--num-shards", "3"], 2, "--shard-index 3 of --num-shards 3: give both"),
-        (["--shard-index", "0"], 2, "--shard-index 0 of --num-shards None: give both"),
         (["--rows", "0"], 2, "0 is not a whole number of at least 1"),
-        (["--num-shards", "2", "--shard-index", "0", "--merge"], 2, "--merge joins what the tasks have finished"),
         (["nowhere"], 66, "no corpus nowhere"),
     ],
 )

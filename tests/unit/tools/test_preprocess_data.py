@@ -1,7 +1,6 @@
-"""The preprocessing commands: what they print, exit codes, standard input, Slurm; and training of a vocabulary."""
+"""The preprocessing commands: what they print, exit codes, standard input; and training of a vocabulary."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,15 +9,12 @@ from commands import (
     ENVIRONMENT,
     LETTERS,
     NAMES,
-    REPOSITORY,
     arguments_of,
     command_line,
-    corpus_bytes,
     make_place,
     run,
     run_forked,
 )
-from unit.data.child_processes import wait_for
 
 
 @pytest.fixture
@@ -159,60 +155,6 @@ def test_resuming_a_finished_corpus_does_nothing_and_reports_so(place):
     assert (code, output) == (0, f"{place / 'run_content_document.json'} is complete; nothing to do\n")
     assert (place / "run_content_document.bin").stat().st_mtime_ns == before
     assert not list(place.glob("*.partial*"))
-
-
-# --- Slurm
-
-
-def run_on_slurm(place, *more, **variables):
-    """The batch script of an array's task, or of the job that follows the array."""
-    tools = place / "bin"
-    tools.mkdir(exist_ok=True)
-    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{place / "scontrol"}"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    environment = {
-        **ENVIRONMENT,
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(REPOSITORY),
-        **variables,
-    }
-    command = ["bash", str(REPOSITORY / "examples" / "slurm" / "preprocess.sh"), *map(str, arguments_of(place, *more))]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_slurm_array_and_the_job_after_it_write_the_corpus_of_one_run(place):
-    for name in "bcde":
-        (place / "shards" / f"{name}.jsonl").write_text(json.dumps({"content": f"hello {name}"}))
-    for task in range(3):
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
-        job = run_on_slurm(place, **slurm, SLURM_CPUS_PER_TASK="2")
-        output, errors = job.communicate(timeout=600)
-        assert (job.returncode, errors) == (0, "")
-        assert f"task {task} of 3: " in output
-    job = run_on_slurm(place, SLURM_JOB_ID="8")
-    _, errors = job.communicate(timeout=600)
-    assert (job.returncode, errors) == (0, "")
-    assert run_forked("preprocess_data", *arguments_of(place, "--output-prefix", place / "one")).code == 0
-    assert corpus_bytes(place) == corpus_bytes(place, "one")
-    assert not (place / "scontrol").exists()
-
-
-def test_slurm_task_that_is_told_to_stop_is_queued_again(place):
-    with (place / "shards" / "a.jsonl").open("w") as stream:
-        stream.writelines(json.dumps({"content": "a b c " * 20_000}) + "\n" for _ in range(200))  # 24 MB: seconds
-    task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
-    job = run_on_slurm(place, "--tokenizer-backend", "reference", SLURM_JOB_ID="7", **task)
-    try:
-        wait_for(lambda: list(place.glob("run_content_document.partial/*.ids*")))
-        job.terminate()
-        _, errors = job.communicate(timeout=600)
-    finally:
-        job.kill()
-    assert job.returncode == 75
-    assert "stopped by SIGTERM" in errors
-    assert (place / "scontrol").read_text() == "requeue 7\n"
 
 
 # --- tokenizers

@@ -2,10 +2,10 @@
 
 import json
 import struct
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus.format import CUTS, PERCENTS, LengthCounts, token_dtype, write_manifest
@@ -188,8 +188,8 @@ def test_opening_looks_at_the_ends_alone_of_a_billion_documents(tmp_path):
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix, tmp_path, monkeypatch, chunk):
     monkeypatch.setattr("megatron_neobert.data.corpus.volumes._CHUNK", chunk)
-    monkeypatch.setattr("megatron_neobert.data.corpus.joining._WINDOW_DOCUMENTS", chunk)
-    monkeypatch.setattr("megatron_neobert.data.corpus.joining._WINDOW_BYTES", 2 * chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus.shard_job._WINDOW_DOCUMENTS", chunk)
+    monkeypatch.setattr("megatron_neobert.data.corpus.shard_job._WINDOW_BYTES", 2 * chunk)
     monkeypatch.setattr("megatron_neobert.data.corpus.volumes._SCANNED_BYTES", 2 * chunk)
     write_corpus(tmp_path / "chunked", random_documents(LENGTHS, 100), numbered_tokenizer(100))
     for end in ("bin", "idx", "json"):

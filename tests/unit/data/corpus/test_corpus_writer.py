@@ -1,4 +1,4 @@
-"""Joining of parts: which documents end up where, the volumes they lie in, and a kill at any moment."""
+"""Chunks become a corpus: which documents end up where, in which corpus shards, and a kill at any moment."""
 
 import json
 import os
@@ -7,18 +7,17 @@ import sys
 from dataclasses import replace
 
 import pytest
-from unit.data.corpus.corpus_parts import (
+from unit.data.corpus.made_up_chunks import (
     TOKENIZER,
     UNKNOWN,
     Place,
     documents_if_it_opens,
     documents_of,
     selected,
-    with_sources,
 )
-from unit.data.small_corpus import made_up_draft, output_settings, write_part
+from unit.data.small_corpus import made_up_draft, output_settings
 
-from megatron_neobert.data.corpus import joining
+from megatron_neobert.data.corpus import shard_job
 from megatron_neobert.data.corpus.format import InputRecord, corpus_files, read_manifest, validation_files
 from megatron_neobert.data.corpus.writer import refuse_existing, write_corpus
 from megatron_neobert.errors import DataError, OutputError
@@ -30,15 +29,15 @@ def place(tmp_path):
 
 
 @pytest.mark.parametrize("small_windows", [False, True])
-@pytest.mark.parametrize("layout", [{}, {"keep_shards": True}, {"shard_bytes": 20}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"keep_shards": True}, {"shard_bytes": 30}], ids=str)
 @pytest.mark.parametrize("deduplicate", [False, True])
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.4])
 def test_documents_are_those_that_a_plain_loop_selects(
     place, monkeypatch, small_windows, layout, deduplicate, validation_fraction
 ):
     if small_windows:
-        monkeypatch.setattr(joining, "_WINDOW_DOCUMENTS", 2)
-        monkeypatch.setattr(joining, "_WINDOW_BYTES", 10)
+        monkeypatch.setattr(shard_job, "_WINDOW_DOCUMENTS", 2)
+        monkeypatch.setattr(shard_job, "_WINDOW_BYTES", 10)
     selection = {"deduplicate": deduplicate, "validation_fraction": validation_fraction}
     training, held_out, dropped = selected(place.texts, place.documents, **selection)
     written = place.write(**selection, **layout)
@@ -64,26 +63,25 @@ def test_documents_are_those_that_a_plain_loop_selects(
 
 
 @pytest.mark.parametrize("options", [{}, {"deduplicate": True, "validation_fraction": 0.4}], ids=str)
-def test_bytes_do_not_depend_on_the_parts_that_the_documents_came_in(tmp_path, options):
+def test_bytes_do_not_depend_on_the_chunks_that_the_documents_came_in(tmp_path, options):
     cut = Place(tmp_path / "cut")
-    whole = Place(tmp_path / "whole", shards=())
-    rejects = "".join(part.rejects.read_text() for part in cut.parts)
-    part = write_part(whole.files.partial, 0, cut.documents, TOKENIZER, texts=cut.texts, rejects=rejects)
-    whole.parts = [with_sources(part, cut.texts)]
+    whole = Place(tmp_path / "whole", inputs=())
+    rejects = "".join((cut.files.partial / f"{chunk.name}.rejects").read_text() for chunk in cut.chunks)
+    whole.add_chunk(cut.documents, cut.texts, input="input 0", rejects=rejects)
     cut.write(**options)
     whole.write(**options)
     assert cut.corpus_bytes() == whole.corpus_bytes()
     assert len(cut.corpus_bytes()) == (9 if options else 5)
 
 
-def test_kept_shards_are_a_volume_each_and_those_without_documents_none(place):
-    """A shard that is one whole part is linked, where the file system has links, and another copied."""
+def test_kept_shards_are_a_corpus_shard_each_and_those_without_documents_none(place):
+    """An input file that is one whole chunk is linked, where the file system has links, and another one copied."""
     manifest = place.write(keep_shards=True).manifest
     assert [volume.name for volume in manifest.volumes] == ["P_00000", "P_00001", "P_00002"]
     assert [volume.documents for volume in manifest.volumes] == [5, 4, 11]
     assert not (place.folder / "P.bin").exists()
     assert [(place.folder / f"P_{number:05d}.bin").stat().st_nlink for number in range(3)] == [1, 2, 1]
-    assert (place.folder / "P_00001.bin").samefile(place.parts[2].ids)
+    assert (place.folder / "P_00001.bin").samefile(place.files.partial / "000002.ids")
 
 
 def test_file_system_without_links_gives_the_same_files(tmp_path, monkeypatch):
@@ -99,24 +97,28 @@ def test_file_system_without_links_gives_the_same_files(tmp_path, monkeypatch):
     assert (copying.folder / "P_00001.bin").stat().st_nlink == 1
 
 
-@pytest.mark.parametrize("shard_bytes", [2, 16, 30, 1 << 20])
-def test_volumes_are_full_up_to_the_limit_and_only_a_longer_document_exceeds_it(place, shard_bytes):
+@pytest.mark.parametrize("shard_bytes", [2, 40, 90, 1 << 20])
+def test_corpus_shards_hold_as_many_whole_chunks_as_fit(place, shard_bytes):
+    expected, used = [], shard_bytes + 1
+    for chunk in place.chunks:
+        if not chunk.documents:
+            continue
+        if used + 2 * chunk.tokens > shard_bytes:
+            expected.append(0)
+            used = 0
+        expected[-1] += chunk.documents
+        used += 2 * chunk.tokens
     manifest = place.write(shard_bytes=shard_bytes).manifest
     assert documents_of(place.folder / "P") == place.documents
-    first = 0
-    for number, volume in enumerate(manifest.volumes):
-        assert volume.bin.bytes <= shard_bytes or volume.documents == 1
-        first += volume.documents
-        if number + 1 < len(manifest.volumes):
-            assert volume.bin.bytes + 2 * len(place.documents[first]) > shard_bytes
-    assert (len(manifest.volumes) == 1) == (shard_bytes == 1 << 20)
+    assert [volume.documents for volume in manifest.volumes] == expected
+    assert len(expected) == {2: 5, 40: 5, 90: 2, 1 << 20: 1}[shard_bytes]
 
 
 def test_rejects_are_joined_in_order_and_have_no_file_where_there_are_none(place, tmp_path):
     place.write()
     lines = place.files.rejects.read_text().splitlines()
-    assert [json.loads(line)["part"] for line in lines] == [0, 4]  # the parts of 3 and of 5 documents
-    clean = Place(tmp_path / "clean", shards=((2, 4),))
+    assert [json.loads(line)["chunk"] for line in lines] == [0, 4]  # the chunks of 3 and of 5 documents
+    clean = Place(tmp_path / "clean", inputs=((2, 4),))
     clean.files.rejects.write_text("of an earlier run")
     clean.write()
     assert not clean.files.rejects.exists()
@@ -168,7 +170,7 @@ def test_old_manifest_that_cannot_be_read_is_replaced_with_the_volumes_beside_it
 def test_shard_whose_name_is_not_utf8_is_in_the_manifests_under_that_name(place):
     inputs = {os.fsdecode(b"caf\xe9.jsonl"): InputRecord(1, None), "caf\u00e9.jsonl": InputRecord(2, None)}
     names = [*inputs]
-    place.parts = [replace(part, shard=names[number % 2]) for number, part in enumerate(place.parts)]
+    place.chunks = [replace(chunk, input=names[number % 2]) for number, chunk in enumerate(place.chunks)]
     for _ in range(2):  # the second time over a corpus
         place.write(inputs=inputs, validation_fraction=0.4)
         for files in (place.files, validation_files(place.files)):
@@ -177,8 +179,8 @@ def test_shard_whose_name_is_not_utf8_is_in_the_manifests_under_that_name(place)
 
 @pytest.mark.parametrize("options", [{}, {"keep_shards": True, "validation_fraction": 0.4}], ids=str)
 def test_all_of_the_new_corpus_is_on_disk_before_anything_of_the_old_is_removed(place, monkeypatch, options):
-    place.write(shard_bytes=20, validation_fraction=0.4)
-    synced, before_removal = {part.ids.stat().st_ino for part in place.parts}, []  # parts are complete when they come
+    place.write(shard_bytes=30, validation_fraction=0.4)
+    synced, before_removal = {file.stat().st_ino for file in place.files.partial.glob("*.ids")}, []  # they are complete
     fsync, unlink = os.fsync, os.unlink
 
     def note_sync(descriptor):
@@ -228,9 +230,9 @@ def test_split_that_leaves_one_corpus_empty_is_refused_before_the_old_corpus_is_
 def test_account_that_does_not_add_up_is_found_before_the_old_corpus_is_touched(place):
     place.write()
     before = place.corpus_bytes()
-    draft = made_up_draft(place.parts, TOKENIZER, records=21)
+    draft = made_up_draft(place.chunks, TOKENIZER, records=21)
     with pytest.raises(AssertionError, match=r"expected records 20, the sum .* found 21"):
-        write_corpus(place.parts, output_settings(place.files), draft, folder=place.files.partial)
+        write_corpus(place.chunks, output_settings(place.files), draft, folder=place.files.partial)
     assert place.corpus_bytes() == before
 
 
@@ -257,18 +259,18 @@ def killed_before(change_number, place, **options):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
-SPLIT = {"keep_shards": True, "deduplicate": True, "validation_fraction": 0.4}
+KEPT_AND_SPLIT = {"keep_shards": True, "deduplicate": True, "validation_fraction": 0.4}
 
 
 @pytest.mark.parametrize(
     ("old_options", "new_options"),
     [
         ({}, {}),
-        pytest.param(SPLIT, SPLIT, marks=pytest.mark.slow),
-        pytest.param(SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param(KEPT_AND_SPLIT, KEPT_AND_SPLIT, marks=pytest.mark.slow),
+        pytest.param(KEPT_AND_SPLIT, {}, marks=pytest.mark.slow),
         pytest.param({}, {"shard_bytes": 40}, marks=pytest.mark.slow),
     ],
-    ids=["one over one", "split over split", "one over split", "volumes over one"],
+    ids=["one over one", "split over split", "one over split", "corpus shards over one"],
 )
 def test_kill_at_any_moment_leaves_the_old_corpus_or_none_and_the_same_call_gives_the_same_bytes(
     tmp_path, old_options, new_options

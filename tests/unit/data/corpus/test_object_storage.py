@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.corpus_parts import Place
+from unit.data.corpus.made_up_chunks import Place
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication import run
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
 from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates, join
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, OutputError
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +27,9 @@ def planted(shared_data, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
+def small_chunks(monkeypatch):
     """Eight of the planted corpus."""
-    monkeypatch.setattr(run, "PART_DOCUMENTS", 100)
+    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 100)
 
 
 def find(output, *prefixes, minhash=None, **changes):
@@ -95,7 +94,7 @@ def test_unrelated_documents_no_longer_than_an_ngram_are_all_kept(tmp_path, monk
     """Of 200,000 such documents about five share the 32 bits that one of their n-grams is hashed to."""
     documents = list(random_documents([1_000_000], 30_000)[0].reshape(-1, 5))
     write_corpus(tmp_path / "C", documents, numbered_tokenizer(30_000))
-    monkeypatch.setattr(run, "PART_DOCUMENTS", 1 << 18)
+    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 1 << 18)
     minhash = MinHashSettings(bands=1, rows=1)
     assert find(tmp_path / "list", tmp_path / "C", minhash=minhash)["clusters"] == 0
 
@@ -113,13 +112,13 @@ def expected(planted, tmp_path_factory):
     """The list of one process and one range."""
     output = tmp_path_factory.mktemp("expected") / "list"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "PART_DOCUMENTS", 100)
+        patch.setattr(run, "CHUNK_DOCUMENTS", 100)
         find(output, planted.prefix)
     return output.read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("parts", "changes"),
+    ("chunks", "changes"),
     [
         (100, {"workers": 3}),
         (100, {"bucket_documents": 200}),  # 4 ranges in each band
@@ -127,10 +126,10 @@ def expected(planted, tmp_path_factory):
         (1 << 18, {"workers": 2, "bucket_documents": 300}),
     ],
 )
-def test_list_is_the_same_for_any_processes_parts_and_bound_of_memory(
-    planted, expected, tmp_path, monkeypatch, parts, changes
+def test_list_is_the_same_for_any_processes_chunks_and_bound_of_memory(
+    planted, expected, tmp_path, monkeypatch, chunks, changes
 ):
-    monkeypatch.setattr(run, "PART_DOCUMENTS", parts)
+    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", chunks)
     monkeypatch.setattr(run, "_PAIRS_AT_ONCE", 7)
     monkeypatch.setattr(run, "_BATCH_TOKENS", 3000)
     monkeypatch.setattr(run, "_JOINED_AT_ONCE", 100)
@@ -143,7 +142,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from megatron_neobert.data.deduplication import run
-run.PART_DOCUMENTS, calls, sync = 400, 0, os.fsync
+run.CHUNK_DOCUMENTS, calls, sync = 400, 0, os.fsync
 def count(descriptor):  # files and folders are brought to disk before and after each gets its name
     global calls
     calls += 1
@@ -162,7 +161,7 @@ def run_killed(prefix, output, at):
 
 
 def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "PART_DOCUMENTS", 400)
+    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 400)
     whole = run_killed(planted.prefix, tmp_path / "whole", 0)
     assert (tmp_path / "whole").read_bytes() == expected
     last = int(whole.stdout)
@@ -176,39 +175,39 @@ def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected,
 
 
 @pytest.mark.parametrize("kind", ["keys", "pairs"])
-def test_finished_part_that_was_damaged_is_done_again_and_no_other(planted, expected, tmp_path, kind, monkeypatch):
+def test_finished_job_that_was_damaged_is_done_again_and_no_other(planted, expected, tmp_path, kind, monkeypatch):
     output = tmp_path / "list"
     monkeypatch.setattr(run, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         find(output, planted.prefix)
     monkeypatch.undo()
-    monkeypatch.setattr(run, "PART_DOCUMENTS", 100)
+    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 100)
     damaged = max((tmp_path / "list.partial").glob(f"*.{kind}"), key=lambda file: file.stat().st_size)
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    with pytest.raises(OutputError, match=r"holds \d+ finished parts .* continue with --resume, or .* --overwrite"):
+    with pytest.raises(OutputError, match=r"holds \d+ finished chunks .* continue with --resume, or .* --overwrite"):
         find(output, planted.prefix)
     done = []
-    monkeypatch.setattr(run, "do_task", lambda task, report, do=run.do_task: done.append(task.name) or do(task, report))
+    monkeypatch.setattr(run, "run_job", lambda job, report, do=run.run_job: done.append(job.name) or do(job, report))
     find(output, planted.prefix, resume=True)
     assert done == [damaged.stem]
     assert output.read_bytes() == expected
 
 
-def test_tasks_of_relative_paths_can_be_done_from_another_folder(tmp_path, monkeypatch):
-    """Workers of a Ray cluster stand elsewhere."""
+def test_jobs_of_relative_paths_can_be_done_from_another_folder(tmp_path, monkeypatch):
+    """Workers of a Ray cluster have other folders."""
     (tmp_path / "elsewhere").mkdir()
     write_corpus(tmp_path / "C", random_documents([50], 1000) * 2, numbered_tokenizer(1000))
     monkeypatch.chdir(tmp_path)
 
-    def do_elsewhere(task, report, do=run.do_task):
+    def do_elsewhere(job, report, do=run.run_job):
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir("elsewhere")
-            return do(task, report)
+            return do(job, report)
 
-    monkeypatch.setattr(run, "do_task", do_elsewhere)
-    run._open.cache_clear()
+    monkeypatch.setattr(run, "run_job", do_elsewhere)
+    run.open_corpus.cache_clear()
     find(Path("list"), "C")
     assert dropped(Path("list"), "C").tolist() == [1]
 
@@ -224,26 +223,6 @@ def test_cluster_that_the_settings_name_is_asked(planted, tmp_path):
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
     with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"):
         find(tmp_path / "list", planted.prefix, executor="ray", ray_address="127.0.0.1:1")
-
-
-def test_array_of_tasks_started_twice_and_merged_gives_the_same_list(planted, expected, tmp_path):
-    output = tmp_path / "list"
-    for _ in range(2):
-        for index in range(3):
-            assert not output.exists()
-            assert find(output, planted.prefix, shard_index=index, num_shards=3) is None
-        if not list((tmp_path / "list.partial").glob("*.pairs")):
-            pytest.fail("the last of the first three finds all signatures there, and begins with pairs")
-    find(output, planted.prefix, merge=True)
-    assert output.read_bytes() == expected
-
-
-def test_merge_names_what_is_not_finished(planted, tmp_path):
-    find(tmp_path / "list", planted.prefix, shard_index=0, num_shards=2)
-    with pytest.raises(
-        MissingInputError, match=r"4 of 8 signatures are not finished, the first is signatures-100: run"
-    ):
-        find(tmp_path / "list", planted.prefix, merge=True)
 
 
 def test_of_copies_in_several_corpora_the_earlier_named_one_stays(tmp_path):
@@ -286,17 +265,16 @@ def test_corpora_that_cannot_be_compared_are_refused(tmp_path):
         find(tmp_path / "list", tmp_path / "A")
 
 
-def test_work_of_other_settings_or_of_a_corpus_written_anew_is_not_continued(tmp_path):
+def test_work_of_other_settings_or_of_a_corpus_written_anew_is_not_continued(tmp_path, monkeypatch):
     tokenizer = numbered_tokenizer(100)
     write_corpus(tmp_path / "A", random_documents([8, 9] * 200, 100), tokenizer)
-    settings = FindSettings((str(tmp_path / "A"),), tmp_path / "list", shard_index=0, num_shards=2)
-    find_duplicates(settings, on_progress=lambda text: None)
-    other = replace(settings, minhash=MinHashSettings(threshold=0.7))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        find(tmp_path / "list", tmp_path / "A")
     with pytest.raises(ConfigError, match=r"belongs to a run with settings .*'threshold': 0.8.* where this one has"):
-        find_duplicates(other, on_progress=lambda text: None)
+        find(tmp_path / "list", tmp_path / "A", minhash=MinHashSettings(threshold=0.7), resume=True)
     write_corpus(tmp_path / "A", random_documents([8, 9] * 200, 100, seed=1), tokenizer, overwrite=True)
     with pytest.raises(ConfigError, match="belongs to a run with corpora"):
-        find_duplicates(settings, on_progress=lambda text: None)
-    task = run.SignatureTask(tmp_path, "part", settings.minhash, str(tmp_path / "A"), "of before", range(1), 0)
+        find(tmp_path / "list", tmp_path / "A", resume=True)
     with pytest.raises(DataError, match="A has been written anew since this run began; start again with --overwrite"):
-        task.write(lambda _: None)
+        run.open_corpus(str(tmp_path / "A"), "of before")

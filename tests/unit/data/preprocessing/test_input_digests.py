@@ -12,7 +12,7 @@ import pytest
 from backports import zstd
 from unit.data.preprocess_place import Place, cut_small
 
-from megatron_neobert.data.preprocessing import part_tasks
+from megatron_neobert.data.preprocessing import chunks
 
 LINES = "".join(json.dumps({"content": f"hello world {number}"}) + "\n" for number in range(200)).encode()
 WET = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\nhello\r\n\r\n" * 20
@@ -34,8 +34,8 @@ def place(tmp_path, monkeypatch):
     place = Place(tmp_path)
     place.add_texts("first.jsonl", "hello")  # so that a run has a document
     place.read_again = []
-    again = part_tasks.input_sha256
-    monkeypatch.setattr(part_tasks, "input_sha256", lambda path: place.read_again.append(path) or again(path))
+    again = chunks.input_sha256
+    monkeypatch.setattr(chunks, "input_sha256", lambda path: place.read_again.append(path) or again(path))
     return place
 
 

@@ -14,13 +14,12 @@ from unit.data.small_corpus import write_vocabulary
 from megatron_neobert.commands.preprocess_data import ProgressLine
 from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.job import read_result
-from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
-from megatron_neobert.data.preprocessing.plan import part_tasks, plan_preprocessing
+from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
+from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
-from megatron_neobert.data.preprocessing.workers import Workers
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.runtime.jobs import read_finished, run_jobs
 
 
 def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place, monkeypatch):
@@ -28,7 +27,7 @@ def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place,
     for name, workers in {"1": None, "2": 2, "4": 4}.items():
         place.run(name, workers=workers)
     cut_small(monkeypatch, 2000)
-    assert len(plan_preprocessing(place.settings("parts")).parts) > 20
+    assert len(plan_preprocessing(place.settings("parts")).chunks) > 20
     place.run("parts")
     found = {name: place.contents(name) for name in ("1", "2", "4", "parts")}
     assert sorted(found["1"]) == [f"content_document.{end}" for end in ("bin", "idx", "json", "rejects.jsonl")]
@@ -87,7 +86,7 @@ def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_
     lines = ["broken" if number % 7 == 0 else '{"content": "hello"}' for number in range(1, 200)]
     place.add_lines("a.jsonl", *lines)
     cut_small(monkeypatch, 500)
-    assert len(plan_preprocessing(place.settings()).parts) > 5
+    assert len(plan_preprocessing(place.settings()).chunks) > 5
     place.run()
     found = [json.loads(line)["line"] for line in place.settings().files.rejects.read_text().splitlines()]
     assert found == list(range(7, 200, 7))
@@ -96,7 +95,7 @@ def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_
 def test_record_in_a_later_part_is_named_by_its_line_after_a_byte(place, monkeypatch):
     place.add_lines("a.jsonl", *['{"content": "hello"}'] * 50, "broken")
     cut_small(monkeypatch, 500)
-    start = plan_preprocessing(place.settings()).parts[-1].start
+    start = plan_preprocessing(place.settings()).chunks[-1].start
     assert start > 500
     with pytest.raises(DataError, match=rf"a\.jsonl, line \d+ after byte {start}: malformed JSON"):
         place.run(on_error="fail")
@@ -139,7 +138,7 @@ def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
     place.add_texts("b.jsonl", "hello")
     read = []
     monkeypatch.setattr(
-        run_module, "tokenize_part", lambda task, report: read.append(task.number) or tokenize_part(task, report)
+        run_module, "tokenize_chunk", lambda job, report: read.append(job.number) or tokenize_chunk(job, report)
     )
     with pytest.raises(DataError, match=r"10,000 of 10,000 records .*100.00 %.*no key 'content'; keys found: text"):
         place.run(max_error_rate=0.001)
@@ -235,13 +234,13 @@ def test_shard_that_changes_while_it_is_read_is_refused(place):
     assert decoded(place) == ["world"]
 
 
-def test_part_that_two_processes_do_at_once_is_whole(place):
+def test_chunk_that_two_processes_do_at_once_is_whole(place):
     place.add_texts("a.jsonl", *("hello world " * 200 for _ in range(2000)))
     plan = plan_preprocessing(place.settings(tokenizer_backend="reference"))
-    (task,) = part_tasks(plan)
+    (job,) = plan.jobs()
     plan.files.partial.mkdir(parents=True)
-    first, second = Workers(tokenize_part, count=2).run([task, task], on_report=id)
-    assert first == second == read_result(task)
+    (_, first), (_, second) = run_jobs(tokenize_chunk, [job, job], workers=2)
+    assert first == second == read_finished(job)
     assert sorted(file.suffix for file in plan.files.partial.iterdir()) == [".done", ".ids", ".lengths", ".rejects"]
 
 

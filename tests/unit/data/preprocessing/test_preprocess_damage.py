@@ -10,13 +10,13 @@ from unit.data.preprocess_place import cut_small, decoded
 from unit.tools.commands import call
 
 from megatron_neobert.data.corpus.format import BackendRecord
-from megatron_neobert.data.preprocessing import part_tasks as part_tasks_module
+from megatron_neobert.data.preprocessing import chunks as chunks_module
 from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
+from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
 from megatron_neobert.data.tokenizer import fast_backends
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import DataError
 
 # --- damaged shards
 
@@ -51,9 +51,8 @@ def test_quarantined_shards_are_left_out_whole_and_named_in_the_manifest(place, 
     content = (place.shards / "g.parquet").read_bytes()
     (place.shards / "g.parquet").write_bytes(content[:1000] + bytes(200) + content[1200:])
     cut_small(monkeypatch, 2000)
-    assert (
-        sum(part.path.endswith("g.parquet") for part in plan_preprocessing(place.settings(quarantine=True)).parts) > 1
-    )
+    chunks = plan_preprocessing(place.settings(quarantine=True)).chunks
+    assert sum(chunk.path.endswith("g.parquet") for chunk in chunks) > 1
     report = place.run(quarantine=True)
     manifest = place.corpus().manifest
     left_out = {name.rpartition("/")[2]: shard for name, shard in manifest.quarantined.items()}
@@ -73,17 +72,6 @@ def test_every_shard_damaged_is_refused_with_quarantine_too(place):
     (place.shards / "d.json").write_text('[{"content": ')
     with pytest.raises(DataError, match=r"d\.json"):
         place.run(quarantine=True)
-
-
-def test_tasks_of_an_array_leave_damage_to_the_merge(place):
-    add_damaged_shards(place)
-    for task in range(2):
-        place.run(quarantine=True, shard_index=task, num_shards=2)
-    with pytest.raises(DataError, match=r"2 of 5 shards"):
-        place.run(merge=True)
-    place.run(merge=True, quarantine=True)
-    place.run("whole", quarantine=True)
-    assert place.contents() == place.contents("whole")
 
 
 def test_plan_names_every_unusable_table_at_once(place):
@@ -115,10 +103,11 @@ def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(plac
         code, *screen = call("preprocess_data", *command, *more)
         assert code == expected, screen
         said += "".join(screen)
-    place.run("task", inputs=tuple(inputs), quarantine=True, shard_index=0, num_shards=2)  # leaves its partial folder
-    files = [file for file in (place.folder / "out").rglob("*") if file.suffix in (".json", ".done", ".damaged")]
+    with pytest.raises(DataError):
+        place.run("damaged", inputs=tuple(inputs[::2]))  # leaves its partial folder
+    files = [file for file in (place.folder / "out").rglob("*") if file.suffix in (".json", ".done")]
     said += "".join(file.read_text() for file in files)
-    assert len(files) >= 4 and list(place.corpus().manifest.quarantined) == [
+    assert len(files) >= 3 and list(place.corpus().manifest.quarantined) == [
         f"{server}/shards/{name}" for name in ("b.parquet", "c.gz")
     ]
     assert f"{server}/shards/b.parquet: damaged parquet file" in said and f"{server}/shards/gone" in said
@@ -148,7 +137,7 @@ def fast_but_wrong(monkeypatch):
         return encode
 
     monkeypatch.setattr(fast_backends, "_build_nanotoken", build_wrong)
-    monkeypatch.setattr(part_tasks_module, "_loaded", {})  # which other tests share
+    monkeypatch.setattr(chunks_module, "_loaded", {})  # which other tests share
 
 
 def add_shards_for_a_wrong_back_end(place, *, found_in):
@@ -178,26 +167,20 @@ def test_fast_back_end_found_wrong_in_one_part_voids_all_parts_of_the_run(place,
 
 
 @pytest.mark.usefixtures("fast_but_wrong")
-def test_back_end_found_wrong_stays_out_after_a_kill_and_for_the_other_tasks_of_an_array(place, monkeypatch):
+def test_back_end_found_wrong_stays_out_after_a_kill(place, monkeypatch):
     add_shards_for_a_wrong_back_end(place, found_in=4)
-    tasks = {"num_shards": 2}
-    place.run(**tasks, shard_index=1)  # 1, 3, 5: nothing is noticed
     tokenized = []
 
-    def tokenize(task, report):
-        if len(tokenized) == 3:  # 0, 2, 4, and the first that is done again
+    def tokenize(job, report):
+        if len(tokenized) == 6:  # 0 to 4, and the first that is done again
             raise KeyboardInterrupt
-        tokenized.append(task.number)
-        return tokenize_part(task, report)
+        tokenized.append(job.number)
+        return tokenize_chunk(job, report)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, "tokenize_part", tokenize)
+        patched.setattr(run_module, "tokenize_chunk", tokenize)
         with pytest.raises(KeyboardInterrupt):
-            place.run(**tasks, shard_index=0)
-    place.run(**tasks, shard_index=0)
-    with pytest.raises(MissingInputError, match=r"3 of 6 parts are not finished.* number 1 .*4\.jsonl: nanotoken"):
-        place.run(merge=True)
-    place.run(**tasks, shard_index=1)
-    place.run(merge=True)
+            place.run()
+    assert "/4.jsonl: nanotoken" in place.run(resume=True).mismatch
     place.run("reference", tokenizer_backend="reference")
     assert place.contents() == place.contents("reference")

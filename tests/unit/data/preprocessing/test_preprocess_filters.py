@@ -49,14 +49,10 @@ def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(plac
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shard_index": 1}, "--shard-index and --num-shards .* give both or neither"),
-        ({"shard_index": 4, "num_shards": 4}, "--shard-index 4 is not one of the 4 tasks .* 0 to 3"),
-        ({"shard_index": 0, "num_shards": 4, "merge": True}, "--merge joins the parts of all tasks"),
         ({"keep_shards": True, "shard_size": 10}, "--keep-shards cuts .* choose one"),
         ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8 is below --min-tokens 9"),
         ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
         ({"inputs": ("-", "a.jsonl")}, "stands alone"),
-        ({"inputs": ("-",), "shard_index": 0, "num_shards": 2}, "has one reader"),
         ({"text_separator": ""}, "--text-separator is empty"),
         ({"workers": 0}, "--workers 0 is below 1"),
         ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),

@@ -110,7 +110,7 @@ JOIN = ("--workers", 2, "--keep-shards", "--split-validation", "0.05")
 
 
 @needs_proc
-@pytest.mark.parametrize("moment", ["output/key", "output/*.done"])  # the join begins; a volume is finished
+@pytest.mark.parametrize("moment", ["output/layout.json", "output/*.done"])  # the join begins; one is finished
 def test_run_killed_while_it_joins_is_resumed_to_the_same_bytes(place, moment):
     large_shards(place, shards=40, megabytes=0.05)
     process = start(place, *JOIN)
@@ -127,16 +127,16 @@ def test_run_killed_while_it_joins_is_resumed_to_the_same_bytes(place, moment):
 
 
 @needs_proc
-def test_worker_killed_while_it_joins_ends_the_run_with_74_and_parts_are_kept(place):
+def test_worker_killed_while_it_joins_ends_the_run_with_74_and_chunks_are_kept(place):
     large_shards(place, shards=40, megabytes=0.05)
     process = start(place, *JOIN)
-    wait_for(lambda: list(place.glob("run_content_document.partial/output/key")))
+    wait_for(lambda: list(place.glob("run_content_document.partial/output/layout.json")))
     workers = wait_for(lambda: children_of(process.pid))
     os.kill(workers[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 74, errors
-    assert f"worker process {workers[0]} was killed by SIGKILL at volume " in errors
-    assert "40 finished parts are kept" in errors
+    assert f"worker process {workers[0]} was killed by SIGKILL at corpus shard " in errors
+    assert "40 finished chunks are kept" in errors
 
 
 @pytest.mark.slow
@@ -169,14 +169,14 @@ def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_bytes(place, nu
         pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow),
     ],
 )
-def test_run_told_to_stop_ends_with_75_keeps_finished_parts_and_is_resumed(place, workers, number):
+def test_run_told_to_stop_ends_with_75_keeps_finished_chunks_and_is_resumed(place, workers, number):
     large_shards(place, shards=3, megabytes=1.5)
     process = start(place, "--workers", workers)
     wait_for(lambda: list(place.glob("run_content_document.partial/*.done")))
     os.killpg(process.pid, number)  # as a scheduler does: to the workers too
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 75, errors
-    assert re.match(f"stopped by {number.name}: [12] finished parts are kept in ", errors)
+    assert re.match(f"stopped by {number.name}: [12] finished chunks are kept in ", errors)
     finish(place, "--resume")
     finish(place, "--output-prefix", place / "fresh")
     assert corpus_bytes(place) == corpus_bytes(place, "fresh")
@@ -192,6 +192,6 @@ def test_full_disk_ends_the_run_with_74_and_the_rest_is_done_when_there_is_room(
     _, errors = process.communicate(timeout=600)
     assert (process.returncode, "Traceback" in errors) == (74, False)
     assert "File too large" in errors
-    assert "1 finished parts are kept" in errors
+    assert "1 finished chunks are kept" in errors
     assert not list(place.glob("run_content_document.*[!l]"))
     finish(place, "--resume")

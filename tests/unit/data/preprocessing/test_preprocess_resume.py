@@ -5,12 +5,10 @@ import os
 import pytest
 from unit.data.preprocess_place import add_mixed_shards, decoded
 
-from megatron_neobert.data.inputs.recognise import split_into_chunks
-from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.part_tasks import tokenize_part
+from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
-from megatron_neobert.errors import DataError, MissingInputError, OutputError
+from megatron_neobert.errors import DataError, OutputError
 
 
 class StoppedByTest(Exception):
@@ -19,26 +17,26 @@ class StoppedByTest(Exception):
 
 @pytest.fixture
 def done(monkeypatch):
-    """Names of the shards whose parts are tokenised; `done.limit` parts are, then the run ends."""
+    """Names of the shards whose chunks are tokenized; `done.limit` chunks are, then the run ends."""
 
     class Done(list):
         limit = None
 
     names = Done()
 
-    def tokenize(task, report):
+    def tokenize(job, report):
         if names.limit == len(names):
             raise StoppedByTest
-        names.append(task.part.path.rpartition("/")[2])
-        return tokenize_part(task, report)
+        names.append(job.chunk.path.rpartition("/")[2])
+        return tokenize_chunk(job, report)
 
-    monkeypatch.setattr(run_module, "tokenize_part", tokenize)
+    monkeypatch.setattr(run_module, "tokenize_chunk", tokenize)
     return names
 
 
-def stop_after(place, done, parts, **settings):
+def stop_after(place, done, chunks, **settings):
     done.clear()
-    done.limit = parts
+    done.limit = chunks
     with pytest.raises(StoppedByTest):
         place.run(**settings)
     done.limit = None
@@ -92,7 +90,7 @@ def test_shards_may_be_added_and_left_out_between_two_runs(place, done):
         ("done", lambda content: bytes(len(content))),
     ],
 )
-def test_part_whose_files_are_spoilt_is_done_again(place, done, kind, spoil):
+def test_chunk_whose_files_are_damaged_is_done_again(place, done, kind, spoil):
     add_mixed_shards(place)
     place.run("whole")
     stop_after(place, done, 4)
@@ -103,7 +101,7 @@ def test_part_whose_files_are_spoilt_is_done_again(place, done, kind, spoil):
     assert place.contents() == place.contents("whole")
 
 
-def test_resumed_run_that_is_to_fail_on_errors_fails_on_those_of_finished_parts(place, done):
+def test_resumed_run_that_is_to_fail_on_errors_fails_on_those_of_finished_chunks(place, done):
     place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
     place.add_texts("b.jsonl", "world")
     stop_after(place, done, 1)
@@ -175,69 +173,3 @@ def test_overwriting_run_that_is_resumed_is_not_complete_before_its_end(place, d
     place.run(**again)
     assert len(done) == 4
     assert place.corpus().manifest.filters["min_tokens"] == 2
-
-
-# --- arrays of tasks
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_three_tasks_and_a_merge_give_the_corpus_of_one_run(place, order):
-    add_mixed_shards(place)
-    place.run("whole", deduplicate="exact", split_validation=0.1)
-    for task in order:
-        report = place.run(deduplicate="exact", split_validation=0.1, shard_index=task, num_shards=3)
-        assert report.written is None
-    assert report.finished_parts == 7
-    place.run(deduplicate="exact", split_validation=0.1, merge=True)
-    assert place.contents() == place.contents("whole")
-    assert len(place.contents()) == 7  # two corpora of three files, rejects
-
-
-def test_shards_are_opened_to_be_cut_by_the_first_task_alone_and_again_when_they_change(place, monkeypatch):
-    opened = []
-
-    def look(shard, read):
-        opened.append(shard.rpartition("/")[2])
-        return split_into_chunks(shard, read, chunk_bytes=300)
-
-    monkeypatch.setattr(plan_module, "split_into_chunks", look)
-    add_mixed_shards(place)
-    for task in range(3):
-        place.run(shard_index=task, num_shards=3)
-    assert sorted(opened) == sorted(file.name for file in place.shards.iterdir())
-    opened.clear()
-    place.add_texts("1.jsonl", "hello", "world")
-    place.run(resume=True)
-    assert opened == ["1.jsonl"]
-    place.run("whole")
-    assert place.contents() == place.contents("whole")
-
-    for damaged in ("{", '{"read": {}}', "[1]", '{"read": 1, "shards": [[]]}'):
-        folder = place.folder / "out" / "damaged_content_document.partial"
-        folder.mkdir()
-        (folder / "parts.json").write_text(damaged)
-        place.run("damaged", overwrite=True)
-        assert place.contents("damaged") == {
-            name.replace("whole", "damaged"): content for name, content in place.contents("whole").items()
-        }
-
-
-def test_merge_waits_for_all_tasks(place):
-    add_mixed_shards(place)
-    place.run(shard_index=0, num_shards=3)
-    with pytest.raises(MissingInputError, match=r"4 of 7 parts are not finished, the first is number 1 in .*1\.jsonl"):
-        place.run(merge=True)
-    assert not list((place.folder / "out").glob("*.bin"))
-    place.run(resume=True)  # does what is missing by itself
-    place.run("whole")
-    assert place.contents() == place.contents("whole")
-
-
-def test_task_of_an_array_leaves_the_error_rate_to_the_merge(place):
-    place.add_lines("a.jsonl", *["broken"] * 10_000, '{"content": "hello"}')
-    place.add_texts("b.jsonl", *["world"] * 9_999)
-    for task in range(2):
-        place.run(shard_index=task, num_shards=2, max_error_rate=0.4)
-    with pytest.raises(DataError, match=r"10,000 of 20,000 records .*--max-error-rate 0\.4"):
-        place.run(merge=True, max_error_rate=0.4)
-    place.run(merge=True, max_error_rate=0.5)

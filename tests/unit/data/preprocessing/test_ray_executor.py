@@ -54,7 +54,7 @@ def ray_workers():
 
 
 @pytest.mark.slow
-def test_ray_worker_that_is_killed_costs_its_part_another_try(place):
+def test_ray_worker_that_is_killed_costs_its_chunk_another_try(place):
     write_vocabulary(place.vocab, [chr(code) for code in range(97, 123)])
     for name in ("a", "b"):
         place.add_texts(f"{name}.jsonl", *["x y z " * 5000] * 100)  # 3 MB: about a second

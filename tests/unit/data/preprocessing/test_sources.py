@@ -147,14 +147,6 @@ def test_headers_of_web_archives_are_sources(place):
     assert place.corpus().manifest.sources == expected
 
 
-def test_an_array_of_tasks_and_a_merge_give_the_same_sources(place):
-    place.run("whole", source_key="meta.from")
-    for task in range(3):
-        place.run(source_key="meta.from", shard_index=task, num_shards=3)
-    place.run(source_key="meta.from", merge=True, workers=3)
-    assert place.contents() == place.contents("whole")
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -1,0 +1,253 @@
+"""The job that tokenizes one chunk of an input file: token ids, lengths, hashes, sources and rejects.
+
+Memory: one batch of about 1 MB of text and its ids, for any size of the chunk.
+"""
+
+import base64
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
+from megatron_neobert.data.corpus.sources import SOURCE_DTYPE, check_sources, source_name
+from megatron_neobert.data.inputs.find import InputVersion, input_sha256, input_version
+from megatron_neobert.data.inputs.recognise import read_chunk
+from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
+from megatron_neobert.data.inputs.stream import Chunk, InputDigest
+from megatron_neobert.data.preprocessing.counts import Counts, error_record
+from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
+from megatron_neobert.errors import DataError, NeoBERTError
+from megatron_neobert.runtime.atomic_files import NewFile
+from megatron_neobert.runtime.executors import Report
+from megatron_neobert.runtime.jobs import Finished, Job, run_job
+
+TOO_FEW_TOKENS = "shorter than --min-tokens"
+TOO_MANY_TOKENS = "longer than --max-tokens"
+
+HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Settings that are the same for all chunks of a run."""
+
+    read: ReadSettings
+    tokenizer_model: str
+    tokenizer_type: str
+    fingerprint: str  # of the tokenizer that the run was planned with
+    backend: Literal["auto", "fast", "reference"]
+    min_tokens: int
+    max_tokens: int | None
+    filters: tuple[FilterSource, ...]
+    with_hashes: bool
+    on_error: Literal["skip", "fail"]
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """What a run has to know of a finished chunk besides its files."""
+
+    counts: Counts
+    input_sha256: str | None  # of the whole input file, with its first chunk; None for some URLs too
+    numbers: int  # record numbers used up
+    encoder: str
+    is_reference: bool
+    compared: int  # documents whose ids a fast back end had to have in common with the reference
+    first_error: str | None
+    sources: list[str] = field(default_factory=list)  # the values of --source-key, in the order of their numbers
+
+
+class ChunkProgress(NamedTuple):
+    """How far a chunk has come, from its beginning."""
+
+    number: int
+    counts: Counts
+    fraction: float
+    first_error: str | None
+
+
+class DamagedInput(DataError):
+    """The input file, and not our work, is why the chunk cannot be done."""
+
+
+@dataclass(frozen=True)
+class ChunkJob(Job[ChunkResult]):
+    """One chunk, and everything that a worker has to know to tokenize it."""
+
+    result_type = ChunkResult
+
+    number: int  # of the chunk in this run
+    chunk: Chunk
+    version: InputVersion
+    input_name: str  # for people: "-" for standard input, else the path or URL
+    starts_input: bool
+    settings: ChunkSettings
+
+    def __str__(self) -> str:
+        return self.input_name
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self.version)
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        more = {"hashes": self.settings.with_hashes, "sources": self.settings.read.source_key is not None}
+        return ["ids", "lengths", "rejects", *(kind for kind, is_wanted in more.items() if is_wanted)]
+
+    def work(self, files: Mapping[str, NewFile], report: Report) -> ChunkResult:
+        """Tokenize the chunk.
+
+        Raises:
+            DamagedInput: The input file cannot be read to its end, or has changed.
+            DataError: A record is in error and --on-error is fail, or the tokenizer has changed.
+            BackendMismatch: A fast back end differs from the reference tokenizer.
+        """
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
+        tokenizer, encoder = _load(self.settings)
+        encoder.start_part()
+        counts, numbers = Counts(), 0
+        writer = _ChunkWriter(self, tokenizer, encoder, files)
+        digest = InputDigest() if self.starts_input and self.chunk.end is None else None
+        for batch in self._read(digest):
+            try:
+                counts.add(writer.add(apply_filters(batch, self.settings.filters, self.input_name)))
+            except BackendMismatch as mismatch:
+                raise BackendMismatch(f"{self}: {mismatch}") from mismatch
+            numbers += batch.numbers
+            report(ChunkProgress(self.number, counts, batch.progress, writer.first_error))
+        if input_version(self.chunk.path) != self.version:
+            raise DamagedInput(
+                f"{self} has changed since the run started; start again with --resume, which reads it anew"
+            )
+        whole_sha256 = digest.of_all(self.version.bytes) if digest else None
+        if self.starts_input and whole_sha256 is None:  # not all of its bytes have passed by: they are read again
+            whole_sha256 = input_sha256(self.chunk.path)
+        return ChunkResult(
+            counts=counts,
+            input_sha256=whole_sha256,
+            numbers=numbers,
+            encoder=encoder.name,
+            is_reference=encoder.is_reference,
+            compared=encoder.compared,
+            first_error=writer.first_error,
+            sources=[*writer.sources],
+        )
+
+    def _read(self, digest: InputDigest | None) -> Iterator[RecordBatch]:
+        try:
+            yield from read_chunk(self.chunk, self.settings.read, digest)
+        except DataError as error:
+            raise DamagedInput(str(error).replace(self.chunk.path, self.input_name)) from error
+
+
+def tokenize_chunk(job: ChunkJob, report: Report) -> Finished[ChunkResult] | str:
+    """Do a job, and return its record, or why its input is damaged, which does not stop other jobs."""
+    try:
+        return run_job(job, report)
+    except DamagedInput as damage:
+        return str(damage)
+
+
+class _ChunkWriter:
+    """Writes the files of a chunk, batch by batch."""
+
+    def __init__(self, job: ChunkJob, tokenizer: Tokenizer, encoder: Encoder, files: Mapping[str, NewFile]) -> None:
+        self.first_error: str | None = None
+        self.sources: dict[str, int] = {}  # number by value of --source-key
+        self._job, self._encoder, self._files = job, encoder, files
+        self._dtype, self._unknown = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
+
+    def add(self, batch: RecordBatch) -> Counts:
+        for record in batch.rejected:
+            self._reject(record)
+        counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
+        if not batch.texts:
+            return counts
+        encoded, kept, dropped = _keep(self._encoder.encode_batch(batch.texts), self._job.settings)
+        self._files["ids"].write(encoded.ids.astype(self._dtype, copy=False).tobytes())
+        self._files["lengths"].write(encoded.lengths.astype("<i4", copy=False).tobytes())
+        if self._job.settings.with_hashes:
+            texts = (batch.texts[place].encode() for place in kept)
+            hashes = b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts)
+            self._files["hashes"].write(hashes)
+        if (key := self._job.settings.read.source_key) is not None:
+            names = [source_name(batch.origins[place].fields[key], key) for place in kept]
+            numbers = [self.sources.setdefault(name, len(self.sources)) for name in names]
+            check_sources(self.sources, key)
+            self._files["sources"].write(np.array(numbers, dtype=SOURCE_DTYPE).tobytes())
+        counts.dropped.update(dropped)
+        counts.documents, counts.tokens = encoded.lengths.size, encoded.ids.size
+        counts.unknown_tokens = int(np.count_nonzero(encoded.ids == self._unknown))
+        counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
+        return counts
+
+    def _reject(self, record: Rejected) -> None:
+        job = self._job
+        entry: dict[str, Any] = {"file": job.input_name, job.chunk.unit: record.number}
+        entry |= {"reason": record.reason, "detail": record.detail}
+        try:
+            entry["raw"] = record.raw.decode()
+        except UnicodeDecodeError:
+            entry["raw_base64"] = base64.b64encode(record.raw).decode()
+        self._files["rejects"].write(reject_line(entry))
+        self.first_error = self.first_error or record.describe(job.chunk, job.input_name)
+        if job.settings.on_error == "fail":
+            raise error_record(self.first_error)
+
+
+def _keep(
+    encoded: EncodedBatch, settings: ChunkSettings
+) -> tuple[EncodedBatch, NDArray[np.int64] | range, Counter[str]]:
+    """What is left of a batch, which texts these are, and how many documents each filter has taken."""
+    lengths = encoded.lengths
+    longest = np.iinfo(np.int32).max if settings.max_tokens is None else settings.max_tokens
+    if lengths.min() >= max(1, settings.min_tokens) and lengths.max() <= longest:
+        return encoded, range(lengths.size), Counter()
+    empty = lengths == 0
+    short, long = (lengths < settings.min_tokens) & ~empty, lengths > longest
+    keep = ~(empty | short | long)
+    ids = encoded.ids[np.repeat(keep, lengths)]
+    taken = {NO_TOKENS: empty, TOO_FEW_TOKENS: short, TOO_MANY_TOKENS: long}
+    dropped = Counter({name: int(mask.sum()) for name, mask in taken.items() if mask.any()})
+    return EncodedBatch(ids, lengths[keep]), np.flatnonzero(keep), dropped
+
+
+# Loaded once in a process: a worker meets the same tokenizer in every task, and a fast back end remembers the words
+# that it has seen.
+_loaded: dict[tuple[str, bool], tuple[Tokenizer, Encoder]] = {}  # by fingerprint, and whether it is the reference
+
+
+def remember(tokenizer: Tokenizer, encoder: Encoder) -> None:
+    """Spares this process the loading of what it has loaded already."""
+    _loaded[tokenizer.fingerprint, encoder.is_reference] = tokenizer, encoder
+
+
+def load_early(path: str, tokenizer_type: str, backend: Literal["auto", "fast", "reference"]) -> None:
+    """Loads in a worker what its first task will probably need. What goes wrong is reported by the parent, once."""
+    with suppress(NeoBERTError, OSError):
+        tokenizer = load_tokenizer(path, tokenizer_type=tokenizer_type)
+        remember(tokenizer, open_encoder(tokenizer, backend, probe=False))
+        import pyarrow.parquet  # noqa: F401
+
+
+def _load(settings: ChunkSettings) -> tuple[Tokenizer, Encoder]:
+    key = settings.fingerprint, settings.backend == "reference"
+    if key not in _loaded:
+        tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
+        if tokenizer.fingerprint != settings.fingerprint:
+            raise DataError(
+                f"--tokenizer-model {settings.tokenizer_model} has changed since the run started; start again"
+            )
+        _loaded[key] = tokenizer, open_encoder(tokenizer, settings.backend, probe=False)
+    return _loaded[key]

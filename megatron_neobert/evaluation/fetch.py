@@ -1,0 +1,159 @@
+"""Fetching of data on a machine with network: GLUE, the datasets of contrastive fine-tuning, MTEB.
+
+Each thing to fetch appears whole or not at all, and is kept if it is there, so that the same command resumes. A thing
+that its source has lost does not keep the others from coming.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import datasets
+
+import megatron_neobert
+from megatron_neobert.config.recipes import find_config
+from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
+from megatron_neobert.evaluation.options import (
+    FetchContrastiveOptions,
+    FetchGlueOptions,
+    FetchMtebOptions,
+    choose_glue_tasks,
+)
+from megatron_neobert.runtime.atomic_files import make_folder, replacing
+
+GLUE = "nyu-mll/glue"
+
+
+def fetch_all(output: Path, things: Mapping[str, Callable[[], str]]) -> None:
+    """Fetch everything into a folder; each function returns what it has fetched, in words.
+
+    Raises:
+        OutputError: The folder cannot be created.
+        MissingInputError: Something could not be fetched; its reason was printed.
+    """
+    try:
+        made = make_folder(output)
+    except OSError as error:
+        raise OutputError(f"{output}: cannot be created ({error.strerror}).") from error
+    failed = []
+    for number, (name, fetch) in enumerate(things.items(), start=1):
+        try:
+            print(f"{number}/{len(things)} {name}: {fetch()}", flush=True)
+        except Exception as error:  # of a dozen libraries, and reported
+            print(f"{number}/{len(things)} {name}: failed ({short_reason(error)})", flush=True)
+            failed.append(name)
+    if failed:
+        with suppress(OSError):  # it holds what could be fetched
+            for folder in made:
+                folder.rmdir()
+        raise MissingInputError(
+            f"{output}: {len(failed)} of {len(things)} could not be fetched ({', '.join(failed)}); look at the reasons "
+            "above and start the same command again on a machine with network."
+        )
+
+
+def fetch_glue(options: FetchGlueOptions) -> None:
+    """Fetch every task that is not there, and count its rows."""
+    from megatron_neobert.evaluation.glue_tasks import DIAGNOSTIC, TASKS
+
+    known = {**TASKS, DIAGNOSTIC.name: DIAGNOSTIC}
+
+    def fetch(name: str) -> str:
+        folder, wanted = options.output / name, known[name].rows
+        if all((folder / f"{split}.parquet").is_file() for split in wanted):
+            return "there already"
+        rows = write_splits(datasets.load_dataset(GLUE, name), folder)
+        for split, expected in wanted.items():
+            if rows.get(split) != expected:
+                print(f"warning: {name} {split} has {rows.get(split, 0):,} rows, the benchmark {expected:,}")
+        return ", ".join(f"{split} {count:,}" for split, count in rows.items())
+
+    names = choose_glue_tasks(options.tasks, known) or list(known)
+    fetch_all(options.output, {name: lambda name=name: fetch(name) for name in names})  # type: ignore[misc]
+
+
+def write_splits(splits: datasets.DatasetDict, folder: Path) -> dict[str, int]:
+    """Write one parquet file per split, and return the number of rows of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in splits.items():
+        with replacing(folder / f"{name}.parquet") as temporary:
+            rows.to_parquet(str(temporary))
+    return {str(name): len(rows) for name, rows in splits.items()}
+
+
+def fetch_contrastive(options: FetchContrastiveOptions) -> None:
+    """Fetch the datasets that are not there as DATA_DIR/KEY.parquet.
+
+    Raises:
+        ConfigError: The file names no source of a dataset.
+    """
+    from megatron_neobert.evaluation.embed_data import fetch_pairs, read_config
+
+    config = read_config(find_config(options.config))
+    keys = options.datasets or [key for key, source in config.datasets.items() if source.default]
+    if nowhere := [key for key in keys if key not in config.datasets or config.datasets[key].hub is None]:
+        raise ConfigError(
+            f"{options.config} names no hub for {', '.join(nowhere)}; add one, or write KEY.parquet yourself with "
+            "the columns query, positive and negatives."
+        )
+
+    def fetch(key: str) -> str:
+        path, source = options.data_dir / f"{key}.parquet", config.datasets[key]
+        if path.exists():
+            return f"kept {path}"
+        pairs = fetch_pairs(key, source)
+        with replacing(path) as temporary:
+            pairs.to_parquet(str(temporary))
+        return f"wrote {path}, {len(pairs):,} pairs from {source.hub}"
+
+    fetch_all(options.data_dir, {key: lambda key=key: fetch(key) for key in keys})  # type: ignore[misc]
+
+
+def fetch_mteb(options: FetchMtebOptions) -> int:
+    """Fetch every task that is not there in the revision of the installed mteb, and read all without a network.
+
+    Returns:
+        The exit code of the reading.
+
+    Raises:
+        ConfigError: A task is a local one, or mteb has no such task, benchmark or language.
+        MissingInputError: Something could not be fetched, or with --check is not there.
+    """
+    from megatron_neobert.evaluation.mteb_store import is_current, load_task, store_task
+    from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
+
+    if local := [name for name in options.tasks if name.startswith(PREFIX)]:
+        raise ConfigError(f"--tasks {' '.join(local)}: local tasks are files of yours; put them into --data-dir.")
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"
+    tasks = {
+        task.metadata.name: task
+        for task in flatten(choose_tasks(options.benchmark, options.tasks, options.languages, options.output))
+    }
+    if options.check:
+        if missing := [name for name, task in tasks.items() if not is_current(options.output, task)]:
+            raise MissingInputError(
+                f"--output {options.output}: no data of {len(missing)} tasks: {', '.join(missing)}."
+            )
+        for task in tasks.values():
+            load_task(options.output, task)
+            task.unload_data()
+        print(f"{options.output}: {len(tasks)} tasks can be read without a network")
+        return 0
+
+    def fetch(name: str) -> str:
+        if is_current(options.output, tasks[name]):
+            return "there already"
+        store_task(options.output, tasks[name])
+        return "fetched"
+
+    fetch_all(options.output, {name: lambda name=name: fetch(name) for name in tasks})  # type: ignore[misc]
+    # Another process: these libraries look at the environment once.
+    command = [sys.executable, "-m", "megatron_neobert", "fetch", "mteb", "--check", "--output", str(options.output)]
+    command += ["--tasks", *options.tasks] if options.tasks else ["--benchmark", options.benchmark]
+    command += ["--languages", *options.languages]
+    own = {"PYTHONPATH": str(Path(megatron_neobert.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}  # this checkout first
+    return subprocess.run(command, env={**os.environ, **own}, check=False).returncode

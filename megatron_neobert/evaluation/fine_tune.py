@@ -1,0 +1,321 @@
+"""One fine-tuning by the paper's protocol on transformers' Trainer; several at a time in processes of their own.
+
+AdamW with betas 0.9 and 0.95, no clipping; 6 % of the steps warm up, the rate falls linearly to a tenth at 90 % of them
+and stays. The model is evaluated min(500, batches // 10) steps apart, and the run ends after 15 evaluations without a
+better one, whose weights are kept. Weight decay leaves out biases and norms.
+Source: arXiv 2502.19587 appendix C; rates and betas are those of chandar-lab/NeoBERT glue/train.py, whose linear part
+ends above the floor and then drops; here it ends at the floor.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from datasets import Dataset
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from megatron_neobert.errors import (
+    EXIT_UNAVAILABLE,
+    ConfigError,
+    print_warnings_as_sentences,
+    short_reason,
+)
+from megatron_neobert.evaluation.models import PREDICTION_BATCH, LoadOptions
+from megatron_neobert.evaluation.options import FineTuneOptions
+
+WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # shares of the steps, and of the peak
+PATIENCE = 15  # evaluations
+WEIGHTS = "model"  # folder of the best weights within the folder of a run
+
+Options = TypeVar("Options", bound=FineTuneOptions)
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Hyperparameters of one run, and the seed of head, order and dropout."""
+
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"batch{self.batch_size}_lr{self.learning_rate:g}_wd{self.weight_decay:g}_seed{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(ABC):
+    """One point on one task; can be sent to another process."""
+
+    task: str
+    point: Point
+    start: Path  # folder of the weights that the run starts from
+    folder: Path  # to create
+    options: FineTuneOptions
+
+    @property
+    def loading(self) -> LoadOptions:
+        return LoadOptions(device=self.options.device or "cpu", attention=self.options.attention)
+
+    @abstractmethod
+    def build_trainer(self) -> "PaperTrainer":
+        """Build everything that the run needs before its first step."""
+
+    @abstractmethod
+    def collect_scores(self, trainer: "PaperTrainer", best: Scores) -> Scores:
+        """Return the scores of the weights that are kept, which the trainer holds; `best`: of their evaluation."""
+
+    @abstractmethod
+    def average(self, scores: Scores) -> float:
+        """Return the run's number in the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Scores of the evaluation that won, as fractions of 1."""
+
+    scores: Scores
+    average: float
+    best_step: int
+    steps: int  # until the run ended
+    seconds: float
+
+
+def fine_tune(run: Run) -> Outcome:
+    """Train, and leave the best weights with their tokenizer in `run.folder / WEIGHTS`."""
+    started = time.monotonic()
+    shutil.rmtree(run.folder, ignore_errors=True)  # of a run that was killed
+    trainer = run.build_trainer()
+    trainer.train()
+    best_step, checkpoint = trainer.state.best_global_step, trainer.state.best_model_checkpoint
+    assert best_step is not None and checkpoint is not None, "the first evaluation is better than none"
+    best = next(entry for entry in trainer.state.log_history if entry["step"] == best_step)
+    of_evaluation = {name.removeprefix("eval_"): value for name, value in best.items() if name.startswith("eval_")}
+    scores = run.collect_scores(trainer, of_evaluation)
+    (Path(checkpoint) / "training_args.bin").unlink()  # a pickle, which a model folder does not need
+    Path(checkpoint).rename(run.folder / WEIGHTS)
+    return Outcome(
+        scores=scores,
+        average=run.average(scores),
+        best_step=best_step,
+        steps=trainer.state.global_step,
+        seconds=time.monotonic() - started,
+    )
+
+
+class PaperTrainer(transformers.Trainer):
+    """Trainer with the paper's optimizer, learning rates, evaluations and early stop.
+
+    Args:
+        collator: Makes batches of rows.
+        metric: The one of the `compute` metrics that chooses the weights.
+        eval_strategy: "steps" evaluates as the paper does, "epoch" at the end of each epoch.
+        more: Further arguments of transformers.Trainer.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: Any,
+        tokenizer: Any,
+        *,
+        train: Dataset,
+        validation: Dataset,
+        collator: Any,
+        metric: str,
+        compute: Callable[[Any], Scores],
+        eval_strategy: str = "steps",
+        **more: Any,
+    ) -> None:
+        interval = evaluation_interval(-(-len(train) // run.point.batch_size))
+        super().__init__(
+            model=model,
+            args=_arguments(run, eval_strategy=eval_strategy, interval=interval, metric=metric),
+            train_dataset=train,
+            eval_dataset=validation,
+            processing_class=tokenizer,
+            data_collator=collator,
+            compute_metrics=compute,
+            callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=PATIENCE)],
+            **more,
+        )
+        self.remove_callback(transformers.PrinterCallback)
+        assert self.args.n_gpu <= 1, f"{self.args.n_gpu} GPUs would multiply the batch"
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
+        """Return the schedule of the rate, as a factor of the peak."""
+        if self.lr_scheduler is None:
+            optimizer = optimizer or self.optimizer
+            assert optimizer is not None, "Trainer has created it before"
+            self.lr_scheduler = LambdaLR(optimizer, partial(rate_factor, total=num_training_steps))
+        return self.lr_scheduler
+
+
+def rate_factor(step: int, *, total: int) -> float:
+    """Return the rate at a step counted from 0, as a factor of the peak."""
+    warmup, decayed = round(WARMUP * total), round(DECAYED * total)
+    if step < warmup:
+        return step / warmup
+    if step >= decayed:
+        return FLOOR
+    return 1 - (1 - FLOOR) * (step - warmup) / (decayed - warmup)
+
+
+def evaluation_interval(batches: int) -> int:
+    """Return the steps between two evaluations, from the batches of an epoch."""
+    return max(1, min(500, batches // 10))
+
+
+def shortest_first(rows: Dataset) -> Dataset:
+    """Return the same rows in an order that needs little padding; no score depends on it."""
+    lengths = list(map(len, rows["input_ids"]))
+    return rows.select(sorted(range(len(lengths)), key=lengths.__getitem__))
+
+
+def _arguments(run: Run, *, eval_strategy: str, interval: int, metric: str) -> transformers.TrainingArguments:
+    options, point = run.options, run.point
+    on_cpu = run.loading.device == "cpu"
+    return transformers.TrainingArguments(
+        output_dir=str(run.folder),
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=point.batch_size,
+        per_device_eval_batch_size=PREDICTION_BATCH,
+        learning_rate=point.learning_rate,
+        weight_decay=point.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        max_grad_norm=0.0,
+        seed=point.seed,
+        eval_strategy=eval_strategy,
+        eval_steps=interval,
+        save_strategy="best",
+        save_total_limit=1,
+        save_only_model=True,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+        greater_is_better=True,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        bf16=options.dtype == "bfloat16",
+        fp16=options.dtype == "float16",
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+    )
+
+
+# --- devices and processes
+
+
+def resolve_device(options: Options) -> Options:
+    """Return the options with the device that runs use, a GPU where there is one; CUDA is not started.
+
+    Raises:
+        ConfigError: There is no such device, or it cannot compute in --dtype.
+    """
+    gpus = visible_gpus()  # choose_device would start CUDA, and a run could not choose its GPU any more
+    if options.device == "cuda" and not gpus:
+        raise ConfigError("--device cuda: torch sees no GPU here; give cpu, or run where there is one.")
+    device = options.device or ("cuda" if gpus else "cpu")
+    if options.dtype == "float16" and device == "cpu":
+        raise ConfigError("--dtype float16 needs a GPU; on a CPU take float32 or bfloat16.")
+    return dataclasses.replace(options, device=device)
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of this process's GPUs, as CUDA_VISIBLE_DEVICES takes them; CUDA is not started."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ([str(number) for number in range(count)] if named is None else named.split(","))[:count]
+
+
+def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    """Yield every run with its outcome, as they finish.
+
+    If a run fails, a warning names it, no other run is started, and those that are running are finished and yielded
+    before the error is raised. transformers' Trainer would spread one run over every GPU it sees and multiply its
+    batch; a process therefore sees one.
+    """
+    devices = visible_gpus()
+    if jobs == 1:
+        _choose_gpu(devices[:1])
+        for run in runs:
+            yield run, fine_tune(run)
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA and tokenizers do not survive a fork
+    shares = context.Queue()
+    for number in range(jobs):
+        shares.put(devices[number % len(devices) :][:1] if devices else [])
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(shares,))
+    try:
+        yield from share_out(runs, pool, jobs)
+    except BaseException:  # Ctrl-C: what is running is not waited for
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def share_out(runs: Sequence[Run], pool: Executor, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    """Yield every run in a pool of `jobs` workers with its outcome; see `run_all`."""
+    waiting = iter(runs)
+    going = {pool.submit(fine_tune, run): run for run in islice(waiting, jobs)}  # no queue: it could not be taken back
+    failure: BaseException | None = None
+    while going:
+        for future in futures.wait(going, return_when=futures.FIRST_COMPLETED).done:
+            run = going.pop(future)
+            error = future.exception()
+            if error is not None:
+                others = f", and the {len(going)} that are running are waited for" if going else ""
+                words = f"{run.task} {run.point.name} failed ({short_reason(error)}); no other run is started{others}."
+                warnings.warn(words, stacklevel=2)
+            failure = failure or error
+            if failure is None:
+                going |= {pool.submit(fine_tune, following): following for following in islice(waiting, 1)}
+            if error is None:
+                yield run, future.result()
+    if failure is not None:
+        raise failure
+
+
+def _start_worker(shares: "Queue[list[str]]") -> None:
+    """Choose the GPU of a worker, and end it with the command: otherwise it would run beside the next command's."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only workers call this"
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(EXIT_UNAVAILABLE)
+
+    print_warnings_as_sentences()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _choose_gpu(shares.get())
+
+
+def _choose_gpu(devices: list[str]) -> None:
+    """Choose the GPU of this process, before CUDA is used."""
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]

@@ -1,0 +1,326 @@
+"""GLUE on one model: the points of every grid, the start of some tasks from the best MNLI model, and the results.
+
+OUTPUT/NAME/glue/TASK holds a task's ledger and best weights, OUTPUT/NAME/glue.json and .md the results. The same
+command resumes after a kill; the runs that were under way then start again. Commands for other tasks may run meanwhile.
+
+The head is the one that transformers gives a model's kind: for our exports a linear layer on the first token, then tanh
+with dropout (neobert) or GELU without (eurobert), then the classes. A folder that was fine-tuned on MNLI keeps all but
+the last layer.
+"""
+
+import statistics
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from datasets import Dataset
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from megatron_neobert.errors import ConfigError, ConversionError
+from megatron_neobert.evaluation.fine_tune import PaperTrainer, Run, resolve_device, shortest_first
+from megatron_neobert.evaluation.glue_tasks import (
+    DIAGNOSTIC,
+    PAPER_TASKS,
+    TASKS,
+    GlueSplit,
+    GlueTask,
+    average,
+    compute_scores,
+    find_task,
+    read_task,
+    to_answers,
+)
+from megatron_neobert.evaluation.ledger import Ledger, open_ledger, write_record
+from megatron_neobert.evaluation.models import (
+    LoadOptions,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    longest_input,
+    predict,
+)
+from megatron_neobert.evaluation.options import GlueOptions, choose_glue_tasks
+from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
+from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.evaluation.sweep import (
+    GRIDS,
+    Grid,
+    Progress,
+    Result,
+    Sweep,
+    best_weights,
+    last_sweep,
+    run_sweep,
+    show_progress,
+    unit_of,
+)
+from megatron_neobert.runtime.atomic_files import replace_file, replacing
+
+SOURCE = "mnli"
+# Names in the server's sample submission, as are header and words; other files are named by the task's title.
+_FILE_NAMES = {"test_matched": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"}
+
+
+def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Path:
+    """Run what is not finished, and write the results after every task, with those of earlier commands.
+
+    Returns:
+        The folder of the model's results.
+
+    Raises:
+        ConfigError, MissingInputError, DataError, ConversionError: Model, data or settings cannot be used; nothing
+            has been run.
+        OutputError: Another command is writing the output.
+    """
+    tasks = sorted(choose_glue_tasks(options.tasks or PAPER_TASKS), key=list(TASKS).index)  # others may start from MNLI
+    grids = {task: choose_grid(options, task) for task in tasks}
+    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    source = None if options.no_transfer else options.transfer_from
+    model = fingerprint(options.model)
+    _check_transfer(options, tasks, folder / "glue", model)
+    data = {task: _hash_data(options, task) for task in tasks}
+    about = _check_models(options, [options.model, *([Path(source)] if source not in (None, SOURCE) else [])])
+    for task in tasks:
+        start = options.model
+        if source is not None and TASKS[task].starts_from_mnli:
+            start = best_weights(Ledger(folder / "glue" / SOURCE), model) if source == SOURCE else Path(source)
+        with open_ledger(folder / "glue" / task) as ledger:
+            unit = unit_of(task, options, model=model, start=fingerprint(start), data=data[task])
+            sweep = Sweep(
+                run=GlueRun,
+                task=task,
+                grid=grids[task],
+                start=start,
+                unit=unit,
+                metrics=TASKS[task].metrics,
+                about={**about, "from_mnli": start != options.model},
+                options=options,
+            )
+            run_sweep(ledger, sweep, on_progress)
+        write_results(folder, options.model, device=options.device)
+    return folder
+
+
+def choose_grid(options: GlueOptions, task: str) -> Grid:
+    """Return the grid of the options for a task.
+
+    Raises:
+        ConfigError: The paper has no best point for the task, and not all values are given.
+    """
+    best = GLUE_BEST_POINTS.get(TASKS[task].title)
+    if options.grid != "best":
+        return GRIDS[options.grid].replace(options)
+    if best is not None:
+        batch, rate, decay = best
+        return Grid(batch_sizes=(batch,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
+    if not (options.batch_size and options.learning_rate and options.weight_decay):
+        raise ConfigError(
+            f"--grid best: the paper has no best point for {task}; choose another --grid, or give --batch-size, "
+            "--learning-rate and --weight-decay."
+        )
+    return GRIDS["paper"].replace(options)
+
+
+def _check_transfer(options: GlueOptions, tasks: Collection[str], folder: Path, model: str) -> None:
+    followers = [task for task in tasks if TASKS[task].starts_from_mnli]
+    if options.no_transfer or options.transfer_from != SOURCE or not followers or SOURCE in tasks:
+        return
+    if last_sweep(Ledger(folder / SOURCE), model) is None:
+        raise ConfigError(
+            f"--tasks {' '.join(followers)}: the paper starts them from the best MNLI model, and no sweep of MNLI is "
+            f"finished for this model in {folder}. Add mnli to --tasks, name a model with --transfer-from DIR, or "
+            "start from the pre-trained one with --no-transfer."
+        )
+
+
+def _hash_data(options: GlueOptions, name: str) -> dict[str, str]:
+    """Return the hash of each split that scores depend on; test sets are only read if they will be answered."""
+    task = TASKS[name]
+    if options.predict:
+        list(read_test_sets(name, options.data_dir))
+    return {split: read_task(options.data_dir, task, split).digest for split in ("train", *task.validation)}
+
+
+def _check_models(options: GlueOptions, folders: list[Path]) -> dict[str, Any]:
+    """Load what the runs will load, once; return the head and the longest input that they will use."""
+    for folder in folders:
+        model = load_classifier(folder, TASKS["cola"], LoadOptions(attention=options.attention))
+        length = longest_input(model, load_tokenizer(folder), at_most=options.max_length)
+    return {"head": type(model).__name__, "longest_input_tokens": length}
+
+
+# --- one run
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueRun(Run):
+    """One point on one of GLUE's tasks."""
+
+    def build_trainer(self) -> PaperTrainer:
+        """Build the trainer; the head of its model is drawn from the point's seed."""
+        task = TASKS[self.task]
+        transformers.set_seed(self.point.seed)  # of the head
+        model, tokenizer = load_classifier(self.start, task, self.loading), load_tokenizer(self.start)
+        length = longest_input(model, tokenizer, at_most=self.options.max_length)
+
+        def compute_metrics(evaluated: Any) -> dict[str, float]:
+            return compute_scores(task, evaluated.predictions, evaluated.label_ids)
+
+        return PaperTrainer(
+            self,
+            model,
+            tokenizer,
+            train=self.tokenize("train", tokenizer, length),
+            validation=shortest_first(self.tokenize(task.validation[0], tokenizer, length)),
+            collator=transformers.DataCollatorWithPadding(tokenizer),
+            metric=task.metrics[0],
+            compute=compute_metrics,
+        )
+
+    def collect_scores(self, trainer: PaperTrainer, best: dict[str, float]) -> dict[str, float]:
+        """Return the task's metrics."""
+        task = TASKS[self.task]
+        scores = {name: best[name] for name in task.metrics if name in best}
+        for split in task.validation[1:]:  # MNLI's other one, which chooses nothing
+            length = longest_input(trainer.model, trainer.processing_class, at_most=self.options.max_length)
+            found: Any = trainer.predict(shortest_first(self.tokenize(split, trainer.processing_class, length)))
+            scores["accuracy_mismatched"] = compute_scores(task, found.predictions, found.label_ids)["accuracy"]
+        return scores
+
+    def average(self, scores: dict[str, float]) -> float:
+        """Return the mean of the task's metrics."""
+        return average(TASKS[self.task], scores)
+
+    def tokenize(self, split: str, tokenizer: Any, length: int) -> Dataset:
+        """Return one split of the task, as the model takes it."""
+        rows = _read(self.options.data_dir, self.task, split).spread(self.options.limit)
+        return Dataset.from_dict({**_encode(rows, tokenizer, length), "labels": rows.labels})
+
+
+def _encode(rows: GlueSplit, tokenizer: Any, length: int) -> Any:
+    return tokenizer(*map(list, zip(*rows.texts, strict=True)), truncation=True, max_length=length)
+
+
+@lru_cache(maxsize=4)  # the runs of one process use the same few
+def _read(data_dir: Path, task: str, split: str) -> GlueSplit:
+    return read_task(data_dir, TASKS[task], split)
+
+
+def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
+    """Return the model for a task, its new layers drawn from torch's generator.
+
+    Raises:
+        ConversionError: transformers has no head for the model, or one that reads the last token.
+        MissingInputError: There is no such folder.
+    """
+    model = load_model(
+        folder,
+        "AutoModelForSequenceClassification",
+        options,
+        num_labels=task.num_outputs,
+        # Given, because the config of a fine-tuned folder may name another.
+        problem_type="regression" if task.is_regression else "single_label_classification",
+    )
+    if isinstance(model, GenericForSequenceClassification):
+        raise ConversionError(
+            f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which says little of "
+            "an encoder; evaluate the eurobert or neobert export of the same checkpoint."
+        )
+    return model
+
+
+# --- results
+
+
+def write_results(folder: Path, model: Path, *, device: str | None) -> None:
+    """Write glue.json and glue.md from the last sweep of every task of this model."""
+    tasks, settings = dict[str, Result](), dict[str, dict[str, Any]]()
+    for task in TASKS:
+        if line := last_sweep(Ledger(folder / "glue" / task), fingerprint(model)):
+            tasks[task], settings[task] = line["result"]["result"], line["result"]["settings"]
+    why_none = why_no_average(tasks, settings)
+    scores = [result["score"]["mean"] for task, result in tasks.items() if task in PAPER_TASKS]  # without WNLI
+    results = {
+        "tasks": tasks,
+        "average": statistics.fmean(scores) if why_none is None else None,
+        "no_average": why_none,
+        "missing": [task for task in PAPER_TASKS if task not in tasks],
+    }
+    record = folder / "glue.json"
+    write_record(record, "glue", folder=model, settings=settings, results=results, device=device)
+    write_page("glue", [record], folder)
+
+
+def why_no_average(tasks: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> str | None:
+    """Return why a mean over the paper's eight tasks would mean nothing; None if it means something.
+
+    Grids may differ: the paper's best points do.
+    """
+    eight = [task for task in PAPER_TASKS if task in tasks]
+    if len(eight) < len(PAPER_TASKS):
+        return f"{len(eight)} of {len(PAPER_TASKS)} tasks"
+    if any(settings[task]["protocol"] != settings[eight[0]]["protocol"] for task in eight):
+        return "protocols differ"
+    if any(set(tasks[task]["seeds"]) != set(tasks[eight[0]]["seeds"]) for task in eight):
+        return "seeds differ"
+    if len({settings[task]["from_mnli"] for task in eight if TASKS[task].starts_from_mnli}) > 1:
+        return "only some of the tasks that may start from MNLI do"
+    return None
+
+
+# --- answers for the GLUE server
+
+
+def write_submission(folder: Path, options: GlueOptions) -> tuple[Path, list[str]]:
+    """Write the server's files of the tasks that the options ask for, and FOLDER/glue/submission.zip of these files.
+
+    Files that an earlier command left may be of other weights, and are not part of the archive.
+
+    Args:
+        folder: The model's results; the best weights of each task answer.
+
+    Returns:
+        Path of the archive, and the names of the files that it lacks.
+
+    Raises:
+        MissingInputError, DataError: A test set is not there or cannot be read, or weights were removed.
+    """
+    output, written = folder / "glue" / "submission", list[Path]()
+    output.mkdir(parents=True, exist_ok=True)
+    loading = LoadOptions(device=resolve_device(options).device or "cpu", attention=options.attention)
+    for name in choose_glue_tasks(options.tasks or PAPER_TASKS):
+        weights = best_weights(Ledger(folder / "glue" / name), fingerprint(options.model))
+        model, tokenizer = load_classifier(weights, TASKS[name], loading), load_tokenizer(weights)
+        length = longest_input(model, tokenizer, at_most=options.max_length)
+        for task, split, rows in read_test_sets(name, options.data_dir):
+            encoded = Dataset.from_dict({**_encode(rows, tokenizer, length)})
+            answers = to_answers(task, np.concatenate(list(predict(model, tokenizer, encoded))))
+            written.append(output / _FILE_NAMES.get(split, f"{task.title}.tsv"))
+            lines = ["index\tprediction", *(f"{number}\t{answer}" for number, answer in enumerate(answers))]
+            replace_file(written[-1], "\n".join(lines) + "\n")
+    tests = [(task, split) for task in (*TASKS.values(), DIAGNOSTIC) for split in task.rows if split.startswith("test")]
+    wanted = [_FILE_NAMES.get(split, f"{task.title}.tsv") for task, split in tests]
+    there = [name for name in wanted if output / name in written]
+    with replacing(output.with_suffix(".zip")) as path, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in there:
+            archive.write(output / name, name)
+    return output.with_suffix(".zip"), [name for name in wanted if name not in there]
+
+
+def read_test_sets(name: str, data_dir: Path) -> Iterator[tuple[GlueTask, str, GlueSplit]]:
+    """Yield what the server asks about a task; with MNLI the diagnostic set, if it is there.
+
+    Raises:
+        MissingInputError, DataError: A test set is not there or cannot be read.
+    """
+    task = TASKS[name]
+    wanted = [(task, split) for split in task.rows if split.startswith("test")]
+    if name == SOURCE and find_task(data_dir, DIAGNOSTIC) is not None:
+        wanted.append((DIAGNOSTIC, "test"))
+    for asked, split in wanted:
+        yield asked, split, read_task(data_dir, asked, split, labelled=False)

@@ -1,0 +1,353 @@
+"""Pseudo-perplexity, exp(-1/N sum log p(x_i | x without i)): how sure a model is of each token given all the others.
+
+Tokens that the tokenizer adds are neither masked nor counted. Costs as many forwards as tokens are masked, so a text of
+4,096 tokens costs 4,096 of them unless positions are drawn. Tokens are masked one at a time, in batches of documents of
+similar length. The longest documents come first: what does not fit into memory is found at once, and the time that
+remains is not underrated. Each document is a unit of the ledger, added when its last position is done.
+
+A document is known by a hash of its text, by the same name in every file and order. One that occurs twice counts once.
+A document is truncated at the longest input: the rest is neither read nor scored.
+
+Of a document with N tokens of which K were drawn, the mean loss has the standard error s sqrt((1 - K/N) / K), s² being
+the variance of the K losses: none when all tokens were masked. Documents are averaged as logarithms, because there the
+drawing is unbiased, while exp raises every drawn value. The band is the 95 % Student interval of that average over the
+documents of a bin, each taken as one observation, so it holds the noise of the drawing as well.
+"""
+
+import hashlib
+import math
+import random
+import sys
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev, variance
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import t as student
+from tqdm import tqdm
+
+from megatron_neobert.data.inputs.find import find_inputs, input_label
+from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
+from megatron_neobert.data.inputs.records import ReadSettings
+from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.evaluation.ledger import Ledger, Unit, open_ledger, write_record
+from megatron_neobert.evaluation.masked_scorer import Row, Scorer
+from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
+from megatron_neobert.evaluation.options import PerplexityOptions
+from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.runtime.atomic_files import name_models
+
+BAND = "95 % of the average over documents"
+# Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
+COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high", "arithmetic_mean")
+_ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8
+_CONFIDENCE = 0.95  # of the band above
+_DOCUMENTS_OF_BAND = 5  # of fewer, Student's interval spans orders of magnitude
+_SECONDS_BETWEEN_LINES = 30.0  # where there is no terminal to draw a bar on
+
+
+@dataclass(frozen=True)
+class Document:
+    """One row: its tokens, and the positions that will be masked one at a time."""
+
+    id: str
+    ids_s: NDArray[np.int32]
+    positions: tuple[int, ...]  # increasing
+    scorable: int  # tokens that could be masked: all but those that the tokenizer adds
+    truncated: bool  # as long as the longest input: cut there, or by chance exactly as long
+
+
+def evaluate(options: PerplexityOptions) -> None:
+    """Measure one model after the other, and draw their curves.
+
+    Raises:
+        MissingInputError, ConversionError, DataError: A model or the texts cannot be used.
+        ConfigError: The bins do not increase, or a model cannot read rows as long as asked for.
+        OutputError: Another command is measuring a model into this output.
+    """
+    if any(low >= high for low, high in pairwise(options.length_bins)):
+        raise ConfigError(f"--length-bins {' '.join(map(str, options.length_bins))} must increase.")
+    folders, results = name_models(options.model), dict[str, dict[str, Any]]()
+    left_out = Counter[str]()
+    if next(_read(options, left_out), None) is None:  # before a model is loaded
+        raise DataError(
+            f"--data {' '.join(options.data)} has no text ({_listed(left_out)}); check --text-key {options.text_key}."
+        )
+    for name, folder in folders.items():
+        found = results[name] = evaluate_model(folder, options)
+        value, error = f"{found['pseudo_perplexity']:.6g}", found["standard_error"]
+        drawn = f" ± {error:.3g} (standard error, of the positions drawn)" if error else ""
+        print(f"{name}: pseudo-perplexity {value}{drawn}, {found['documents']:,} documents", flush=True)
+    records = [options.output / name / "pseudo_perplexity.json" for name in results]
+    write_page("pseudo_perplexity", records, options.output)
+    print(f"wrote {options.output / 'pseudo_perplexity.md'} and .png")
+
+
+def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
+    """Measure a model; write OUTPUT/MODEL/pseudo_perplexity.json and return its results."""
+    loading = LoadOptions(
+        dtype=getattr(torch, options.dtype), device=choose_device(options.device), attention=options.attention
+    )
+    scorer = Scorer(folder, loading)
+    max_length = options.max_length or scorer.max_length
+    scorer.check_length(max_length)
+    selection = select_documents(options, scorer.tokenizer, max_length)
+    protocol = {
+        "model": fingerprint(folder),
+        "max_length": max_length,
+        "positions_per_document": options.positions_per_doc,
+        "seed": None if options.positions_per_doc is None else options.seed,
+        "dtype": str(scorer.model.dtype).removeprefix("torch."),
+        "attention": scorer.model.config._attn_implementation,
+    }
+    place = options.output / folder.resolve().name
+    with open_ledger(place / "pseudo_perplexity") as ledger:
+        units = {document.id: {**protocol, "document": document.id} for document in selection.documents}
+        left = [document for document in selection.documents if ledger.find(units[document.id]) is None]
+        seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+        with tqdm(total=cost(left), desc=place.name, unit=" tokens", unit_scale=True, mininterval=seconds) as progress:
+            for tokens in measure(scorer, left, ledger, units, batch_tokens=options.batch_tokens):
+                progress.update(tokens)
+        documents = [DocumentResult(**(ledger.find(unit) or {})) for unit in units.values()]
+        results = {
+            **average_over_tokens(documents),
+            "documents": len(documents),
+            "positions": sum(result.positions for result in documents),
+            "truncated": sum(result.truncated for result in documents),
+            "left_out": dict(selection.left_out),
+            "curve": average_by_length(documents, options.length_bins),
+            "band": BAND,
+        }
+        settings = {
+            **protocol,
+            "min_length": options.min_length,
+            "limit": options.limit,
+            "documents_per_bin": options.documents_per_bin,
+            "length_bins": options.length_bins,
+            "data": list(map(input_label, options.data)),
+            "text_key": options.text_key,
+            "batch_tokens": options.batch_tokens,
+            "device": str(scorer.model.device),
+            "head": "masked position" if scorer.is_sparse else "all positions",
+        }
+        record, device = place / "pseudo_perplexity.json", scorer.model.device
+        write_record(record, "pseudo_perplexity", folder=folder, device=device, settings=settings, results=results)
+    return results
+
+
+def measure(
+    scorer: Scorer, documents: Sequence[Document], ledger: Ledger, units: Mapping[str, Unit], *, batch_tokens: int
+) -> Iterator[int]:
+    """Measure documents, and add each to the ledger as soon as its last position is done.
+
+    Args:
+        units: Unit of work of each document, by its id.
+        batch_tokens: Rows times the longest of them, at most, unless a single row is longer.
+
+    Yields:
+        The tokens of each batch, padding not counted.
+    """
+    losses_of: dict[str, list[float]] = {}
+    for batch in batches(documents, batch_tokens=batch_tokens):
+        found = scorer.score([Row(document.ids_s, position) for document, position in batch])
+        for (document, _), loss in zip(batch, found, strict=True):
+            losses = losses_of.setdefault(document.id, [])
+            losses.append(loss)
+            if len(losses) < len(document.positions):
+                continue
+            del losses_of[document.id]
+            result = DocumentResult(
+                id=document.id,
+                length=len(document.ids_s),
+                truncated=document.truncated,
+                tokens=document.scorable,
+                positions=len(losses),
+                nll_sum=math.fsum(losses),
+                nll_variance=variance(losses) if len(losses) > 1 else None,
+            )
+            ledger.add(units[document.id], asdict(result))
+        yield sum(len(document.ids_s) for document, _ in batch)
+
+
+def batches(documents: Iterable[Document], *, batch_tokens: int) -> Iterator[list[tuple[Document, int]]]:
+    """Yield every position of every document once, the longest documents first, in batches of similar length."""
+    batch: list[tuple[Document, int]] = []
+    for document in sorted(documents, key=lambda document: (-len(document.ids_s), document.id)):
+        for position in document.positions:
+            if batch and (len(batch) + 1) * len(batch[0][0].ids_s) > batch_tokens:
+                yield batch
+                batch = []
+            batch.append((document, position))
+    if batch:
+        yield batch
+
+
+def cost(documents: Iterable[Document]) -> int:
+    """Return the tokens that the model has to read, padding not counted."""
+    return sum(len(document.positions) * len(document.ids_s) for document in documents)
+
+
+# --- averages
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentResult:
+    """Result of one document; losses in nats."""
+
+    id: str
+    length: int  # tokens of the row, those that the tokenizer adds included
+    truncated: bool
+    tokens: int  # that could be masked
+    positions: int  # that were
+    nll_sum: float
+    nll_variance: float | None  # of the positions' losses; None of a single one
+
+    @property
+    def mean_nll(self) -> float:
+        return self.nll_sum / self.positions
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error of `mean_nll`; None where a single position tells nothing about others."""
+        if self.positions == self.tokens:
+            return 0.0
+        if self.nll_variance is None:
+            return None
+        return math.sqrt(self.nll_variance / self.positions * (1 - self.positions / self.tokens))
+
+
+# Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
+COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high", "arithmetic_mean")
+
+
+def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the curve: one point per bin that has documents, by increasing length."""
+    groups: dict[int, list[DocumentResult]] = {}
+    for result in results:
+        groups.setdefault(bin_of(result.length, length_bins), []).append(result)
+    curve = []
+    for number in sorted(groups):
+        losses = [result.mean_nll for result in groups[number]]
+        mean = fmean(losses)
+        band: list[float | None] = [None, None]
+        if len(losses) >= _DOCUMENTS_OF_BAND:
+            half = float(student.ppf((1 + _CONFIDENCE) / 2, len(losses) - 1)) * stdev(losses) / math.sqrt(len(losses))
+            band = [math.exp(mean - half), math.exp(mean + half)]
+        ends = (0, *length_bins, None)  # longer than the one, and no longer than the next
+        lengths = fmean(result.length for result in groups[number])
+        # exp of the documents' average loss; and the average of their pseudo-perplexities.
+        values = (len(losses), lengths, math.exp(mean), *band, fmean(map(math.exp, losses)))
+        curve.append(dict(zip(COLUMNS, (*ends[number : number + 2], *values), strict=True)))
+    return curve
+
+
+def average_over_tokens(results: Sequence[DocumentResult]) -> dict[str, float | None]:
+    """Return the average as if all documents were one: each counts as often as it has tokens, drawn or not.
+
+    The standard error is that of the positions that were not drawn; None where a document has a single one.
+    """
+    tokens = sum(result.tokens for result in results)
+    mean = math.fsum(result.tokens * result.mean_nll for result in results) / tokens
+    known = [result.tokens * error for result in results if (error := result.standard_error) is not None]
+    error = math.exp(mean) * math.hypot(*known) / tokens if len(known) == len(results) else None
+    return {"pseudo_perplexity": math.exp(mean), "standard_error": error, "nats_per_token": mean}
+
+
+# --- documents
+
+
+@dataclass
+class Selection:
+    """The chosen documents, and the number of other records by reason."""
+
+    documents: list[Document] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def select_documents(options: PerplexityOptions, tokenizer: Any, max_length: int) -> Selection:
+    """Read, tokenise and choose documents, in the order of the files.
+
+    Raises:
+        MissingInputError: An input does not exist.
+        DataError: A file is damaged or has no such text, or no document is long enough.
+    """
+    selection, seen, per_bin, enough = Selection(), set[str](), Counter[int](), options.documents_per_bin
+    # Bins of the lengths that a document can have once it is truncated.
+    reachable = {bin_of(tokens, options.length_bins) for tokens in range(options.min_length, max_length + 1)}
+    for texts in _read(options, selection.left_out):
+        encoded = tokenizer(
+            texts,
+            truncation=True,
+            max_length=max_length,
+            return_special_tokens_mask=True,
+            return_attention_mask=False,
+            split_special_tokens=True,  # "[SEP]" written in a text is five characters
+        )
+        for text, ids, added in zip(texts, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+            id, number = document_id(text), bin_of(len(ids), options.length_bins)
+            scorable = [place for place, special in enumerate(added) if not special]
+            if id in seen:
+                selection.left_out["met before"] += 1
+            elif len(ids) < options.min_length or not scorable:
+                selection.left_out["shorter than --min-length"] += 1
+            elif enough is not None and per_bin[number] >= enough:
+                selection.left_out["beyond --documents-per-bin"] += 1
+            else:
+                per_bin[number] += 1
+                document = Document(
+                    id=id,
+                    ids_s=np.array(ids, dtype=np.int32),
+                    positions=draw_positions(id, scorable, options.positions_per_doc, seed=options.seed),
+                    scorable=len(scorable),
+                    truncated=len(ids) == max_length,
+                )
+                selection.documents.append(document)
+                is_full = enough is not None and all(per_bin[other] >= enough for other in reachable)
+                if len(selection.documents) == options.limit or is_full:
+                    return selection
+            seen.add(id)
+    if not selection.documents:
+        raise DataError(
+            f"--data {' '.join(options.data)} has no document to measure ({_listed(selection.left_out)}); "
+            f"check --text-key {options.text_key} and --min-length {options.min_length}."
+        )
+    return selection
+
+
+def document_id(text: str) -> str:
+    """Return the name of a text, the same in every file."""
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
+
+
+def draw_positions(id: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:
+    """Draw `count` of the positions without replacement, increasing; they depend on document and seed only."""
+    if count is None or count >= len(scorable):
+        return tuple(scorable)
+    return tuple(sorted(random.Random(f"{seed} {id}").sample(scorable, count)))
+
+
+def bin_of(length: int, length_bins: Sequence[int]) -> int:
+    """Return the number of the first bin whose upper end is not below the length; past the last one, their number."""
+    return bisect_left(length_bins, length)
+
+
+def _listed(left_out: Counter[str]) -> str:
+    return ", ".join(f"{count:,} x {reason}" for reason, count in left_out.items()) or "no record"
+
+
+def _read(options: PerplexityOptions, left_out: Counter[str]) -> Iterator[list[str]]:
+    read = ReadSettings(text_key=options.text_key)
+    for path in find_inputs(options.data):
+        for chunk in split_into_chunks(path, read):
+            for batch in read_chunk(chunk, read):
+                left_out.update(rejected.reason for rejected in batch.rejected)
+                left_out.update(batch.dropped)
+                if batch.texts:
+                    yield batch.texts

@@ -1,0 +1,108 @@
+"""Chunks of made-up documents, and the corpora that are made of them."""
+
+from dataclasses import replace
+
+import numpy as np
+from unit.data.small_corpus import (
+    FIRST_ORDINARY,
+    made_up_draft,
+    numbered_tokenizer,
+    output_settings,
+    text_hash,
+    write_chunk,
+)
+
+from megatron_neobert.data.corpus.format import corpus_files
+from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
+from megatron_neobert.data.corpus.writer import write_corpus
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.runtime.atomic_files import sha256_of
+
+TOKENIZER = numbered_tokenizer(100)
+UNKNOWN = 1
+
+
+class Place:
+    """A folder with chunks of made-up documents in P.partial, and the corpus that is made of them."""
+
+    def __init__(self, folder, *, inputs=((3, 2), (4,), (0,), (5, 0, 6)), ids_seed=0):
+        generator = np.random.default_rng(0)
+        self.folder, self.files = folder, corpus_files(folder / "P")
+        self.files.partial.mkdir(parents=True)
+        self.texts, self.documents, self.chunks = [], [], []
+        for number, sizes in enumerate(inputs):
+            for size in sizes:
+                texts = [f"text {number}" for number in generator.integers(0, 15, size)]
+                documents = [self._document(text, ids_seed) for text in texts]
+                rejects = f'{{"chunk": {len(self.chunks)}}}\n' if size % 2 else ""
+                self.add_chunk(documents, texts, input=f"input {number}", rejects=rejects)
+                self.texts += texts
+                self.documents += documents
+
+    def add_chunk(self, documents, texts, *, input, rejects=""):
+        """With the length of each text as its document's source, numbered as they come."""
+        facts = {"input": input, "texts": texts, "rejects": rejects}
+        chunk = write_chunk(self.files.partial, len(self.chunks), documents, TOKENIZER, **facts)
+        names = list(dict.fromkeys(str(len(text)) for text in texts))
+        file = self.files.partial / f"{chunk.name}.sources"
+        np.array([names.index(str(len(text))) for text in texts], dtype=SOURCE_DTYPE).tofile(file)
+        sha256 = chunk.sha256 | {"sources": sha256_of(file)}
+        self.chunks.append(replace(chunk, sources=names, sha256=sha256))
+
+    @staticmethod
+    def _document(text, ids_seed):
+        """As many ids as the text says, some of them unknown."""
+        seed = int.from_bytes(text_hash(text)[:4], "little")
+        length = np.random.default_rng(seed).integers(1, 9)
+        generator = np.random.default_rng([seed, ids_seed])
+        ids = generator.integers(FIRST_ORDINARY, 100, length)
+        return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
+
+    def write(self, *, inputs=None, workers=1, on_progress=lambda _: None, **options):
+        output = output_settings(self.files, **options)
+        draft = made_up_draft(
+            self.chunks,
+            TOKENIZER,
+            inputs=inputs or {},
+            source_key="length of the text",
+            records=sum(chunk.documents for chunk in self.chunks) + 3,
+            rejected={"malformed JSON": 2},
+            dropped={"empty text": 1},
+        )
+        how = {"workers": workers, "on_progress": on_progress}
+        return write_corpus(self.chunks, output, draft, folder=self.files.partial, **how)
+
+    def corpus_bytes(self):
+        return {
+            file.name: file.read_bytes() for file in self.folder.iterdir() if file.is_file() and file.name[0] == "P"
+        }
+
+
+def documents_of(prefix):
+    corpus = Corpus(prefix)
+    check_content(corpus)
+    return [corpus.document(number).tolist() for number in range(len(corpus))]
+
+
+def documents_if_it_opens(prefix):
+    """None: no corpus, or one that is refused on open. What opens must be sound."""
+    try:
+        Corpus(prefix)
+    except (MissingInputError, DataError):
+        return None
+    return documents_of(prefix)
+
+
+def selected(texts, documents, *, deduplicate=False, validation_fraction=0.0):
+    """The rule in plain Python: documents for training, held out, and dropped."""
+    training, held_out, dropped, seen = [], [], [], set()
+    for text, document in zip(texts, documents, strict=True):
+        if deduplicate and text in seen:
+            dropped.append(document)
+        elif int.from_bytes(text_hash(text)[:8], "big") / 2**64 < validation_fraction:
+            held_out.append(document)
+        else:
+            training.append(document)
+        seen.add(text)
+    return training, held_out, dropped

@@ -1,0 +1,109 @@
+"""Corpus shards are jobs: the same bytes by any number of workers, kept after a kill."""
+
+import tracemalloc
+
+import pytest
+from unit.data.corpus.made_up_chunks import TOKENIZER, Place
+from unit.data.small_corpus import made_up_draft, output_settings, write_chunk
+
+from megatron_neobert.data.corpus import shard_job, writer
+from megatron_neobert.data.corpus.format import corpus_files
+from megatron_neobert.data.corpus.writer import write_corpus
+
+SPLIT = {"shard_bytes": 30, "deduplicate": True, "validation_fraction": 0.4}
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_shards": True}, SPLIT], ids=str)
+def test_bytes_are_those_of_one_process_for_any_number_of_workers(tmp_path, options):
+    one, many, written = Place(tmp_path / "one"), Place(tmp_path / "many"), []
+    one.write(**options)
+    many.write(workers=3, on_progress=written.append, **options)
+    assert one.corpus_bytes() == many.corpus_bytes()
+    assert written[-1] == sum(file.stat().st_size for file in many.folder.glob("*.bin"))
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """Two of the corpus shards are finished: the one for validation and the first for training."""
+    place, whole, done = Place(tmp_path / "place"), Place(tmp_path / "whole"), []
+
+    def stop_after_two(job, report, run=writer.run_job):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(job)
+        return run(job, report)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "run_job", stop_after_two)
+        with pytest.raises(KeyboardInterrupt):
+            place.write(**SPLIT)
+    whole.write(**SPLIT)
+    return place, whole
+
+
+def test_finished_corpus_shards_are_kept_after_an_interrupt_and_the_others_are_written(stopped, monkeypatch):
+    place, whole = stopped
+    work = place.files.partial / "output"
+    finished = {file.stat().st_ino for file in work.glob("*.bin")}
+    assert len(finished) == 2 and not any(name.startswith("P.") for name in place.corpus_bytes())
+    unfinished = [work / name for name in ("1.bin.host-7", "1.done.host-7", "choices.host.name-7")]
+    for file in unfinished:
+        file.touch()
+
+    def run(job, report, run=writer.run_job):
+        assert not any(file.exists() for file in unfinished), "they would take as much room as the corpus"
+        return run(job, report)
+
+    monkeypatch.setattr(writer, "run_job", run)
+    place.write(**SPLIT)
+    assert place.corpus_bytes() == whole.corpus_bytes()
+    assert finished == {(place.folder / name).stat().st_ino for name in ("P_00000.bin", "P_validation.bin")}
+    assert not work.exists()
+
+
+@pytest.mark.parametrize("name", ["0.bin", "0.idx", "0.sources", "0.done", "held_out.bin", "layout.json"])
+@pytest.mark.parametrize("spoil", ["changed", "cut", "gone"])
+def test_finished_corpus_shard_that_is_damaged_is_written_again(stopped, name, spoil):
+    place, whole = stopped
+    file = place.files.partial / "output" / name
+    content = bytearray(file.read_bytes())
+    if spoil == "changed" and name.endswith(".done"):
+        content[:] = b"{"
+    content[-1] ^= 1
+    file.unlink() if spoil == "gone" else file.write_bytes(content[:-2] if spoil == "cut" else content)
+    place.write(**SPLIT)
+    assert place.corpus_bytes() == whole.corpus_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shard_bytes": 60}, {"keep_shards": True, "shard_bytes": None}, {"deduplicate": False}, {"texts": "other"}],
+    ids=str,
+)
+def test_finished_corpus_shards_of_other_settings_or_chunks_are_not_kept(tmp_path, stopped, change):
+    place, fresh = stopped[0], Place(tmp_path / "fresh")
+    options = {**SPLIT, **change}
+    for one in (place, fresh) if options.pop("texts", None) else ():
+        chunks, one.chunks = one.chunks, []
+        one.add_chunk(one.documents[:3], ["another", *one.texts[1:3]], input="input 0", rejects='{"chunk": 0}\n')
+        one.chunks += chunks[1:]
+    place.write(**options)
+    fresh.write(**options)
+    assert place.corpus_bytes() == fresh.corpus_bytes() != stopped[1].corpus_bytes()
+
+
+def test_memory_does_not_grow_with_the_corpus_shard(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_job, "_WINDOW_DOCUMENTS", 1000)
+    monkeypatch.setattr(shard_job, "_WINDOW_BYTES", 100_000)
+    peaks, documents = [], [[7] * 100] * 2000  # 400 kB of ids
+    for size in (2, 20):
+        files = corpus_files(tmp_path / str(size))
+        files.partial.mkdir()
+        chunks = [write_chunk(files.partial, number, documents, TOKENIZER) for number in range(size)]
+        draft = made_up_draft(chunks, TOKENIZER)
+        tracemalloc.start()
+        write_corpus(chunks, output_settings(files), draft, folder=files.partial)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # A corpus shard that were held whole has 0.8 and 8 MB.
+    assert peaks[1] < 1.2 * peaks[0] < 5e6

@@ -1,0 +1,138 @@
+"""Models under evaluation are loaded from local folders, none of whose code runs, and known by their weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from unit.evaluation.pseudo_perplexity_models import LONGEST, WORDS, write_model
+
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.evaluation import models
+from megatron_neobert.evaluation.ledger import read_record, write_record
+from megatron_neobert.huggingface import modeling_neobert
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", "Bert")
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_neobert_folder_is_loaded_with_this_projects_class_whatever_code_lies_in_it(tmp_path: Path):
+    folder = write_model(tmp_path / "model", "neobert")
+    (folder / "modeling_neobert.py").write_text("raise RuntimeError('this file was run')\n")
+    assert type(models.load_model(folder, "AutoModelForMaskedLM")) is modeling_neobert.NeoBERTForMaskedLM
+
+
+def test_options_decide_precision_and_attention(folder: Path):
+    model = models.load_model(
+        folder, "AutoModelForMaskedLM", models.LoadOptions(dtype=torch.bfloat16, attention="eager")
+    )
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert not model.training
+
+
+def test_folder_without_a_tokenizer_is_refused_though_transformers_makes_an_empty_one(folder: Path):
+    for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink()
+    with pytest.raises(MissingInputError, match="model holds no tokenizer"):
+        models.load_tokenizer(folder)
+
+
+def test_fingerprint_changes_with_weights_or_tokenizer_and_not_with_the_card(folder: Path, tmp_path: Path):
+    first = models.fingerprint(folder)
+    (folder / "README.md").write_text("a card")
+    assert models.fingerprint(folder) == first
+    other = write_model(tmp_path / "other", "Bert", seed=1)
+    assert models.fingerprint(other) != first
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert models.fingerprint(folder) != first
+
+
+def test_record_says_what_was_measured_of_which_model_with_which_versions(folder: Path, tmp_path: Path):
+    path = tmp_path / "results" / "model" / "throughput.json"
+    write_record(path, "throughput", folder=folder, settings={"seed": 3}, results={"tokens": 1.5})
+    record = read_record(path)
+    assert record["model"] == {"name": "model", "fingerprint": models.fingerprint(folder)}
+    assert (record["kind"], record["settings"], record["results"]) == ("throughput", {"seed": 3}, {"tokens": 1.5})
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["command"]
+    assert "CPU" in record["machine"] or torch.cuda.is_available()
+
+
+def test_head_that_the_folder_does_not_hold_is_refused_and_not_drawn(tmp_path: Path):
+    folder = write_model(tmp_path / "model", "EuroBert")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, folder / "model.safetensors")
+    with pytest.raises(
+        ConversionError, match=r"lm_head\.weight is not there; AutoModelForMaskedLM would have random weights"
+    ):
+        models.load_model(folder, "AutoModelForMaskedLM")
+    assert models.load_model(folder, "AutoModel") is not None
+
+
+def test_a_classification_head_may_be_new_and_the_encoder_may_not(folder: Path):
+    assert models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3).num_labels == 3
+    weights = load_file(folder / "model.safetensors")
+    lost = next(name for name in weights if "attention" in name)
+    save_file({name: one for name, one in weights.items() if name != lost}, folder / "model.safetensors")
+    with pytest.raises(ConversionError, match=f"{lost} is not there"):
+        models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3)
+
+
+@pytest.mark.parametrize(
+    "auto_class", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
+)
+@pytest.mark.parametrize("kind", ["Bert", "EuroBert", "neobert"])
+def test_encoder_whose_weights_have_another_shape_is_refused_and_not_drawn(tmp_path: Path, kind: str, auto_class: str):
+    folder = write_model(tmp_path / "model", kind)
+    change_config(folder, vocab_size=len(WORDS) + 8)
+    with pytest.raises(
+        ConversionError, match=rf"embed|encoder\.weight.*the shape \({len(WORDS)}, 32\) and not"
+    ) as refused:
+        models.load_model(folder, auto_class)
+    assert refused.value.exit_code == 78
+
+
+@pytest.mark.parametrize("kind", ["Bert", "neobert"])
+def test_classification_head_of_another_number_of_labels_is_drawn_anew(tmp_path: Path, kind: str):
+    folder = write_model(tmp_path / "model", kind)
+    models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3).save_pretrained(folder)
+    model = models.load_model(folder, "AutoModelForSequenceClassification", num_labels=5)
+    assert model.config.num_labels == 5
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "abacus"])
+def test_device_that_is_not_there_is_refused(name: str):
+    with pytest.raises(ConfigError, match=f"--device {name}"):
+        models.choose_device(name)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "neobert"])
+def test_longest_input_is_what_the_model_has_positions_for(tmp_path: Path, kind: str):
+    folder = write_model(tmp_path / kind, kind)
+    model, tokenizer = models.load_model(folder, "AutoModelForMaskedLM"), models.load_tokenizer(folder)
+    tokenizer.model_max_length = 1000
+    length = models.longest_input(model, tokenizer, at_most=1024)
+    assert length == LONGEST and models.longest_input(model, tokenizer, at_most=7) == 7
+    model(input_ids=torch.full((1, length), 5))
+    if kind != "neobert":  # whose positions are computed; a table ends there
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, length + 1), 5))
+
+
+def test_loading_prints_no_table_of_new_and_unread_weights(folder: Path, caplog: pytest.LogCaptureFixture):
+    transformers.logging.set_verbosity_warning()
+    models.load_model(folder, "AutoModelForSequenceClassification")
+    assert caplog.text == ""
+    transformers.logging.set_verbosity_warning()
+    transformers.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)
+    assert "LOAD REPORT" in caplog.text, "the control: what transformers prints"

@@ -1,0 +1,273 @@
+"""Resumable jobs: what is finished, whose folder it is, and workers that neither hang nor outlive their parent."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
+
+from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.runtime.executors import WorkerPool
+from megatron_neobert.runtime.jobs import Job, JobFolder, read_finished, run_job, run_jobs
+
+SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
+
+
+@dataclass(frozen=True)
+class Square(Job[int]):
+    """Writes a number and its square, and returns the square."""
+
+    result_type = int
+    kinds = ("number", "square")
+    number: int
+    version: str = "1"
+
+    @property
+    def key(self):
+        return self.version
+
+    def work(self, files, report):
+        report((self.number, "seen"))
+        files["number"].write(str(self.number).encode())
+        if self.number < 0:
+            raise DataError(f"{self.number} is below 0")
+        files["square"].write(str(self.number**2).encode())
+        return self.number**2
+
+
+def squares(folder, numbers):
+    return [Square(folder, str(number), number) for number in numbers]
+
+
+# --- finished jobs
+
+
+def test_finished_job_has_its_files_and_its_result(tmp_path):
+    (job,) = squares(tmp_path, [3])
+    assert read_finished(job) is None
+    assert run_job(job, id).result == 9
+    assert (tmp_path / "3.square").read_text() == "9"
+    assert read_finished(job) == run_job(job, id)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["3.done", "3.number", "3.square"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    {
+        "file changed": lambda folder: (folder / "3.square").write_text("8"),
+        "file gone": lambda folder: (folder / "3.square").unlink(),
+        "file is a pipe": lambda folder: ((folder / "3.square").unlink(), os.mkfifo(folder / "3.square")),
+        "record cut": lambda folder: (folder / "3.done").write_text("{"),
+        "record of zeros": lambda folder: (folder / "3.done").write_bytes(bytes(100)),
+        "record nested": lambda folder: (folder / "3.done").write_text("[" * 100_000),
+        "record is a folder": lambda folder: ((folder / "3.done").unlink(), (folder / "3.done").mkdir()),
+        "another type": lambda folder: edit(folder / "3.done", result="nine"),
+        "no hash": lambda folder: edit(folder / "3.done", files={}),
+        "another key": lambda folder: edit(folder / "3.done", key="0"),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_job_whose_files_or_record_are_damaged_or_stale_is_not_finished(tmp_path, spoil):
+    (job,) = squares(tmp_path, [3])
+    run_job(job, id)
+    assert read_finished(job) is not None, "control"
+    spoil[1](tmp_path)
+    assert read_finished(job) is None
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_job_that_fails_leaves_nothing_and_no_record_of_an_earlier_one(tmp_path):
+    (job,) = squares(tmp_path, [-3])
+    (tmp_path / "-3.done").write_text("{}")
+    with pytest.raises(DataError, match="-3 is below 0"):
+        run_job(job, id)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the folder of a run
+
+
+def begin(folder, settings=SETTINGS, *, resume=False, overwrite=False, finish=()):
+    """One run that finishes some jobs and is then killed, or refused; returns the finished jobs it began with."""
+    with JobFolder(folder) as job_folder:
+        job_folder.begin(settings, resume=resume, overwrite=overwrite)
+        taken_over = {file.stem for file in folder.glob("*.done")}
+        for name in finish:
+            (folder / f"{name}.done").write_text("{}")
+        return taken_over
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "below" / "run.partial"
+
+
+def test_finished_jobs_are_neither_used_nor_lost_unasked(folder):
+    begin(folder, finish=["a"])
+    with pytest.raises(OutputError, match=r"holds 1 finished chunks of an earlier run; continue with --resume, or"):
+        begin(folder)
+    assert begin(folder, resume=True) == {"a"}
+    assert begin(folder, overwrite=True) == set()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize(
+    ("now", "difference"),
+    [
+        ({**SETTINGS, "min_tokens": 5}, "min_tokens 0 where this one has 5"),
+        ({**SETTINGS, "new": None}, "new unknown where this one has None"),  # of another version of the project
+        ({"tokenizer": "abc"}, "min_tokens 0 where this one has unknown"),
+    ],
+)
+def test_jobs_of_other_settings_are_refused_with_both_values(folder, resume, now, difference):
+    begin(folder, finish=["a"])
+    with pytest.raises(ConfigError, match=f"a run with {difference}; .*--overwrite"):
+        begin(folder, now, resume=resume)
+    assert begin(folder, now, resume=resume, overwrite=True) == set()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "[" * 100_000])
+def test_folder_whose_settings_are_damaged_is_refused_or_begun_anew(folder, content):
+    begin(folder, finish=["a"])
+    (folder / "job.json").write_text(content)
+    with pytest.raises(ConfigError, match="tokenizer unknown where this one has abc"):
+        begin(folder, resume=True)
+    assert begin(folder, overwrite=True) == set()
+
+
+def test_folder_without_a_finished_job_does_not_outlive_its_run_unless_something_is_kept(folder):
+    begin(folder)
+    assert not folder.exists()
+    with JobFolder(folder, keep=folder / "standard_input"):
+        (folder / "standard_input").write_text("text")
+    assert (folder / "standard_input").read_text() == "text"
+
+
+def test_folder_has_one_run_at_a_time(folder):
+    with JobFolder(folder), pytest.raises(OutputError, match=r"run\.partial belongs to a run that is still going"):
+        begin(folder)
+
+
+def test_folder_that_cannot_be_made_is_an_output_error(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(OutputError, match=r"run\.partial: cannot be created \(Not a directory\)"),
+        JobFolder(tmp_path / "file" / "run.partial"),
+    ):
+        pass
+
+
+# --- workers
+
+
+def leave_at_three(job, report):
+    if job.number == 3:
+        os._exit(7)
+    return run_job(job, report)
+
+
+def fail(job, report):
+    errors = {
+        1: DataError("shard 3 is damaged"),
+        2: OSError(28, "No space left on device"),
+        3: ModuleNotFoundError("No module named 'fastwarc'", name="fastwarc"),  # run_command names the extra
+    }
+    raise errors.get(job.number) or KeyError(job.number)
+
+
+def report_for_ever(job, report):
+    (job.folder / "pid").write_text(str(os.getpid()))
+    while True:
+        report("alive")
+        time.sleep(0.05)
+
+
+def prepared_in_the_environment():
+    os.environ["PREPARED"] = "yes"
+
+
+def was_prepared(job, report):
+    return os.environ.get("PREPARED")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 9])  # 9: more than jobs
+def test_every_job_is_done_once_and_reports(tmp_path, workers):
+    reports = []
+    jobs = squares(tmp_path, range(5))
+    results = dict(run_jobs(run_job, jobs, workers=workers, on_report=reports.append))
+    assert {job.number: finished.result for job, finished in results.items()} == {n: n * n for n in range(5)}
+    assert all(read_finished(job) == finished for job, finished in results.items())
+    assert reports and set(reports) <= {(number, "seen") for number in range(5)}  # some are left out
+
+
+def test_worker_that_ends_by_itself_ends_the_run(tmp_path):
+    """One that is killed, or interrupted: test_preprocess_killed.py."""
+    with pytest.raises(ChildProcessError, match=r"worker process \d+ ended with exit code 7 at .*fewer --workers"):
+        list(run_jobs(leave_at_three, squares(tmp_path, range(6)), workers=2))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "message"),
+    [
+        (1, DataError, "shard 3 is damaged"),
+        (2, OSError, "No space left"),
+        (3, ModuleNotFoundError, "fastwarc"),
+        (4, KeyError, "4"),
+    ],
+)
+def test_error_of_a_job_arrives_as_what_it_was(tmp_path, number, kind, message):
+    jobs = squares(tmp_path, [number, number])
+    with pytest.raises(kind, match=message) as caught:
+        list(run_jobs(fail, jobs, workers=2))
+    assert getattr(caught.value, "errno", None) == (28 if number == 2 else None)
+    assert getattr(caught.value, "name", None) == ("fastwarc" if number == 3 else None)
+
+
+def test_every_worker_prepares_itself_before_its_first_job(tmp_path):
+    pool = WorkerPool(2, prepared_in_the_environment)
+    results = run_jobs(was_prepared, squares(tmp_path, range(4)), workers=2, pool=pool)
+    assert [found for _, found in results] == ["yes"] * 4
+
+
+@needs_proc
+@pytest.mark.parametrize("end", ["no job", "closed run", "close"])
+def test_workers_end_whether_they_had_a_job_or_not(tmp_path, end):
+    before = set(children_of(os.getpid()))
+    pool = WorkerPool(3, prepared_in_the_environment)
+    started = wait_for(lambda: len(found := set(children_of(os.getpid())) - before) == 3 and found)
+    if end == "no job":
+        assert list(run_jobs(run_job, [], workers=3, pool=pool)) == []
+    elif end == "closed run":
+        results = run_jobs(run_job, squares(tmp_path, range(9)), workers=3, pool=pool)
+        assert next(results)[1].result in range(81)
+        results.close()
+    else:
+        pool.close()
+    assert all(has_ended(worker) for worker in started)
+
+
+@needs_proc
+def test_worker_ends_when_its_parent_is_killed(tmp_path):
+    script = (
+        "import test_jobs\nfrom pathlib import Path\n"
+        f"jobs = test_jobs.squares(Path({str(tmp_path)!r}), range(2))\n"
+        "list(test_jobs.run_jobs(test_jobs.report_for_ever, jobs, workers=2))"
+    )
+    path = os.pathsep.join(str(Path(__file__).parents[level]) for level in (0, 2, 3))
+    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
+    try:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        worker = int((tmp_path / "pid").read_text())
+        assert not has_ended(worker)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: has_ended(worker))
