@@ -26,7 +26,7 @@ COMMANDS = {
             "a small real corpus: documentation of installed packages",
         ),
         "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "learn a WordPiece vocabulary"),
-        "preprocess": (f"{OWN}.preprocess_data", "raw shards to Megatron's .bin and .idx"),
+        "preprocess": (f"{OWN}.preprocess_data:preprocess_data", "raw text to Megatron's .bin and .idx"),
         "validate": (f"{DATA}.corpus.inspection:validate", "check a corpus, to the byte"),
         "inspect data": (
             f"{DATA}.corpus.inspection:inspect_data",
