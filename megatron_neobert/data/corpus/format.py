@@ -63,7 +63,7 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Return every .bin, .idx and .attributes.parquet with a name of this prefix, sorted, also of other programs."""
+        """Return every .bin, .idx and .attributes.parquet of this prefix, sorted, also those of other programs."""
         folder = self.manifest.parent
         pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
