@@ -22,19 +22,22 @@ _LONGEST_TEXT = 1000  # characters of a text that are kept
 
 
 def attribute_name(key: str) -> str:
-    """Return the name that an expression has for a record key: what is no letter, digit or _ becomes _."""
-    return re.sub(r"\W", "_", key, flags=re.ASCII)
+    """Return the name that an expression has for a record key: what is no letter, digit or _ becomes _.
+
+    A keyword of Python, `length` and `input` get another _ at the end.
+    """
+    name = re.sub(r"\W", "_", key, flags=re.ASCII)
+    return f"{name}_" if keyword.iskeyword(name) or name in DERIVED else name
 
 
 def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
     """Yield a message for each record key whose attribute no expression could name."""
     names = [attribute_name(key) for key in keys]
     for key, name in zip(keys, names, strict=True):
-        if not name.isidentifier() or keyword.iskeyword(name) or name in DERIVED or names.count(name) > 1:
+        if not name.isidentifier() or names.count(name) > 1:
             yield (
                 f"--record-key {key} would be the attribute '{name}'; attributes need names of their own that begin "
-                f"with a letter or _ and are neither {', '.join(DERIVED)} nor Python's keywords. Rename the field, or "
-                "leave it out"
+                "with a letter or _. Rename the field, or leave it out"
             )
 
 

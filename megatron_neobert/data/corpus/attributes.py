@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 _BLOCK = 256  # documents that share a count of the chosen documents before them
 _STEP = 1 << 18  # documents that an expression is evaluated for at a time
-_BITS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # of a byte
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")  # of each byte
+_BITS_SET = _BITS.sum(axis=1, dtype=np.uint8)
+_SET_BITS_FIRST = np.argsort(1 - _BITS, axis=1, kind="stable")  # [byte, n]: the place of its n-th bit that is set
 _COMPARE = {
     ast.Eq: "equal",
     ast.NotEq: "not_equal",
@@ -64,9 +66,12 @@ class ChosenDocuments:
         """Return the numbers in the corpus of the chosen documents `indices`, each in [0, len(self))."""
         ranks = indices + self._first
         blocks = np.searchsorted(self._ends, ranks, side="right") - 1
-        is_chosen = np.unpackbits(self._blocks[blocks], axis=1, bitorder="little")
-        before = np.cumsum(is_chosen, axis=1, dtype=np.int16)
-        return blocks * _BLOCK + np.argmax(before > (ranks - self._ends[blocks])[:, None], axis=1)
+        places = ranks - self._ends[blocks]  # among the chosen documents of the block
+        up_to_byte = np.cumsum(_BITS_SET[self._blocks[blocks]], axis=1, dtype=np.int16)
+        at = np.argmax(up_to_byte > places[:, None], axis=1)
+        byte = self._blocks[blocks, at]
+        before_byte = up_to_byte[np.arange(len(at)), at] - _BITS_SET[byte]
+        return blocks * _BLOCK + 8 * at + _SET_BITS_FIRST[byte, places - before_byte]
 
     def _rank(self, document: int) -> int:
         """Return the number of chosen documents of the corpus before a document."""

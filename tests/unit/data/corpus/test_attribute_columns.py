@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_neobert.data.corpus import attribute_columns
-from megatron_neobert.data.corpus.attribute_columns import check_record_keys, join_columns, pack_columns
+from megatron_neobert.data.corpus.attribute_columns import attribute_name, check_record_keys, join_columns, pack_columns
 
 
 def joined(folder, *chunks, chosen=None):
@@ -58,7 +58,12 @@ def test_rows_are_those_of_the_documents_that_are_in_the_corpus_in_groups_of_one
     assert groups == [100] * (len(expected) // 100) + [len(expected) % 100]
 
 
-@pytest.mark.parametrize("keys", [["length"], ["input"], ["2nd"], ["class"], ["a.b", "a-b"], [""]])
+@pytest.mark.parametrize("keys", [["2nd"], ["a.b", "a-b"], ["from", "from_"], [""]])
 def test_keys_that_no_expression_could_name_are_refused(keys):
     assert not list(check_record_keys(["score", "data.lang", "WARC-Date", "_x"]))
     assert next(check_record_keys(keys)).startswith(f"--record-key {keys[0]} would be the attribute")
+
+
+def test_keys_that_expressions_use_otherwise_get_names_of_their_own():
+    names = [attribute_name(key) for key in ("length", "input", "class", "meta.from", "WARC-Date")]
+    assert names == ["length_", "input_", "class_", "meta_from", "WARC_Date"]

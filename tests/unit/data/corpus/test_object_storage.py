@@ -290,9 +290,3 @@ def test_batches_from_s3_are_those_of_the_local_corpus_until_an_object_is_replac
         bucket.pipe_file(f"bucket/{path.name}", path.read_bytes()[::-1])
     with pytest.raises(DataError, match=r"s3://bucket/P_0000\d\.bin was replaced after this run had opened it"):
         batches(corpus, workers=1)
-
-
-@pytest.mark.usefixtures("bucket")
-def test_prefix_that_is_not_in_the_bucket_is_no_corpus(storage):
-    with pytest.raises(MissingInputError, match=r"no corpus s3://bucket/Q: there is no s3://bucket/Q\.json"):
-        Corpus("s3://bucket/Q", storage)

@@ -139,8 +139,8 @@ def test_damaged_attributes_are_found_by_the_check(place, damage, message):
 
 
 def test_key_that_no_expression_could_name_is_refused(place):
-    with pytest.raises(ConfigError, match="--record-key length would be the attribute 'length'"):
-        place.settings(record_keys=("length",))
+    with pytest.raises(ConfigError, match="--record-key 2nd would be the attribute '2nd'"):
+        place.settings(record_keys=("2nd",))
 
 
 def test_corpus_of_an_earlier_version_with_sources_is_read_without_them(place):
