@@ -60,10 +60,10 @@ def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStr
     Validation keeps the settings and the documents that the run begins with, in all phases: a curve is of one kind.
     """
     training = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
-        data_parallel_rank=distributed.data_parallel_rank(),
-        data_parallel_size=distributed.data_parallel_size(),
-        context_parallel_rank=distributed.context_parallel_rank(),
-        context_parallel_size=distributed.context_parallel_size(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
     first = training.streams[0]
     validation = inputs[0].validation if settings.training.eval_iters else {}

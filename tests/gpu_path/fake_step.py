@@ -250,7 +250,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         remove_patches(device)
     if case.get("mixes_devices"):
         PackedBatch.to = lambda batch, device, **options: replace(batch, tokens_t=batch.tokens_t.to(device, **options))
-    slots = ROWS * SEQ_LENGTH // distributed.context_parallel_size()
+    slots = ROWS * SEQ_LENGTH // settings.parallel.context_parallel_size
     masked = usual_masked(slots, probability=settings.data.mask_prob)
     reports = []
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_neobert.config.schema import Settings
@@ -47,6 +48,21 @@ def test_documents_without_a_token_change_nothing_wherever_they_stand():
     assert torch.equal(attend_by_document(*layers, bounds(4, 0, 1, 4, 0, 0)), expected)
     attend_by_document(*layers, bounds(4, 0, 1, 4, 0, 0)).sum().backward()
     assert all(layer.grad.isfinite().all() for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind", "scale"),
+    [(AttnMaskType.causal, "self", None), (AttnMaskType.padding, "cross", None), (AttnMaskType.padding, "self", 0.5)],
+)
+def test_what_the_kernel_would_not_do_is_not_accepted(mask, kind, scale):
+    config = to_transformer_config(Settings())
+    with pytest.raises(AssertionError):
+        TorchAttention(config, 1, mask, kind, scale)
+    kernel = TorchAttention(config, 1, AttnMaskType.padding, "self", None)
+    with pytest.raises(AssertionError, match="rows are always packed"):
+        kernel(*make_layers(3), None)
+    row = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds(3), cu_seqlens_kv=bounds(3))
+    assert kernel(*make_layers(3), None, packed_seq_params=row).shape == (3, HEADS * WIDTH)
 
 
 def test_the_run_ends_with_one_sentence_where_transformer_engine_has_no_fused_kernel():
