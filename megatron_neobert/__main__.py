@@ -36,7 +36,10 @@ COMMANDS = {
             f"{DATA}.corpus.adoption:adopt_corpora",
             "use a corpus that Megatron-LM wrote, in place",
         ),
-        "find-duplicates": (f"{OWN}.find_duplicates", "near-duplicates of corpora, as a list to leave out"),
+        "find-duplicates": (
+            f"{DATA}.deduplication.run:print_duplicates",
+            "near-duplicates of corpora, as a list",
+        ),
     },
     "Training": {
         "train": ("megatron_neobert.launch:train", "train on this node's GPUs, or NPROC_PER_NODE processes"),

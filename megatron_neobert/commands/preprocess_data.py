@@ -99,7 +99,8 @@ def read_settings(arguments: argparse.Namespace) -> "PreprocessSettings":
     if given.pop("dry_run") and STANDARD_INPUT in given["inputs"]:
         raise ConfigError("--dry-run cannot look at standard input and leave it there; write some of it to a file")
     given["filter"] = tuple(given["filter"] or ())
-    given["record_keys"] = tuple(given["record_keys"] or ()) if given["filter"] or given["record_keys"] else None
+    if given["filter"] or given["record_keys"]:
+        given["record_keys"] = tuple(dict.fromkeys(given["record_keys"] or ()))
     read = ReadSettings(**{setting.name: given.pop(setting.name) for setting in fields(ReadSettings)})
     return PreprocessSettings(read=read, **given)
 
@@ -146,10 +147,12 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     add(
-        "--source-key",
+        "--record-key",
+        dest="record_keys",
+        action="append",
         metavar="KEY",
-        help="a field of the records (column, JSON key, WARC header) with few values, by which the manifest "
-        "counts documents and tokens",
+        help="a field of the records (column, JSON key, WARC header) that is kept as an attribute of each document, "
+        "by which training can choose (--data-path PREFIX:where=EXPRESSION), and that filters see; repeatable",
     )
 
     add = parser.add_argument_group("how it is tokenized").add_argument
@@ -179,7 +182,6 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FILE.py:FUNCTION",
         help="called with each record, keeps, drops or rewrites it; or MODULE:FUNCTION. Repeatable, in this order",
     )
-    add("--record-key", dest="record_keys", action="append", metavar="KEY", help="a field that filters see; repeatable")
     add("--min-tokens", type=int, metavar="N", help="drop shorter documents (%(default)s)")
     add("--max-tokens", type=int, metavar="N", help="drop longer documents")
     add("--deduplicate", choices=("exact",), help="drop documents whose text has occurred before")

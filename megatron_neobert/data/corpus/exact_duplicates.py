@@ -11,7 +11,7 @@ from megatron_neobert.data.corpus.volumes import read_chunks
 
 HASH_DTYPE = np.dtype([("high", ">u8"), ("low", ">u8")])  # of the 16 bytes as blake2b gives them
 _ENTRY = np.dtype([("hash", HASH_DTYPE), ("document", "<i8")])
-_BUCKET_DOCUMENTS = 12_000_000  # sorted together: measured 1.1 GB of memory, 4 M a second
+_BUCKET_DOCUMENTS = 12_000_000  # sorted together: measured 0.7 GB of memory, 3.4 M a second
 
 
 def find_exact_duplicates(hash_files: Sequence[Path], folder: Path) -> NDArray[np.bool_]:

@@ -1,6 +1,7 @@
-"""What a corpus consists of: volumes of token ids, each a pair of Megatron's .bin and .idx, under one manifest.
+"""Files of a corpus, and its manifest, whose types msgspec checks.
 
-One volume is PREFIX.bin and PREFIX.idx, several are PREFIX_00000.bin and so on; the manifest is PREFIX.json. A document
+A corpus is one or more corpus shards ("volumes" in names and in the manifest), each a pair of Megatron's .bin and .idx.
+One is PREFIX.bin and PREFIX.idx, several are PREFIX_00000.bin and so on; the manifest is PREFIX.json. A document
 is one sequence, whole, without special tokens. The manifest is written last, so its absence marks a corpus that is not
 finished, and it is the same for any machine and way that it was written by.
 """
@@ -40,9 +41,9 @@ DUPLICATE = "duplicate"  # in Manifest.dropped: the text of an earlier document 
 
 
 class CorpusFiles(NamedTuple):
-    """Where the parts of a corpus lie; `partial` is the folder of a run that has not finished.
+    """Paths of the files of a corpus; `partial` is the folder of a run that has not finished.
 
-    bin and idx are those of a corpus of one volume.
+    bin and idx are those of a corpus of one corpus shard.
     """
 
     bin: Path
@@ -50,43 +51,45 @@ class CorpusFiles(NamedTuple):
     manifest: Path
     rejects: Path
     partial: Path
-    sources: Path  # a number for each document, where sources are counted
+    attributes: Path  # a row for each document, if the corpus keeps attributes
 
     @property
     def name(self) -> str:
-        """The last part of the prefix, which every file name begins with."""
+        """Last part of the prefix; every file name begins with it."""
         return self.manifest.name.removesuffix(".json")
 
     def volume_files(self, volume_name: str) -> tuple[Path, Path]:
-        """Its .bin and its .idx."""
+        """Return the .bin and the .idx of a corpus shard."""
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Every .bin, .idx and .sources that is called like one of this prefix, sorted, also of other programs."""
+        """Return every .bin, .idx and .attributes.parquet with a name of this prefix, sorted, also of other programs."""
         folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.sources)")
+        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
 
 
 def corpus_files(prefix: str | Path) -> CorpusFiles:
-    return CorpusFiles(
-        *(Path(f"{prefix}.{end}") for end in ("bin", "idx", "json", "rejects.jsonl", "partial", "sources"))
-    )
+    ends = ("bin", "idx", "json", "rejects.jsonl", "partial", "attributes.parquet")
+    return CorpusFiles(*(Path(f"{prefix}.{end}") for end in ends))
 
 
 def validation_files(files: CorpusFiles) -> CorpusFiles:
-    """Those of the corpus that --split-validation puts beside the one for training."""
+    """Return the files of the corpus that --split-validation puts beside the one for training."""
     return corpus_files(files.manifest.with_name(f"{files.name}_validation"))
 
 
 def volume_name(corpus_name: str, number: int, *, volumes: int) -> str:
-    """The name of a volume's files without their ends."""
+    """Return the name of a corpus shard's files without .bin and .idx."""
     return corpus_name if volumes == 1 else f"{corpus_name}_{number:05d}"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 below 65,500 ids, else int32: the rule that Megatron's own preprocessing follows."""
+    """Return uint16 below 65,500 ids, else int32: the rule that Megatron's own preprocessing follows."""
     return DTYPES[8 if vocab_size < 65500 else 4]
+
+
+_SOURCE_KEYS = ("source_key", "sources", "sources_sha256")  # in manifests before there were attributes
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +107,7 @@ class Statistics(_Entry, frozen=True):
     tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
 
     def describe(self) -> dict[str, str]:
-        """Rows of a table: name and value."""
+        """Return rows of a table: name and value."""
         percentiles = ", ".join(
             f"{'median' if rank == '50' else f'{rank} %'} {length:,}" for rank, length in self.percentiles.items()
         )
@@ -122,7 +125,7 @@ class Statistics(_Entry, frozen=True):
 
 
 class LengthCounts:
-    """How many documents have which length; filled chunk by chunk."""
+    """Number of documents of each length, filled array by array."""
 
     def __init__(self, counts: Mapping[int, int] | None = None) -> None:
         self.counts: Counter[int] = Counter(counts)  # documents by length
@@ -139,7 +142,7 @@ class LengthCounts:
         self.counts.update(count_lengths(lengths))
 
     def statistics(self) -> Statistics:
-        """Of at least one document."""
+        """Return the statistics of at least one document."""
         lengths, counts = (np.array(column) for column in zip(*sorted(self.counts.items()), strict=True))
         documents, tokens, not_longer = self.documents, self.tokens, np.cumsum(counts)
         longest_of = {percent: np.searchsorted(not_longer, -(-percent * documents // 100)) for percent in PERCENTS}
@@ -160,30 +163,23 @@ def count_lengths(lengths: NDArray[np.int32]) -> dict[int, int]:
 
 
 class InputRecord(_Entry, frozen=True):
-    """A shard as it was when it was read."""
+    """An input file as it was when it was read."""
 
     bytes: Count
-    sha256: str | None  # of all its bytes; None: a table or a shard of several parts at a URL, of which none reads all
+    sha256: str | None  # of all its bytes; None: a table, or a file of several chunks at a URL, of which none reads all
     documents: Count | None = None  # of it in this corpus, one after the other; None: written before they were counted
     tokens: Count | None = None  # in them
 
 
-class SourceRecord(_Entry, frozen=True):
-    """What a corpus has of one source."""
-
-    documents: Count
-    tokens: Count
-
-
 class QuarantinedShard(_Entry, frozen=True):
-    """A shard that --quarantine has left out."""
+    """An input file that --quarantine has left out."""
 
     bytes: Count
     reason: str
 
 
 class BackendRecord(_Entry, frozen=True):
-    """What one tokenizer back end has done."""
+    """Documents that one tokenizer back end has tokenized."""
 
     documents: Count
     compared: Count  # of them with the reference tokenizer, id by id; 0 of the reference itself
@@ -200,7 +196,7 @@ class Volume(_Entry, frozen=True):
 
 
 class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
-    """Everything about a corpus that its volumes do not hold. Of the run that wrote it, the tokenizer back ends alone.
+    """Everything about a corpus that its .bin and .idx do not hold.
 
     records, repaired_documents, rejected and dropped are of all that was read; where a part of the documents is held
     out for validation, both corpora have the same.
@@ -229,25 +225,23 @@ class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
     volumes: list[Volume]
     tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version
     quarantined: dict[str, QuarantinedShard] = {}  # by path or URL; not among the inputs
-    source_key: str | None = None  # the field of records by which sources are told apart; None: they are not counted
-    sources: dict[str, SourceRecord] = {}  # by value of that field, sorted
-    sources_sha256: str | None = None  # of PREFIX.sources; None: there is none, as in corpora of earlier commits
+    attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None: no attribute besides length and input
     eod_id: Count | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
     def sha256(self) -> str:
-        """Of the token ids: that of the .bin, or over those of all volumes."""
+        """SHA-256 of the .bin, or over those of all corpus shards."""
         hashes = [volume.bin.sha256 for volume in self.volumes]
         return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     @cached_property
     def documents_sha256(self) -> str:
-        """Of the token ids and of where documents begin: equal for copies of a corpus, and for nothing else."""
+        """SHA-256 over token ids and document boundaries: equal for copies of a corpus, and for no other corpus."""
         hashes = [f"{volume.bin.sha256} {volume.idx.sha256}\n" for volume in self.volumes]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def describe(self) -> dict[str, str]:
-        """Rows of a table: name and value."""
+        """Return rows of a table: name and value."""
         return {
             "records": f"{self.records:,}",
             "documents": f"{self.documents:,}"
@@ -266,18 +260,18 @@ class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
 
 
 def describe_reasons(reasons: Mapping[str, int]) -> str:
-    """ "12 malformed JSON, 3 null text", the most frequent first; "none" of no records."""
+    """Format counts as "12 malformed JSON, 3 null text", the most frequent first; "none" if there are none."""
     ranked = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ranked) or "none"
 
 
 def reject_line(entry: dict[str, Any]) -> bytes:
-    """Readable, but for lone surrogates (of file names, of keys), which become the escapes that JSON has for them."""
+    """Encode an entry as a line of JSON; lone surrogates (of file names, of keys) become JSON's escapes."""
     return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises DataError where the file is not a manifest of this version, or contradicts itself."""
+    """Read a manifest. Raise DataError if the file is not one of this version, or contradicts itself."""
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:
         raise DataError(f"{path}: {size:,} bytes are more than a manifest has; {DAMAGED}")
     try:
@@ -288,6 +282,8 @@ def read_manifest(path: Path) -> Manifest:
     if version != FORMAT_VERSION:
         found = reprlib.repr(version)
         raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
+    for key in _SOURCE_KEYS:
+        content.pop(key, None)
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
@@ -301,7 +297,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def draft_manifest(tokenizer: "Tokenizer", **facts: Any) -> Manifest:
-    """A manifest with these fields and the tokenizer's; `write_corpus` adds what follows from the documents."""
+    """Return a manifest with these fields and the tokenizer's; `write_corpus` adds what follows from the documents."""
     return Manifest(
         format_version=FORMAT_VERSION,
         project_version=__version__,
@@ -327,14 +323,14 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     content = msgspec.to_builtins(manifest)
     for volume in content["volumes"]:
         del volume["name"]
-    if manifest.source_key is None:
-        del content["source_key"], content["sources"], content["sources_sha256"]
+    if manifest.attributes is None:
+        del content["attributes"]
     # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def find_contradictions(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with it by itself, one clause each."""
+    """Yield what is wrong with the manifest by itself, one clause each."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
     if "unk" not in manifest.special_tokens or not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
@@ -354,9 +350,7 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, expected in sums.items():
         if (found := getattr(manifest, name)) != expected:
             yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
-    counted: dict[str, list[Any]] = {"inputs": [*manifest.inputs.values()], "sources": [*manifest.sources.values()]}
-    for by, records in counted.items():
-        for name in ("documents", "tokens"):
-            counts = [getattr(record, name) for record in records]
-            if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):
-                yield f"expected {name} {sum(counts)}, the sum over its {by}, found {found}"
+    for name in ("documents", "tokens"):
+        counts = [getattr(record, name) for record in manifest.inputs.values()]
+        if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):
+            yield f"expected {name} {sum(counts)}, the sum over its inputs, found {found}"

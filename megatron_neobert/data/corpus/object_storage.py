@@ -104,9 +104,8 @@ class ObjectStorage:
             self._copy(f"{above}/{index.name}", index, volume.idx)
             return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
 
-        if manifest.sources_sha256 is not None:
-            record = FileRecord(2 * manifest.documents, manifest.sources_sha256)
-            self._copy(f"{above}/{files.sources.name}", files.sources, record)
+        if manifest.attributes is not None:
+            self._copy(f"{above}/{files.attributes.name}", files.attributes, manifest.attributes)
         with ThreadPoolExecutor(_THREADS) as threads:
             volumes = list(threads.map(open_volume, manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share the connection.
@@ -157,9 +156,10 @@ class ObjectStorage:
             fetching.written_bytes += size
             return
         fetching.written_bytes, found = 0, []
-        for path in (self.folder / "blocks").glob("*/*[0-9]"):
+        for path in (self.folder / "blocks").glob("*/*"):
             with suppress(FileNotFoundError):
-                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+                if path.name.isdigit():  # a block, not a file that is being written
+                    found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         used = sum(size for _, size, _ in found)
         left = 0.8 * LIMIT_BYTES if used > LIMIT_BYTES else used
         for _, size, path in sorted(found):

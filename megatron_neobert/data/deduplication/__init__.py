@@ -1,0 +1,1 @@
+"""Near-duplicates of finished corpora by MinHash, as a drop list."""

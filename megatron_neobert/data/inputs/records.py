@@ -36,15 +36,8 @@ class ReadSettings:
     input_format: Literal["auto"] | Format = "auto"
     text_separator: str | None = None  # between the documents of a plain text file; None: the file is one document
     max_document_bytes: int = 16 << 20  # bounds the memory: a text without spaces takes some 100 times its size
-    record_keys: tuple[str, ...] | None = None  # what filters see of a record besides its text; None: no filters
-    source_key: str | None = None  # by whose values the corpus's documents are counted
-
-    @property
-    def field_keys(self) -> tuple[str, ...] | None:
-        """What is read of a record besides its text; None: nothing, and texts need no origins."""
-        if self.source_key is None:
-            return self.record_keys
-        return tuple(dict.fromkeys((*(self.record_keys or ()), self.source_key)))
+    # Fields of a record that become attributes and that filters see; None: neither, and texts need no origins.
+    record_keys: tuple[str, ...] | None = None
 
 
 class Origin(NamedTuple):

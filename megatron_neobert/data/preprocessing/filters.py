@@ -27,14 +27,14 @@ class Record(NamedTuple):
 
     text: str
     shard: str  # path or URL
-    fields: dict[str, Any]  # by --record-key, and --source-key; None: the record has no such field
+    fields: dict[str, Any]  # by --record-key; None: the record has no such field
 
 
 Filter = Callable[[Record], str | Record | None]
 
 
 class FilterSource(NamedTuple):
-    """Where a filter comes from."""
+    """Place of a filter's code."""
 
     place: str  # a module, or the absolute path of a file
     function: str
@@ -42,12 +42,12 @@ class FilterSource(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the manifest calls it."""
+        """Name of the filter in the manifest."""
         return f"{Path(self.place).stem if self.place.endswith('.py') else self.place}:{self.function}"
 
 
 def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
-    """Those given as MODULE:FUNCTION or FILE.py:FUNCTION, with their code as it is now.
+    """Find filters given as MODULE:FUNCTION or FILE.py:FUNCTION, with their code as it is now.
 
     Raises:
         ConfigError: There is no such file, module or function, or the manifest could not tell two filters apart.
@@ -78,7 +78,7 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
 
 @cache
 def load_filter(source: FilterSource) -> Filter:
-    """The function, in this process.
+    """Load the function into this process.
 
     Raises:
         DataError: Its file has changed since the run was planned.
@@ -109,7 +109,7 @@ def _sha256_of(place: str) -> str:
 
 
 def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], shard: str) -> RecordBatch:
-    """What the filters leave of a batch; each is given what the one before has left.
+    """Return what the filters leave of a batch; each one gets what the one before has left.
 
     Raises:
         DataError: The file of a filter has changed since the run was planned.

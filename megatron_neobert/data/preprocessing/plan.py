@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_neobert import __version__
+from megatron_neobert.data.corpus.attribute_columns import check_record_keys
 from megatron_neobert.data.corpus.format import (
     CorpusFiles,
     Manifest,
@@ -24,7 +25,6 @@ from megatron_neobert.data.corpus.format import (
     read_manifest,
     validation_files,
 )
-from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_sha256, input_version
 from megatron_neobert.data.inputs.recognise import split_into_chunks
@@ -92,7 +92,7 @@ class Plan:
     damaged: dict[str, str]  # why an input file has no chunks, by path or URL; empty without --quarantine
 
     def input_name(self, path: str) -> str:
-        """What messages, rejects and the manifest call it."""
+        """Return what messages, rejects and the manifest call an input file."""
         return STANDARD_INPUT if STANDARD_INPUT in self.settings.inputs else input_label(path)  # it is the only one
 
     @property
@@ -153,12 +153,12 @@ class Plan:
         return Counter(chunk.path for chunk in self.chunks)
 
     def input_bytes(self, chunk: Chunk) -> float:
-        """Its share of the shard, taken as equal among the shard's parts: for estimates."""
+        """Return the chunk's share of its input file, taken as equal among all its chunks: for estimates."""
         return self.versions[chunk.path].bytes / self._chunks_of[chunk.path]
 
     @property
     def filters(self) -> dict[str, int | float | str | None]:
-        """The settings that decide which documents are in the corpus."""
+        """Settings that decide which documents are in the corpus."""
         settings = self.settings
         own = {source.label: f"sha256 {source.sha256}" for source in self.filter_sources}
         return own | {
@@ -169,6 +169,7 @@ class Plan:
             "input_format": settings.read.input_format,
             "max_document_bytes": settings.read.max_document_bytes,
             "text_separator": settings.read.text_separator,
+            **({"record_keys": ", ".join(settings.read.record_keys)} if settings.read.record_keys else {}),
         }
 
 
@@ -178,9 +179,9 @@ def open_job_folder(files: CorpusFiles) -> JobFolder:
 
 
 def plan_preprocessing(settings: PreprocessSettings) -> Plan:
-    """Finds shards and tokenizer, and what would make the run fail early.
+    """Find the input files and the tokenizer, and what would make the run fail early.
 
-    Writes nothing, but for the copy of standard input in PREFIX.partial.
+    Nothing is written, but for the copy of standard input in PREFIX.partial.
 
     Raises:
         MissingInputError: An input or the tokenizer does not exist.
@@ -250,7 +251,7 @@ def _plan_chunks(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: En
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
-    """Raises DataError about all damaged shards, unless they may be left out and others remain.
+    """Raise DataError about all damaged input files, unless they may be left out and others remain.
 
     Args:
         damaged: Why, by path or URL.
@@ -283,7 +284,7 @@ def is_complete(plan: Plan) -> bool:
     largest = max(volume.bin.bytes for volume in manifest.volumes)
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
-        and (manifest.filters, manifest.source_key) == (plan.filters, settings.read.source_key)
+        and manifest.filters == plan.filters
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
@@ -304,8 +305,8 @@ def _read_whole(files: CorpusFiles) -> Manifest | None:
         for volume in manifest.volumes
         for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
     ]
-    if manifest.source_key is not None:
-        recorded.append((files.sources, SOURCE_DTYPE.itemsize * manifest.documents))
+    if manifest.attributes is not None:
+        recorded.append((files.attributes, manifest.attributes.bytes))
     return manifest if all(file.exists() and file.stat().st_size == size for file, size in recorded) else None
 
 
@@ -322,8 +323,7 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
         yield f"--max-tokens {settings.max_tokens} is below --min-tokens {settings.min_tokens}; exchange them"
-    if settings.read.record_keys and not settings.filter:
-        yield f"--record-key {settings.read.record_keys[0]} is for filters; give a --filter that looks at it"
+    yield from check_record_keys(settings.read.record_keys or ())
     if settings.ray_address is not None and settings.executor != "ray":
         yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
     if STANDARD_INPUT in settings.inputs and len(settings.inputs) > 1:

@@ -21,7 +21,6 @@ from megatron_neobert.data.corpus.format import (
     draft_manifest,
 )
 from megatron_neobert.data.corpus.shard_job import ChunkFiles
-from megatron_neobert.data.corpus.sources import check_sources
 from megatron_neobert.data.corpus.writer import OutputSettings, WrittenCorpus, refuse_existing, write_corpus
 from megatron_neobert.data.preprocessing.chunks import (
     ChunkJob,
@@ -40,7 +39,7 @@ from megatron_neobert.runtime.executors import WorkerPool
 from megatron_neobert.runtime.jobs import Finished, read_all_finished, run_jobs
 from megatron_neobert.text import counted
 
-_SHOW_SECONDS = 0.2  # between two looks at the progress of all parts, which cost up to 0.2 ms
+_SHOW_SECONDS = 0.2  # between two looks at the progress of all chunks, which cost up to 0.2 ms
 _HOPELESS_AFTER_RECORDS = 10_000  # before that a share of errors says little
 # Times as many errors as all of the input may have if the rest is faultless: it is an estimate, and must not be wrong.
 _HOPELESS = 2.0
@@ -48,7 +47,7 @@ _HOPELESS = 2.0
 
 @dataclass
 class Progress:
-    """How far a run is; chunks in work count as far as they have reported."""
+    """Progress of a run; chunks in work count as far as they have reported."""
 
     plan: Plan
     input_bytes: float
@@ -59,7 +58,6 @@ class Progress:
     joined_bytes: int = 0  # of token ids, after all chunks are finished
     in_work: dict[int, ChunkProgress] = field(default_factory=dict)
     first_error: str | None = None
-    sources: set[str] = field(default_factory=set)  # of finished chunks
     _shown: float = 0.0
 
     @property
@@ -71,7 +69,7 @@ class Progress:
 
     @property
     def read_bytes(self) -> float:
-        """Of the inputs, in this run and in the one that it continues."""
+        """Bytes of the inputs that have been read, in this run and in the one that it continues."""
         chunks = ((self.plan.chunks[number], news.fraction) for number, news in self.in_work.items())
         return self.finished_bytes + sum(fraction * self.plan.input_bytes(chunk) for chunk, fraction in chunks)
 
@@ -91,7 +89,7 @@ class Progress:
         self._show()
 
     def finish(self, number: int, result: ChunkResult) -> None:
-        """Count a finished chunk. Raise DataError if all finished chunks together have too many sources."""
+        """Count a finished chunk."""
         self._count(number, result)
         self._show()
 
@@ -111,8 +109,6 @@ class Progress:
         self.in_work.pop(number, None)
         self.finished_bytes += self.plan.input_bytes(self.plan.chunks[number])
         self.finished.add(result.counts)
-        self.sources.update(result.sources)
-        check_sources(self.sources, self.plan.settings.read.source_key)
         self.first_error = self.first_error or result.first_error
 
     def _show(self) -> None:
@@ -130,7 +126,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What a run has done."""
+    """Result of a run."""
 
     written: WrittenCorpus
     counts: Counts  # of all chunks, those of an earlier run included
@@ -204,7 +200,7 @@ def preprocess(
 
 
 class _Chunks:
-    """What has become of each chunk, by its number.
+    """Outcome of each chunk, by its number.
 
     Args:
         mismatch_file: Where it is kept that a fast back end was found wrong, in this run or before a restart. From then
@@ -218,7 +214,7 @@ class _Chunks:
 
     @property
     def mismatch(self) -> str | None:
-        """Where a fast back end was found wrong."""
+        """Place at which a fast back end was found wrong, if it was."""
         return self._mismatch_file.read_text(encoding="utf-8") if self._mismatch_file.exists() else None
 
     def take_over(self) -> None:
@@ -331,7 +327,6 @@ def _join_chunks(
             plan.tokenizer,
             inputs=inputs,
             text_key=settings.read.text_key,
-            source_key=settings.read.source_key,
             filters=plan.filters,
             records=counts.records,
             repaired_documents=counts.repaired_documents,
@@ -364,7 +359,6 @@ def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResul
                 tokens=result.counts.tokens,
                 unknown_tokens=result.counts.unknown_tokens,
                 sha256={kind: file.sha256 for kind, file in record.files.items() if kind != "rejects"},
-                sources=result.sources if job.settings.read.source_key is not None else None,
                 records_before=(job.chunk.unit, before) if job.chunk.numbers_are_relative else None,
             )
         )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.data.deduplication.planted import Planted, jaccard, plant, read_books
+from unit.data.deduplication.planted import Planted, jaccard, plant
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 from unit.tools.commands import ENVIRONMENT
 
-from megatron_neobert.data.corpus.drop_list import DropList
+from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication import run
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
@@ -39,7 +39,9 @@ def find(output, *prefixes, minhash=None, **changes):
 
 def dropped(output, prefix):
     corpus = Corpus(prefix)
-    return np.flatnonzero(DropList(output, corpus.manifest, corpus.prefix).drops(np.array([0]), len(corpus))[0])
+    return np.flatnonzero(
+        np.unpackbits(read_drop_list(output, corpus.manifest, corpus.prefix)[1], count=len(corpus), bitorder="little")
+    )
 
 
 def chance(alike, bands=14, rows=8):
@@ -97,14 +99,6 @@ def test_unrelated_documents_no_longer_than_an_ngram_are_all_kept(tmp_path, monk
     monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 1 << 18)
     minhash = MinHashSettings(bands=1, rows=1)
     assert find(tmp_path / "list", tmp_path / "C", minhash=minhash)["clusters"] == 0
-
-
-def test_text_without_copies_loses_nothing(shared_data, tmp_path):
-    tokenizer, documents = read_books(shared_data, 400)
-    write_corpus(tmp_path / "plain", documents, tokenizer)
-    found = find(tmp_path / "list", tmp_path / "plain")
-    assert (found["clusters"], found["largest_cluster"]) == (0, 1)
-    assert not len(dropped(tmp_path / "list", tmp_path / "plain"))
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +204,6 @@ def test_jobs_of_relative_paths_can_be_done_from_another_folder(tmp_path, monkey
     run.open_corpus.cache_clear()
     find(Path("list"), "C")
     assert dropped(Path("list"), "C").tolist() == [1]
-
-
-@pytest.mark.slow  # two clusters are started; preprocessing's tests start one
-def test_ray_gives_the_same_list(planted, expected, tmp_path):
-    pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    find(tmp_path / "list", planted.prefix, executor="ray", ray_address="local", workers=2)
-    assert (tmp_path / "list").read_bytes() == expected
 
 
 def test_cluster_that_the_settings_name_is_asked(planted, tmp_path):

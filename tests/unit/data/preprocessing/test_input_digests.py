@@ -62,7 +62,7 @@ def test_table_of_which_one_column_is_read_is_read_again_for_its_sha256_but_not_
     check(place, "table.parquet", read_again=2, by_url=False)
 
 
-def test_shard_of_several_parts_is_read_again_for_its_sha256(place, monkeypatch):
+def test_input_file_of_several_chunks_is_read_again_for_its_sha256(place, monkeypatch):
     (place.shards / "lines.jsonl").write_bytes(LINES)
     cut_small(monkeypatch, 1000)
     check(place, "lines.jsonl", read_again=1)

@@ -22,7 +22,7 @@ from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.jobs import read_finished, run_jobs
 
 
-def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_parts(place, monkeypatch):
+def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_chunks(place, monkeypatch):
     add_mixed_shards(place)
     for name, workers in {"1": None, "2": 2, "4": 4}.items():
         place.run(name, workers=workers)
@@ -82,7 +82,7 @@ def test_every_record_is_kept_rejected_or_dropped_and_rejects_are_listed_with_wh
     assert decoded(place) == ["hello", "world"]
 
 
-def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_part(place, monkeypatch):
+def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_chunk(place, monkeypatch):
     lines = ["broken" if number % 7 == 0 else '{"content": "hello"}' for number in range(1, 200)]
     place.add_lines("a.jsonl", *lines)
     cut_small(monkeypatch, 500)
@@ -90,15 +90,6 @@ def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_
     place.run()
     found = [json.loads(line)["line"] for line in place.settings().files.rejects.read_text().splitlines()]
     assert found == list(range(7, 200, 7))
-
-
-def test_record_in_a_later_part_is_named_by_its_line_after_a_byte(place, monkeypatch):
-    place.add_lines("a.jsonl", *['{"content": "hello"}'] * 50, "broken")
-    cut_small(monkeypatch, 500)
-    start = plan_preprocessing(place.settings()).chunks[-1].start
-    assert start > 500
-    with pytest.raises(DataError, match=rf"a\.jsonl, line \d+ after byte {start}: malformed JSON"):
-        place.run(on_error="fail")
 
 
 def test_failing_on_errors_names_the_first_and_leaves_nothing(place):
@@ -153,7 +144,7 @@ def test_corpus_without_a_document_is_refused_and_leaves_nothing(place):
     assert list((place.folder / "out").iterdir()) == []
 
 
-def test_parts_do_not_wait_for_the_disk_one_by_one(place, monkeypatch):
+def test_chunks_do_not_wait_for_the_disk_one_by_one(place, monkeypatch):
     """Their checksums find what a crash of the machine has damaged."""
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -258,11 +249,3 @@ def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(
     total = sum(file.stat().st_size for file in place.shards.iterdir())
     assert seen[-1] == (pytest.approx(total), report.counts.documents, report.counts.errors)
     assert seen[-1][1:] == (7 * 40 + 2, 3 + 2 + 2)  # nulls, broken lines, {}
-
-
-def test_vocabulary_above_16_bits_is_stored_in_32(place):
-    write_vocabulary(place.vocab, [*WORDS, *(f"w{number}" for number in range(70_000))])
-    place.add_texts("a.jsonl", "hello", "w69999")
-    place.run()
-    assert place.corpus().manifest.dtype == "int32"
-    assert place.corpus().document(1).tolist()[0] > 65_535
