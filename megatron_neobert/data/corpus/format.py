@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import FileRecord, read_text, replace_file
+from megatron_neobert.runtime.atomic_files import read_text, replace_file
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.text import percent
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from megatron_neobert.data.corpus.format import Volume as VolumeRecord
 from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
 from megatron_neobert.data.inputs.stream import named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
-from megatron_neobert.runtime.atomic_files import FileRecord, lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.new_file import FileRecord
 
 LIMIT_BYTES = 100 * 10**9  # of the blocks of a folder
 BLOCK_BYTES = 256 << 10  # docs/training.md has the cost of other sizes

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import count_lengths
 from megatron_neobert.data.corpus.volumes import write_index
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job
+from megatron_neobert.runtime.new_file import NewFile
 
 KEPT, HELD_OUT, DROPPED = 0, 1, 2  # what becomes of a document
 CHOICES = "choices"  # a file with one of these bytes for each document of all chunks

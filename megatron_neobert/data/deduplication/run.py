@@ -38,9 +38,9 @@ from megatron_neobert.data.deduplication.minhash import (
     shingles,
 )
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job, JobFolder, read_all_finished, run_job, run_jobs
+from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import percent
 
 CHUNK_DOCUMENTS = 1 << 18  # what a kill makes a worker do again

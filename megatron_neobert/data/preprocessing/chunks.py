@@ -27,9 +27,9 @@ from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filt
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
+from megatron_neobert.runtime.new_file import NewFile
 
 TOO_FEW_TOKENS = "shorter than --min-tokens"
 TOO_MANY_TOKENS = "longer than --max-tokens"
