@@ -54,7 +54,6 @@ def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(plac
         ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
         ({"inputs": ("-", "a.jsonl")}, "stands alone"),
         ({"text_separator": ""}, "--text-separator is empty"),
-        ({"workers": 0}, "--workers 0 is below 1"),
         ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),
         ({"split_validation": 1.0}, "--split-validation 1.0 is not a fraction of the documents"),
     ],
