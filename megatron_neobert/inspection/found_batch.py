@@ -158,10 +158,8 @@ def checkpoint_before(load: Path, iteration: int) -> Path | None:
     """The newest checkpoint before an iteration; None: there is none, and the data began at iteration 1.
 
     Raises:
-        ConfigError: No iteration has that number.
         MissingInputError: There is none, and the data of the run began later.
     """
-    check_iteration(iteration)
     before = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
     if before:
         return before[0]
@@ -171,12 +169,6 @@ def checkpoint_before(load: Path, iteration: int) -> Path | None:
             "run has continued another one. Name an iteration behind its first checkpoint."
         )
     return None
-
-
-def check_iteration(iteration: int) -> None:
-    """Raises ConfigError where no iteration has that number."""
-    if iteration < 1:
-        raise ConfigError(f"--iteration {iteration} is none; the first iteration of a run is 1.")
 
 
 def refuse_later_iteration(settings: Settings, iteration: int) -> None:

@@ -1,62 +1,59 @@
-"""Command: the curves of one run, or of several over each other, out of their logs.
+"""The command `neobert plot`: the curves of one run, or of several over each other, out of their logs.
 
-    neobert plot runs/first --output plots
-    neobert plot runs/first runs/second --output plots --smooth 20 --x iteration --metrics loss grad_norm
-
-Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png, .svg and .csv:
-loss, accuracy, learning rate, gradient norm and throughput against tokens. Where a run resumed after a stop stands a
-tick; what it had logged beyond its checkpoint is replaced by what it logged later.
+neobert plot runs/first --output plots
+neobert plot runs/first runs/second --output plots --smooth 20 --x iteration --metrics loss grad_norm
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from megatron_neobert.errors import CommandParser, ConfigError, OutputError
+from megatron_neobert.cli import option
+from megatron_neobert.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from megatron_neobert.inspection.run_log import RunLog
 
 
-def main() -> None:
-    """Reads the logs, draws them, and prints what each run has come to."""
-    arguments = _parse()
-    if arguments.smooth < 1:
-        raise ConfigError(
-            f"--smooth {arguments.smooth} is below 1; it is a number of intervals, and 1 smooths nothing."
-        )
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """The command line of `neobert plot`."""
 
+    runs: tuple[Path, ...] = option(
+        help="folder of a run, its --save; or a metrics.jsonl", positional=True, metavar="RUN"
+    )
+    output: Path = option(help="folder for the figure and the table", metavar="DIR")
+    metrics: tuple[str, ...] | None = option(None, "names in the logs; without it the usual five", metavar="NAME")
+    x: Literal["tokens", "iteration"] = option("tokens", "what runs to the right")
+    smooth: int = option(1, "mean over the last N intervals", minimum=1)
+
+
+def plot(options: PlotOptions) -> None:
+    """Draw the curves of runs: loss, accuracy, learning rate, gradient norm and throughput against tokens.
+
+    Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png, .svg and .csv.
+    Where a run resumed after a stop stands a tick; what it had logged beyond its checkpoint is replaced by what it
+    logged later.
+    """
     from megatron_neobert.inspection.run_figure import write_curves
     from megatron_neobert.inspection.run_log import read_run
     from megatron_neobert.text import visible
 
-    names = [visible(name) for name in _names(arguments.runs)]
-    runs = [read_run(path, name=name) for path, name in zip(arguments.runs, names, strict=True)]
-    metrics = _choose_metrics(arguments.metrics, runs)
+    names = [visible(name) for name in _names(options.runs)]
+    runs = [read_run(path, name=name) for path, name in zip(options.runs, names, strict=True)]
+    metrics = _choose_metrics(options.metrics, runs)
     try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        written = write_curves(arguments.output, runs, metrics, x=arguments.x, smooth=arguments.smooth)
+        options.output.mkdir(parents=True, exist_ok=True)
+        written = write_curves(options.output, runs, metrics, x=options.x, smooth=options.smooth)
     except OSError as error:
-        raise OutputError(f"--output {arguments.output} cannot be written ({error.strerror}); name another.") from error
+        raise OutputError(f"--output {options.output} cannot be written ({error.strerror}); name another.") from error
     for run in runs:
         print(_describe(run))
         if run.unreadable:
             print(f"warning: {run.name}: unreadable lines that were left out: {run.unreadable}", file=sys.stderr)
     print("wrote " + " ".join(map(str, written)))
-
-
-def _parse() -> argparse.Namespace:
-    doc = __doc__ or ""
-    parser = CommandParser(__doc__, epilog=" ".join(doc.split("\n\n")[-1].split()))
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, its --save; or a metrics.jsonl")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder for the figure and the table")
-    add("--metrics", nargs="+", metavar="NAME", help="names in the logs; default: the usual five")
-    add("--x", choices=("tokens", "iteration"), default="tokens", help="what runs to the right (default: tokens)")
-    add("--smooth", type=int, default=1, metavar="N", help="mean over the last N intervals (default: %(default)s)")
-    return parser.parse_args()
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
