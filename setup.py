@@ -66,7 +66,6 @@ EXTRAS = {
         "scipy>=1.13",
         "seqeval>=1.2",
         "accelerate>=1",  # transformers' Trainer
-        "msgspec>=0.19",
     ],
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what `neobert export-onnx` writes and runs
     "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what benchmarks/benchmark_preprocessing.py compares with

@@ -1,0 +1,1 @@
+"""Commands that measure what the documentation claims about speed and memory, beside other tools."""

@@ -140,12 +140,12 @@ def judge(dropped: set[int], copies: Sequence[tuple[int, int, float]]) -> dict[s
 def read_ours(output: Path, prefix: str) -> set[int]:
     import numpy as np
 
-    from megatron_neobert.data.corpus.drop_list import DropList
+    from megatron_neobert.data.corpus.drop_list import read_drop_list
     from megatron_neobert.data.corpus.reader import Corpus
 
     corpus = Corpus(prefix)
-    drops = DropList(output, corpus.manifest, corpus.prefix).drops(np.array([0]), len(corpus))
-    return set(np.flatnonzero(drops[0]).tolist())
+    _, mask = read_drop_list(output, corpus.manifest, corpus.prefix)
+    return set(np.flatnonzero(np.unpackbits(mask, count=len(corpus), bitorder="little")).tolist())
 
 
 def read_datatrove(folder: Path) -> set[int]:

@@ -2,16 +2,12 @@
 
     python benchmarks/benchmark_memory.py
 
-Trains two real steps per case, each case in processes of its own, and prints beside the plan (a) the bytes that
-autograd keeps of one micro-batch, each storage once, and (b) the peak of the second step. On a CPU that is the growth
-of the resident set since the process had imported everything and joined the others, with glibc told to give freed
-memory back at once; on a GPU it is torch's own count of its tensors. The plan's assumption about CUDA's context is left
-out on both sides.
+Builds the model of each case and prints, beside the plan, the bytes that autograd keeps of one micro-batch, each
+storage once. On a GPU (--gpu) the cases are larger, and the table also has the peak of torch's own count of its tensors
+in a training step; the plan's assumption about CUDA's context is left out.
 """
 
-import json
-import os
-import socket
+import gc
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -26,20 +22,16 @@ from megatron_neobert.errors import CommandParser, run_command
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 DOCUMENTS = 4096  # a window of them, which is what the loader packs at once
 VOCABULARY = 30_522  # bert-base-uncased's
-# Else a freed tensor stays with the process, and the resident set depends on the order in which tensors are freed.
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to train: layers x width, rows x length, and settings by section and name that differ from the defaults."""
+    """Sizes of a run, layers x width and rows x tokens, and settings by section and name that are not the defaults."""
 
     layers: int
     hidden: int
     rows: int
     row_tokens: int
-    micro_batches: int = 1
-    ranks: int = 1
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -52,76 +44,79 @@ FULL = {"recompute_granularity": "full"}
 CPU_CASES = {
     "narrow": Case(4, 256, 2, 1024),
     "fp32": Case(6, 384, 2, 1024),
-    "short rows": Case(6, 384, 8, 256),
-    "bf16": Case(6, 384, 2, 1024, changes={"training": BF16}),
-    "recompute layers": Case(6, 384, 2, 1024, changes={"compute": FULL}),
-    "recompute attention": Case(6, 384, 2, 1024, changes={"compute": {"recompute_granularity": "selective"}}),
     "wide": Case(4, 768, 2, 512),
-    "tensor parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2}}),
-    "sequence parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2}}),
-    "context parallel 2": Case(6, 384, 2, 1024, ranks=2, changes={"parallel": {"context_parallel_size": 2}}),
-    "pipeline 2": Case(
-        6, 384, 1, 1024, micro_batches=4, ranks=2, changes={"parallel": {"pipeline_model_parallel_size": 2}}
-    ),
+    "bf16": Case(6, 384, 2, 1024, {"training": BF16}),
+    "recompute layers": Case(6, 384, 2, 1024, {"compute": FULL}),
+    "recompute attention": Case(6, 384, 2, 1024, {"compute": {"recompute_granularity": "selective"}}),
 }
 GPU_CASES = {
-    "16 rows": Case(28, 768, 16, 1024, changes={"training": BF16}),
-    "32 rows": Case(28, 768, 32, 1024, changes={"training": BF16}),
-    "long rows": Case(28, 768, 8, 4096, changes={"training": BF16}),
-    "recompute layers": Case(28, 768, 32, 1024, changes={"training": BF16, "compute": FULL}),
-    "torch's layers": Case(28, 768, 16, 1024, changes={"training": BF16, "compute": {"transformer_impl": "local"}}),
+    "16 rows": Case(28, 768, 16, 1024, {"training": BF16}),
+    "32 rows": Case(28, 768, 32, 1024, {"training": BF16}),
+    "long rows": Case(28, 768, 8, 4096, {"training": BF16}),
+    "recompute layers": Case(28, 768, 32, 1024, {"training": BF16, "compute": FULL}),
+    "torch's layers": Case(28, 768, 16, 1024, {"training": BF16, "compute": {"transformer_impl": "local"}}),
     "fp32": Case(12, 768, 8, 1024),
 }
 
 
 def main() -> int:
-    """Runs every case and prints the table."""
+    """Measure every case and print the table."""
     parser = CommandParser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="the cases for one GPU instead of those for a CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     arguments = parser.parse_args()
-    return compare(GPU_CASES if arguments.gpu else CPU_CASES, output=arguments.output)
-
-
-def compare(cases: dict[str, Case], *, output: Path | None) -> int:
-    """Measures the cases one after another."""
     from benchmarks.shared import describe_machine, print_table, write_figures
 
     rows = []
-    for name, case in cases.items():
+    for name, case in (GPU_CASES if arguments.gpu else CPU_CASES).items():
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            figures = max(run_ranks(case, Path(folder)), key=lambda rank: rank["measured peak"])
+            figures = measure(case, Path(folder), on_gpu=arguments.gpu)
         row: dict[str, Any] = {"case": name, "size": case.size}
-        for what in ("kept", "peak"):
-            planned, measured = figures[f"planned {what}"], figures[f"measured {what}"]
-            row |= {f"{what} MiB": measured and measured / (1 << 20), f"planned {what}": planned / (1 << 20)}
-            row[f"{what}: plan / measured"] = measured and planned / measured
+        for what, (planned, measured) in figures.items():
+            row |= {f"{what} MiB": measured / (1 << 20), f"planned {what}": planned / (1 << 20)}
+            row[f"{what} / planned"] = measured / planned
         rows.append(row)
         print_table(rows[-1:])
     print()
     print_table(rows)
-    write_figures(output, {"machine": describe_machine(PACKAGES), "cases": rows})
+    write_figures(arguments.output, {"machine": describe_machine(PACKAGES), "cases": rows})
     return 0
 
 
-def run_ranks(case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Return the figures of every rank of a case; each rank is a process of its own."""
-    from torch import multiprocessing
+def measure(case: Case, folder: Path, *, on_gpu: bool) -> dict[str, tuple[int, int]]:
+    """Return planned and measured bytes: `kept` of one micro-batch, and on a GPU the `peak` of a training step."""
+    import torch
 
-    from benchmarks.shared import write_corpus
+    from megatron_neobert.planning.memory import plan_memory
+    from megatron_neobert.runtime import distributed
+    from megatron_neobert.training.setup import build_run, join
+    from megatron_neobert.training.step import train_step
 
-    write_corpus(folder, documents=DOCUMENTS, median_tokens=368, longest=case.row_tokens - 2, vocab_size=VOCABULARY)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(case.ranks)}
-    os.environ.update(GIVE_BACK, OMP_NUM_THREADS="1", **rendezvous)  # which the processes start with
-    multiprocessing.spawn(measure, (case, folder), nprocs=case.ranks)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(case.ranks)]
+    settings = build_settings(case, folder)
+    run = build_run(settings, *join(settings))
+    steps = run.training_stream.steps()
+    train_step(run, next(steps))  # which allocates the optimizer's moments, and what libraries keep
+    batch = next(steps).micro_batches[0]
+    kept = count_saved_bytes(run, batch)
+    plan = plan_memory(settings, vocab_size=VOCABULARY, world_size=1, masked_tokens=len(batch.labels_m))
+    figures = {"kept": (plan.activations + plan.head, kept)}
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        train_step(run, next(steps))
+        figures["peak"] = (plan.total - plan.context, torch.cuda.max_memory_allocated())
+    distributed.shut_down()
+    del run, steps
+    gc.collect()
+    return figures
 
 
 def build_settings(case: Case, folder: Path) -> Settings:
-    """A run of the corpus in `folder`."""
+    """Return the settings of a run, and write the corpus that they name."""
+    from benchmarks.shared import write_corpus
+
+    prefix, vocabulary = write_corpus(
+        folder, documents=DOCUMENTS, median_tokens=368, longest=case.row_tokens - 2, vocab_size=VOCABULARY
+    )
     settings = Settings(
         model=ModelConfig(
             num_layers=case.layers,
@@ -130,79 +125,24 @@ def build_settings(case: Case, folder: Path) -> Settings:
             max_position_embeddings=case.row_tokens,
         ),
         data=DataConfig(
-            data_path=(str(folder / "c_content_document"),),
-            tokenizer_model=str(folder / "vocab.txt"),
+            data_path=(prefix,),
+            tokenizer_model=vocabulary,
             seq_length=case.row_tokens,
             split="1",
             num_workers=0,
         ),
-        training=TrainingConfig(
-            micro_batch_size=case.rows, global_batch_size=case.rows * case.micro_batches, eval_iters=0
-        ),
+        training=TrainingConfig(micro_batch_size=case.rows, global_batch_size=case.rows, eval_iters=0),
     )
     for section, changes in case.changes.items():
         settings = settings.with_section(section, **changes)
     return settings
 
 
-def measure(rank: int, case: Case, folder: Path) -> None:
-    """Two steps of this rank, and one more forward pass whose saved tensors are counted; writes the figures."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    import torch
-
-    from benchmarks.shared import Memory
-    from megatron_neobert.runtime import distributed
-    from megatron_neobert.training.setup import build_run, join
-    from megatron_neobert.training.step import train_step
-
-    torch.set_num_threads(1)
-    settings = build_settings(case, folder)
-    inputs, device = join(settings)
-    warm_up(device, torch.bfloat16 if settings.training.bf16 else torch.float32)
-    memory = Memory(on_gpu=device.type == "cuda")
-    with memory.watch("run"):
-        run = build_run(settings, inputs, device)
-        steps = run.training_stream.steps()
-        train_step(run, next(steps))  # which allocates the optimizer's moments
-    batches = next(steps)
-    with memory.watch("run"):
-        train_step(run, batches)
-    batch = batches.micro_batches[0]
-    kept = count_saved_bytes(run, batch) if settings.parallel.pipeline_model_parallel_size == 1 else None
-    plan = plan_of(run, world_size=case.ranks, masked_tokens=len(batch.labels_m))
-    distributed.shut_down()
-    figures = {
-        "planned kept": plan.activations + plan.head,
-        "measured kept": kept,  # None: a stage with several micro-batches in flight shows by its peak alone
-        "planned peak": plan.total - plan.context,
-        "measured peak": memory.peak_bytes,
-    }
-    (folder / f"{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
-
-
-def warm_up(device: Any, dtype: Any) -> None:
-    """Has the libraries load what they load at their first use, which is no tensor of the run."""
-    import torch
-
-    hidden = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
-    heads = (hidden @ hidden).view(1, 1, 64, 64)
-    torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).float().logsumexp(-1).sum().backward()
-
-
-def plan_of(run: Any, *, world_size: int, masked_tokens: int) -> Any:
-    """What --dry-run would print for the fullest rank."""
-    from megatron_neobert.planning.memory import plan_memory
-
-    return plan_memory(
-        run.settings,
-        vocab_size=run.tokenizer.vocab_size,
-        world_size=world_size,
-        masked_tokens=masked_tokens,
-    )
-
-
 def count_saved_bytes(run: Any, batch: Any) -> int:
-    """What autograd keeps of one micro-batch: every storage once, weights not counted. Collective: all ranks."""
+    """Return the bytes that autograd keeps of one micro-batch: every storage once, weights not counted.
+
+    Collective: all ranks.
+    """
     import torch
 
     weights = {weight.untyped_storage().data_ptr() for weight in run.model.parameters()}

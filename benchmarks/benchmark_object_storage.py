@@ -181,7 +181,7 @@ def write_large_corpus(folder: Path, *, megabytes: int) -> tuple[str, Any]:
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.corpus.volumes import write_index
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-    from megatron_neobert.runtime.atomic_files import NewFile
+    from megatron_neobert.runtime.new_file import NewFile
 
     prefix, vocabulary = write_corpus(
         folder, documents=DOCUMENTS, median_tokens=368, longest=100_000, vocab_size=30_522

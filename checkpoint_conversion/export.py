@@ -160,34 +160,28 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
     Raises:
         OSError: A file cannot be written.
     """
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    _write_json(
-        folder / "modules.json",
-        [
-            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
-            for number, (path, name) in enumerate(modules)
-        ],
-    )
+    modules = {"": "Transformer", "1_Pooling": "Pooling"}
     modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     pooling = {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in modes}
-    _write_json(
-        folder / "1_Pooling" / "config.json",
-        {"word_embedding_dimension": model.hidden_size, **pooling, "include_prompt": True},
-    )
-    # What is beyond max_seq_length is cut off; do_lower_case would be on top of what the tokenizer does.
-    limits = {"max_seq_length": max_seq_length, "do_lower_case": False}
-    _write_json(folder / "sentence_bert_config.json", limits)
-    _write_json(
-        folder / "config_sentence_transformers.json",
-        {
+    files: dict[str, Any] = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for number, (path, name) in enumerate(modules.items())
+        ],
+        "1_Pooling/config.json": {"word_embedding_dimension": model.hidden_size, **pooling, "include_prompt": True},
+        # Texts are truncated at max_seq_length; do_lower_case would be on top of what the tokenizer does.
+        "sentence_bert_config.json": {"max_seq_length": max_seq_length, "do_lower_case": False},
+        "config_sentence_transformers.json": {
             "model_type": "SentenceTransformer",
             "prompts": {},
             "default_prompt_name": None,
             "similarity_fn_name": "cosine",
             "requirements": {"transformers": _REMOTE_CODE if layout == "neobert" else _NATIVE},
         },
-    )
+    }
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    for name, content in files.items():
+        _write_json(folder / name, content)
 
 
 def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", options: ExportOptions) -> None:

@@ -26,7 +26,7 @@ COMMANDS = {
             "a small real corpus: documentation of installed packages",
         ),
         "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "learn a WordPiece vocabulary"),
-        "preprocess": (f"{OWN}.preprocess_data", "raw shards to Megatron's .bin and .idx"),
+        "preprocess": (f"{OWN}.preprocess_data:preprocess_data", "raw text to Megatron's .bin and .idx"),
         "validate": (f"{DATA}.corpus.inspection:validate", "check a corpus, to the byte"),
         "inspect data": (
             f"{DATA}.corpus.inspection:inspect_data",
@@ -36,7 +36,10 @@ COMMANDS = {
             f"{DATA}.corpus.adoption:adopt_corpora",
             "use a corpus that Megatron-LM wrote, in place",
         ),
-        "find-duplicates": (f"{OWN}.find_duplicates", "near-duplicates of corpora, as a list to leave out"),
+        "find-duplicates": (
+            f"{DATA}.deduplication.run:print_duplicates",
+            "near-duplicates of corpora, as a list",
+        ),
     },
     "Training": {
         "train": ("megatron_neobert.launch:train", "train on this node's GPUs, or NPROC_PER_NODE processes"),

@@ -39,7 +39,8 @@ def option(
         minimum: Smallest legal number.
         metadata: `flag`, the name if it is not the field's; `metavar`; `positional=True`; `repeat=True` for a list
             whose flag is given once for each entry; `completed`, values that a shell suggests; `is_path=True` for
-            paths, which published reports leave out; `read(text)`, which returns the value or raises ValueError.
+            paths, which published reports leave out; `group`, the heading in the help of this field and of those after
+            it; `read(text)`, which returns the value or raises ValueError.
     """
     return field(default=default, metadata={**metadata, "help": help, "choices": tuple(choices), "minimum": minimum})
 
@@ -80,7 +81,7 @@ def run_function(
 
 
 def read_values(options: type, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return the options with the given texts as values, and every problem; then the options are not to be used.
+    """Return the options with the given texts as values, and no problem; or None and every problem.
 
     Nested dataclasses take their fields from the same mapping.
     """
@@ -91,15 +92,13 @@ def read_values(options: type, given: Mapping[str, Any]) -> tuple[Any, list[str]
             values[item.name], more = read_values(typing.cast(type, wanted), given)
             problems += more
         elif item.name in given:
-            wrong = assign(values, item, wanted, given[item.name], source=_source_of(item))
+            wrong = assign(values, item, wanted, given[item.name], source=_source_of(item), is_file_name=True)
             if not wrong and (problem := value_problem(item, wanted, values[item.name], source=_source_of(item))):
                 wrong = [problem]
             problems += wrong
         elif item.default is MISSING:
             problems.append(f"{_source_of(item)} is missing: {item.metadata['help'] or 'it is required'}.")
-    if problems:
-        values = {**{item.name: None for item in fields(options) if item.default is MISSING}, **values}
-    return options(**values), problems
+    return (None if problems else options(**values)), problems
 
 
 def typed_fields(options: type) -> Iterator[tuple[Field, Any]]:
@@ -127,15 +126,22 @@ class _Excerpt(reprlib.Repr):
 excerpt = _Excerpt().repr
 
 
-def assign(values: dict[str, Any], item: Field, wanted: Any, value: Any, *, source: str) -> list[str]:
+def assign(
+    values: dict[str, Any], item: Field, wanted: Any, value: Any, *, source: str, is_file_name: bool = False
+) -> list[str]:
     """Put one value, converted to its field's type, into `values`, and return what is wrong with it.
 
     Args:
         value: The text of a flag, or what a YAML file holds.
         source: What the user gave the value by, as it begins the message.
+        is_file_name: As in `convert`.
     """
     try:
-        converted = item.metadata["read"](value) if "read" in item.metadata else convert(value, wanted)
+        converted = (
+            item.metadata["read"](value)
+            if "read" in item.metadata
+            else convert(value, wanted, is_file_name=is_file_name)
+        )
     except (ValueError, TypeError, OverflowError) as error:
         reason = str(error) if "read" in item.metadata else f"is not {_type_words(wanted, item)}."
         is_words = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
@@ -161,10 +167,13 @@ def value_problem(item: Field, wanted: Any, value: Any, *, source: str) -> str:
     return ""
 
 
-def convert(value: Any, wanted: Any) -> Any:
+def convert(value: Any, wanted: Any, *, is_file_name: bool = False) -> Any:
     """Return a flag's text or a YAML value as the type of its field; ValueError if it is something else.
 
     YAML 1.1 reads `1e-4` as text, so a text is parsed by the field's type and not by YAML's guess.
+
+    Args:
+        is_file_name: A text may have bytes that are not UTF-8, as names of files may, because it is not written again.
     """
     plain, optional = plain_type(wanted)
     if optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
@@ -173,13 +182,17 @@ def convert(value: Any, wanted: Any) -> Any:
         return value
     if typing.get_origin(plain) is tuple:
         entry_type = typing.get_args(plain)[0]
-        return tuple(convert(entry, entry_type) for entry in (value if isinstance(value, list) else [value]))
+        return tuple(
+            convert(entry, entry_type, is_file_name=is_file_name)
+            for entry in (value if isinstance(value, list) else [value])
+        )
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):  # True is an int to Python alone
         raise ValueError(value)
     if plain in (str, Path) or typing.get_origin(plain) is Literal:
         text = str(value)
         # An empty path would be the current folder; the others are the end of what Linux allows, and of a line.
-        if not text.strip() or len(text.encode()) >= 4096 or set(text) & set("\0\n\r"):
+        encoded = os.fsencode(text) if is_file_name else text.encode()
+        if not text.strip() or len(encoded) >= 4096 or set(text) & set("\0\n\r"):
             raise ValueError(value)
         return Path(text) if plain is Path else text
     if not str(value).isascii() or plain not in (int, float):  # int() reads the digits of any script
@@ -325,8 +338,11 @@ def add_flags(
         shown: Whether the help has the flag of a field.
         negatable: A switch that is off by default also has `--no-FLAG`, for what a file may have switched on.
     """
+    container = parser
     for item, wanted in typed_fields(options):
         plain, _ = plain_type(wanted)
+        if "group" in item.metadata:
+            container = parser.add_argument_group(item.metadata["group"])
         if is_dataclass(wanted):
             group = parser.add_argument_group(item.metadata.get("help") or item.name)
             add_flags(group, typing.cast(type, wanted), shown=shown, negatable=negatable)
@@ -336,7 +352,7 @@ def add_flags(
         settings: dict[str, Any] = {"dest": item.name, "help": help_text}
         if plain is bool:
             switch: Any = argparse.BooleanOptionalAction if negatable or item.default is not False else "store_true"
-            parser.add_argument(*names, action=switch, **settings)
+            container.add_argument(*names, action=switch, **settings)
             continue
         legal = choices_of(item, wanted)
         kind = typing.get_args(plain)[0] if typing.get_origin(plain) is tuple else plain
@@ -348,7 +364,7 @@ def add_flags(
             settings["action"] = "append"
         elif typing.get_origin(plain) is tuple and not is_dataclass(kind):
             settings["nargs"] = "+"
-        action = parser.add_argument(*names, **settings)
+        action = container.add_argument(*names, **settings)
         # A shell is told these values. argparse is not: it would report one wrong value and stop.
         if values := item.metadata.get("completed") or legal:
             setattr(action, "completer", lambda values=values, **_: values)  # noqa: B010  argcomplete's attribute

@@ -31,10 +31,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: the reader of our output h
 LONGEST_REASON = 500  # characters of a library's message
 # Extras of setup.py and the modules they bring; tests/unit/test_errors.py compares them.
 MODULES_OF_EXTRAS = {
-    "eval": (
-        *("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
-        "msgspec",
-    ),
+    "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "fast": ("nanotoken", "gigatoken"),
     "sentencepiece": ("sentencepiece",),

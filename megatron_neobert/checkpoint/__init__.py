@@ -1,0 +1,1 @@
+"""Checkpoints of a run: folders, contents, saving, loading, checks before a start."""

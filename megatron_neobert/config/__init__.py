@@ -1,0 +1,1 @@
+"""Settings of a run: their schema, rules between them, phases, files and flags."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megatron_neobert.config.expressions import parse_expression
 from megatron_neobert.errors import ConfigError
 
 _FORM = (
@@ -19,23 +20,23 @@ _FORM = (
 )
 _MOST_COMPONENTS = 1024  # each is opened by every process
 _LONGEST_LIMIT = 18  # digits
-# A number has no slash, so that a folder may be called x:y=z; a drop list, the names of inputs and
-# those of sources may have slashes, and then have no colon.
-_LIMIT = re.compile(r"(.*):(?:(drop|inputs|sources)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
+# A number has no slash, so that a folder may be called x:y=z; the path of a drop list may have slashes, and no colon.
+_LIMIT = re.compile(r"(.*):(?:(drop)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
+# An expression may have a colon in a quoted text.
+_WHERE = re.compile(r""":where=((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^:])*)""", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Component:
-    """A corpus, or those of its documents that come from some inputs and sources, have minimum to maximum tokens ([CLS]
-    and [SEP] not counted) and are left by a drop list."""
+    """A corpus, or the documents of it that have minimum to maximum tokens ([CLS] and [SEP] not counted), match an
+    expression over their attributes and are not in a drop list."""
 
     prefix: str
     weight: Fraction = Fraction(1)  # of any sum: a share of the documents once divided by the sum of all
     minimum: int = 1
     maximum: int | None = None
+    where: str | None = None  # see expressions.py
     drop: str | None = None  # path of a drop list
-    inputs: str | None = None  # names of shards as the manifest has them, with * and ?
-    sources: str | None = None  # the same of values of --source-key
 
     @property
     def is_remote(self) -> bool:
@@ -43,14 +44,20 @@ class Component:
 
     @property
     def is_filtered(self) -> bool:
-        return self.minimum > 1 or {self.maximum, self.drop, self.inputs, self.sources} != {None}
+        return bool(self.expression or self.drop)
+
+    @property
+    def expression(self) -> str:
+        """The condition on attributes that the documents meet, with the limits of length; empty for all documents."""
+        conditions = [f"length>={self.minimum}"] if self.minimum > 1 else []
+        conditions += [f"length<={self.maximum}"] if self.maximum is not None else []
+        return " and ".join([*conditions, f"({self.where})"] if self.where is not None else conditions)
 
     def __str__(self) -> str:
         limits = f":min={self.minimum}" if self.minimum > 1 else ""
         limits += f":max={self.maximum}" if self.maximum is not None else ""
-        limits += f":drop={self.drop}" if self.drop is not None else ""
-        limits += f":inputs={self.inputs}" if self.inputs is not None else ""
-        return self.prefix + limits + (f":sources={self.sources}" if self.sources is not None else "")
+        limits += f":where={self.where}" if self.where is not None else ""
+        return self.prefix + limits + (f":drop={self.drop}" if self.drop is not None else "")
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
@@ -98,7 +105,7 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 def curve_names(entries: Sequence[str]) -> list[str]:
     """A word for each corpus of `--valid-data-path`: the end of its path, and its place where two end alike."""
-    words = [re.sub(r":(drop|inputs|sources)=[^:]*", "", entry).rsplit("/", 1)[-1] for entry in entries]
+    words = [re.sub(r":drop=[^:]*", "", _WHERE.sub("", entry)).rsplit("/", 1)[-1] for entry in entries]
     words = [re.sub(r"[^A-Za-z0-9]+", "_", word)[-40:] for word in words]
     if len(set(words)) == len(words):
         return words
@@ -128,26 +135,28 @@ def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fracti
 
 
 def _read_component(text: str, weight: Fraction, problems: list[str], flag: str) -> Component:
-    prefix, limits, paths = text, dict[str, int](), dict[str, str]()
+    prefix, limits, where, drop = text, dict[str, int](), None, None
+    if (found := _WHERE.search(text)) is not None:
+        where, prefix = found[1], text[: found.start()] + text[found.end() :]
+        try:
+            parse_expression(where)
+        except ConfigError as error:
+            problems.append(f"{flag} {_shorten(text)}: {error.problems[0]}")
     while found := _LIMIT.fullmatch(prefix):
         prefix, kind, path, name, number = found.groups()
-        if kind and kind not in paths:
-            paths[kind] = path
+        if kind and drop is None:
+            drop = path
             continue
         name, number = name or kind, number or path or ""
         is_number = number.isascii() and number.isdigit() and len(number) <= _LONGEST_LIMIT
         if name not in ("min", "max") or name in limits or not is_number:
             problems.append(
                 f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; each of :min=N, "
-                ":max=N, :drop=FILE, :inputs=NAMES and :sources=NAMES may follow a prefix once, with N in tokens and "
-                "no ':' in FILE and NAMES."
+                ":max=N, :where=EXPRESSION and :drop=FILE may follow a prefix once, N in tokens, no ':' in FILE."
             )
         limits[name] = int(number) if is_number else 1
-    problems += [
-        f"{flag} {_shorten(text)}: what follows :{kind}= must have no ':'; rename it, or put a ? in its place."
-        for kind in ("drop", "inputs", "sources")
-        if f":{kind}=" in prefix
-    ]
+    if ":drop=" in prefix:
+        problems.append(f"{flag} {_shorten(text)}: what follows :drop= must have no ':'; rename the file.")
     if not prefix:
         problems.append(f"{flag} {_shorten(repr(text))} names no corpus; {_FORM}.")
     minimum, maximum = limits.get("min", 1), limits.get("max")
@@ -157,4 +166,4 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
             f"{'any number of' if maximum is None else maximum} tokens; lengths are counted from 1, and the largest "
             "must not be below the smallest. Change min or max."
         )
-    return Component(prefix, weight, minimum, maximum, **paths)
+    return Component(prefix, weight, minimum, maximum, where, drop)

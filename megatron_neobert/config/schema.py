@@ -147,7 +147,7 @@ class DataConfig:
     data_path: tuple[str, ...] = path_setting(
         (),
         "corpus prefix as written by neobert preprocess; or several, each after its share of the documents; "
-        "PREFIX:min=N:max=M:inputs=NAMES:sources=NAMES:drop=FILE reads less of it, by tokens, names and a drop list",
+        "PREFIX:min=N:max=M:where=EXPRESSION:drop=FILE reads less of it, by tokens, attributes and a drop list",
     )
     valid_data_path: tuple[str, ...] | None = path_setting(
         None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"

@@ -243,7 +243,7 @@ def _rows(
     assert place is not None, f"{key} has neither a local path nor a hub name"
     kept = left_out = 0
     joined = source.retrieval and not Path(place).is_file()
-    # Configs can be named of the hub, or of a copy of what lies there.
+    # Configs can be named for the Hub, or for a copy of its repository.
     is_repository = not Path(place).exists() or (Path(place).is_dir() and not was_saved(Path(place)))
     configs = source.configs if is_repository and source.configs else (None,)
     opened = itertools.chain.from_iterable(stream_rows(place, config, source.split) for config in configs)

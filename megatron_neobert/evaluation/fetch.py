@@ -122,7 +122,7 @@ def fetch_mteb(options: FetchMtebOptions) -> int:
         ConfigError: A task is a local one, or mteb has no such task, benchmark or language.
         MissingInputError: Something could not be fetched, or with --check is not there.
     """
-    from megatron_neobert.evaluation.mteb_store import is_current, load_task, store_task
+    from megatron_neobert.evaluation.mteb_store import load_task, store_task, stored_revision
     from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
 
     if local := [name for name in options.tasks if name.startswith(PREFIX)]:
@@ -134,7 +134,7 @@ def fetch_mteb(options: FetchMtebOptions) -> int:
         for task in flatten(choose_tasks(options.benchmark, options.tasks, options.languages, options.output))
     }
     if options.check:
-        if missing := [name for name, task in tasks.items() if not is_current(options.output, task)]:
+        if missing := [name for name, task in tasks.items() if stored_revision(options.output, task) is None]:
             raise MissingInputError(
                 f"--output {options.output}: no data of {len(missing)} tasks: {', '.join(missing)}."
             )
@@ -145,7 +145,7 @@ def fetch_mteb(options: FetchMtebOptions) -> int:
         return 0
 
     def fetch(name: str) -> str:
-        if is_current(options.output, tasks[name]):
+        if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
             return "there already"
         store_task(options.output, tasks[name])
         return "fetched"

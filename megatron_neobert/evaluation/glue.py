@@ -79,6 +79,8 @@ def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Pat
     """
     tasks = sorted(choose_glue_tasks(options.tasks or PAPER_TASKS), key=list(TASKS).index)  # others may start from MNLI
     grids = {task: choose_grid(options, task) for task in tasks}
+    if options.no_transfer and options.transfer_from != SOURCE:
+        raise ConfigError("--no-transfer and --transfer-from are both given; name one of them.")
     options, folder = resolve_device(options), options.output / options.model.resolve().name
     source = None if options.no_transfer else options.transfer_from
     model = fingerprint(options.model)
@@ -239,9 +241,9 @@ def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
 
 def write_results(folder: Path, model: Path, *, device: str | None) -> None:
     """Write glue.json and glue.md from the last sweep of every task of this model."""
-    tasks, settings = dict[str, Result](), dict[str, dict[str, Any]]()
+    tasks, settings, own = dict[str, Result](), dict[str, dict[str, Any]](), fingerprint(model)
     for task in TASKS:
-        if line := last_sweep(Ledger(folder / "glue" / task), fingerprint(model)):
+        if line := last_sweep(Ledger(folder / "glue" / task), own):
             tasks[task], settings[task] = line["result"]["result"], line["result"]["settings"]
     why_none = why_no_average(tasks, settings)
     scores = [result["score"]["mean"] for task, result in tasks.items() if task in PAPER_TASKS]  # without WNLI
@@ -293,8 +295,9 @@ def write_submission(folder: Path, options: GlueOptions) -> tuple[Path, list[str
     output, written = folder / "glue" / "submission", list[Path]()
     output.mkdir(parents=True, exist_ok=True)
     loading = LoadOptions(device=resolve_device(options).device or "cpu", attention=options.attention)
+    own = fingerprint(options.model)
     for name in choose_glue_tasks(options.tasks or PAPER_TASKS):
-        weights = best_weights(Ledger(folder / "glue" / name), fingerprint(options.model))
+        weights = best_weights(Ledger(folder / "glue" / name), own)
         model, tokenizer = load_classifier(weights, TASKS[name], loading), load_tokenizer(weights)
         length = longest_input(model, tokenizer, at_most=options.max_length)
         for task, split, rows in read_test_sets(name, options.data_dir):

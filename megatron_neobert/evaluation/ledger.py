@@ -42,6 +42,7 @@ class Ledger:
     """The finished units of one folder, in the order in which they were added last.
 
     Attributes:
+        whole_bytes: Size of the whole lines that were read.
         lines: Key -> a mapping with the entries `key`, `unit` and `result`, as they would be read from the file.
     """
 
@@ -54,8 +55,8 @@ class Ledger:
         self.path = folder / LEDGER
         self.lines: dict[str, dict[str, Any]] = {}
         content = self.path.read_bytes() if self.path.exists() else b""
-        self._whole_bytes = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[: self._whole_bytes].splitlines(), 1):
+        self.whole_bytes = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[: self.whole_bytes].splitlines(), 1):
             try:
                 entry = json.loads(line)
                 self._put({"key": entry["key"], "unit": dict(entry["unit"]), "result": dict(entry["result"])})
@@ -73,11 +74,9 @@ class Ledger:
         """Append a finished unit, on disk when this returns, and return its result as it would be read again."""
         entry = json.loads(json.dumps({"key": key_of(unit), "unit": unit, "result": result}))
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.truncate(self._whole_bytes)
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-            self._whole_bytes = stream.tell()
         self._put(entry)
         return dict(entry["result"])
 
@@ -102,7 +101,10 @@ def open_ledger(folder: Path) -> Iterator[Ledger]:
             raise OutputError(
                 f"{folder}: another command is writing these results; wait for it, or name another --output."
             ) from None
-        yield Ledger(folder)
+        ledger = Ledger(folder)
+        if ledger.path.exists():
+            os.truncate(ledger.path, ledger.whole_bytes)  # a line that a kill cut short
+        yield ledger
 
 
 # --- records

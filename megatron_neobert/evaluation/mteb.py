@@ -46,7 +46,13 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_store import check_revision, digest_of_files, is_stored, limit_task, load_task
+from megatron_neobert.evaluation.mteb_store import (
+    check_revision,
+    digest_of_files,
+    limit_task,
+    load_task,
+    stored_revision,
+)
 from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
@@ -113,7 +119,7 @@ def units_of(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]
     for task in tasks:
         data = task.metadata.revision  # of a local task, hashes of its files
         if not task.metadata.name.startswith(PREFIX):
-            if not is_stored(data_dir, task):
+            if stored_revision(data_dir, task) is None:
                 units[task.metadata.name] = None
                 continue
             check_revision(data_dir, task)

@@ -28,28 +28,22 @@ _NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subset
 _DOCUMENTS_PER_QUERY = 10  # that --limit leaves beside the relevant ones
 
 
-def is_stored(data_dir: Path, task: AbsTask) -> bool:
-    """Return whether a task's data is there, in all its splits and subsets."""
+def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
+    """Return the revision of a task's data, None if the data is not there in all subsets."""
     folder = data_dir / "tasks" / task.metadata.name
     if not (folder / _ABOUT).is_file():
-        return False
-    subsets = {part["subset"] for part in _read_about(folder)["parts"]}
-    return None in subsets or set(task.hf_subsets) <= subsets
-
-
-def is_current(data_dir: Path, task: AbsTask) -> bool:
-    """Return whether a task's data is there in the revision of the installed mteb."""
-    folder = data_dir / "tasks" / task.metadata.name
-    return is_stored(data_dir, task) and _read_about(folder)["revision"] == task.metadata.revision
+        return None
+    about = _read_about(folder)
+    subsets = {part["subset"] for part in about["parts"]}
+    return str(about["revision"]) if None in subsets or set(task.hf_subsets) <= subsets else None
 
 
 def check_revision(data_dir: Path, task: AbsTask) -> None:
-    """Raise DataError if the data that is there is of another revision than the installed mteb's task."""
-    folder = data_dir / "tasks" / task.metadata.name
-    if (stored := _read_about(folder)["revision"]) != task.metadata.revision:
+    """Raise DataError if the data is not there, or is of another revision than the installed mteb's task."""
+    if (stored := stored_revision(data_dir, task)) != task.metadata.revision:
         raise DataError(
-            f"{folder}: holds revision {stored}, and the installed mteb evaluates {task.metadata.revision}; run "
-            "neobert fetch mteb with this mteb on a connected machine."
+            f"{data_dir / 'tasks' / task.metadata.name}: holds revision {stored}, and the installed mteb evaluates "
+            f"{task.metadata.revision}; run neobert fetch mteb with this mteb on a connected machine."
         )
 
 

@@ -20,7 +20,7 @@ from mteb.abstasks.task_metadata import TaskMetadata
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import check_data, columns_of, read_tables, reading
-from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS
+from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 PREFIX = "local:"
@@ -45,6 +45,8 @@ def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str],
         ConfigError: mteb has no such benchmark, task or language, or a name comes twice.
         MissingInputError: A local task without files.
     """
+    if names and benchmark != MTEB_PAPER:
+        raise ConfigError(f"--benchmark {benchmark} and --tasks are both given; name one of them.")
     if not names:
         try:
             return copy.deepcopy(list(mteb.get_benchmark(benchmark).tasks))

@@ -17,7 +17,6 @@ BATCH_SIZES = tuple(2**power for power in range(10))
 
 _MODEL = "Hugging Face folder of an encoder"
 _OUTPUT = "folder for the results"
-_DEVICE = "such as cpu or cuda:1; without it the GPU where there is one"
 _ATTENTION = "transformers' attn_implementation, such as sdpa; without it transformers' choice"
 
 
@@ -31,6 +30,15 @@ def choose_glue_tasks(names: Sequence[str], known: Iterable[str] = GLUE_TASKS) -
     if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(known)}.")
     return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """Precision, device and attention of a model that is only read."""
+
+    dtype: Dtype = option("float32", "of weights and activations, without autocast")
+    device: str | None = option(None, "such as cpu or cuda:1; without it the GPU where there is one", metavar="NAME")
+    attention: str | None = option(None, _ATTENTION, metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,7 @@ class NerOptions(FineTuneOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityOptions:
+class PerplexityOptions(ComputeOptions):
     """The command line of `neobert evaluate ppl`."""
 
     model: tuple[Path, ...] = option(help="Hugging Face folders", metavar="DIR")
@@ -95,9 +103,6 @@ class PerplexityOptions:
     limit: int | None = option(None, "only the first N documents", minimum=1)
     seed: int = option(0, "of --positions-per-doc")
     batch_tokens: int = option(16384, "of one batch, at most", minimum=1)
-    dtype: Dtype = option("float32", "of weights and activations")
-    device: str | None = option(None, _DEVICE, metavar="NAME")
-    attention: str | None = option(None, _ATTENTION, metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +130,12 @@ class ThroughputOptions:
         "length",
         minimum=1,
     )
-    device: str | None = option(None, _DEVICE, metavar="NAME")
+    device: str | None = option(None, "such as cpu or cuda:1; without it the GPU where there is one", metavar="NAME")
     seed: int = option(0, "of tokens and lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtebOptions:
+class MtebOptions(ComputeOptions):
     """The command line of `neobert evaluate mteb`."""
 
     model: Path = option(help=_MODEL, metavar="DIR")
@@ -153,11 +158,6 @@ class MtebOptions:
     pooling: Literal["mean", "cls"] = option("mean", "of the token states")
     max_length: int = option(1024, "truncate texts after N tokens", minimum=1)
     batch_size: int = option(32, "texts at once", minimum=1)
-    dtype: Dtype = option(
-        "float32", "of weights and activations; the paper's code keeps float32 weights under float16 autocast"
-    )
-    device: str | None = option(None, _DEVICE, metavar="NAME")
-    attention: str | None = option(None, _ATTENTION, metavar="NAME")
     limit: int | None = option(None, "only N examples or queries per task: a quick look, not a result", minimum=1)
 
 

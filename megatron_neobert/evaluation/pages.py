@@ -51,7 +51,7 @@ def figure(path: Path, caption: str) -> str:
 
 def table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], str]]) -> str:
     """Return a table of rows of cells, each with the Markdown of a last column: MEASURED, REPORTED or `run_link`."""
-    # Numbers, and what stands for one that is not there, are set to the right.
+    # Numbers, and signs for missing ones, are aligned to the right.
     are_numbers = [
         all(re.match(r"\d|–|-$|missing$", cells[column]) for cells, _ in rows) for column in range(len(header))
     ]

@@ -42,7 +42,7 @@ def plot_curves(
     log_x: bool = False,
     log_y: bool = False,
 ) -> None:
-    """Draws the curves into a PNG; the folder must exist.
+    """Draw the curves into a PNG; the folder must exist.
 
     Values that are not finite leave a gap.
     """
@@ -76,7 +76,7 @@ def plot_curves(
 
 
 def plot_perplexities(path: Path, models: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str) -> None:
-    """The curves of pseudo-perplexity over length: name -> the points of a record, with bands where there are any."""
+    """Draw pseudo-perplexity over length: the points of a record by model, with bands where there are any."""
     nan = float("nan")
     curves = []
     for name, points in models.items():
@@ -88,7 +88,7 @@ def plot_perplexities(path: Path, models: Mapping[str, Sequence[Mapping[str, Any
 
 
 def add_legend(place: Any, lines: Sequence[Any], names: Sequence[str], **options: Any) -> None:
-    """Adds a legend to axes or a figure. Labels given to matplotlib vanish if they begin with "_" and are read as TeX
+    """Add a legend to axes or a figure. Labels given to matplotlib vanish if they begin with "_" and are read as TeX
     between two "$", so that these are put in afterwards.
     """
     legend = place.legend(lines, [str(number) for number in range(len(names))], frameon=False, **options)
@@ -98,6 +98,6 @@ def add_legend(place: Any, lines: Sequence[Any], names: Sequence[str], **options
 
 
 def save_figure(figure: Figure, path: Path, **metadata: None) -> None:
-    """Writes a figure whole, in the format of the file's name, without the metadata named."""
+    """Write a figure whole, in the format of the file's name, without the metadata named."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import paper
 from megatron_neobert.evaluation.glue_tasks import PAPER_TASKS, TASKS
@@ -39,9 +41,25 @@ KINDS = {
     "mteb": ("MTEB", "neobert evaluate mteb"),
     "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
 }
-_FIELDS = {"model": dict, "command": str, "settings": dict, "results": dict, "machine": str, "versions": dict}
 # Settings that differ between models by nature, and MTEB's tasks, which have tables of their own.
 _OWN_SETTINGS = {"model", "models", "variants", "tasks"}
+
+
+class _Model(msgspec.Struct):
+    name: str
+    fingerprint: str
+
+
+class _Record(msgspec.Struct):
+    """The form of a record."""
+
+    kind: str
+    model: _Model
+    command: str
+    settings: dict[str, Any]
+    results: dict[str, Any]
+    machine: str
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,19 +152,14 @@ def missing(runs: Sequence[Measured]) -> dict[str, list[str]]:
 
 def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
-        record = read_record(path)
+        msgspec.convert(record := read_record(path), _Record)
+        if record["kind"] != kind:
+            raise ValueError(f"its kind is {record['kind']!r:.80}")
     except (ValueError, RecursionError, OSError) as error:  # not UTF-8, not JSON, nested too deeply, or a pipe
         raise DataError(
-            f"{path}: not a JSON file ({error}); remove it and measure again with {KINDS[kind][1]}."
+            f"{path}: not a record of kind {kind} ({short_reason(error)}); remove it and measure again with "
+            f"{KINDS[kind][1]}."
         ) from None
-    whole = (
-        isinstance(record, dict)
-        and record.get("kind") == kind
-        and all(isinstance(record.get(name), type_) for name, type_ in _FIELDS.items())
-        and all(isinstance(record["model"].get(name), str) for name in ("name", "fingerprint"))
-    )
-    if not whole:
-        raise DataError(f"{path}: not a record of kind {kind}; remove it and measure again with {KINDS[kind][1]}.")
     return record
 
 

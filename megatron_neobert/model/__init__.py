@@ -1,0 +1,1 @@
+"""NeoBERT on Megatron-Core, its plain reference, and what follows from its shape: weights, kernels, FLOPs."""

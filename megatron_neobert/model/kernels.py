@@ -138,7 +138,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         accumulated = "in the product (Apex)"
     elif engine:
         accumulated = "in the product (Transformer Engine; the decoder's after it)"
-    # In the order in which Megatron takes them; torch's through FusedAdam of megatron_patches.py.
+    # In the order in which Megatron takes them; torch's through FusedAdam of training/optimizer.py.
     optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
     if hardware.transformer_engine.version is not None:
         optimizer = "Transformer Engine"

@@ -1,0 +1,1 @@
+"""The plan that --dry-run prints: memory, time and disk by arithmetic."""

@@ -142,19 +142,3 @@ def shut_down() -> None:
     """Leaves all groups. Collective: all ranks."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-def data_parallel_rank() -> int:
-    return parallel_state.get_data_parallel_rank()
-
-
-def data_parallel_size() -> int:
-    return parallel_state.get_data_parallel_world_size()
-
-
-def context_parallel_rank() -> int:
-    return parallel_state.get_context_parallel_rank()
-
-
-def context_parallel_size() -> int:
-    return parallel_state.get_context_parallel_world_size()

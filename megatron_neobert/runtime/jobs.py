@@ -26,15 +26,9 @@ from typing import IO, Any, ClassVar, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.runtime.atomic_files import (
-    FileRecord,
-    NewFile,
-    lock_if_possible,
-    open_regular,
-    replace_file,
-    sha256_of,
-)
+from megatron_neobert.runtime.atomic_files import lock_if_possible, open_regular, replace_file, sha256_of
 from megatron_neobert.runtime.executors import RayCluster, Report, WorkerPool
+from megatron_neobert.runtime.new_file import FileRecord, NewFile
 
 _SETTINGS = "job.json"
 _POLL_SECONDS = 0.1  # between two looks at the reports of workers

@@ -5,8 +5,8 @@
    of 128, or a data-parallel size that is no power of two). 0.19.2 does the same.
 2. Without Transformer Engine and Apex, a distributed optimizer cannot load its state: torch's AdamW keeps one `step`
    tensor per parameter, the loader hands all parameters the same one, and every update then counts it up once per
-   parameter. `FusedAdam` keeps the step in the parameter group, as Transformer Engine's optimizer of that name does,
-   so the loader takes the branch that a GPU run takes and checkpoints are interchangeable. 0.19.2 fails an assertion.
+   parameter. 0.19.2 fails an assertion. `FusedAdam` of training/optimizer.py, which takes the branch of a GPU run, is
+   the way round this.
 3. The gradient norm is a Python number: the host waits for it, and without Transformer Engine and Apex once more for
    each parameter. `norm_on_device` leaves it on the device. megatron.core 0.19 does so with some Transformer Engines.
 4. `finalize_model_grads` asks the device whether any token was counted. `scale_by_tokens` needs no answer;
@@ -22,7 +22,7 @@ oldest supported megatron.core waits no longer without them.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -30,10 +30,9 @@ import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.optim.adam import adam
 
 from megatron_neobert.errors import ConfigError
 
@@ -54,7 +53,7 @@ _NORM_ELEMENTS = 1 << 15  # in one fp32 sum on CPU: 1.5e-8 from fp64, and as fas
 
 
 def install() -> None:
-    """Puts all fixes in place but the last, which is called by name; a second call does nothing."""
+    """Put the first and the third fix in place; the others are called by name. A second call does nothing."""
     if getattr(DistributedOptimizer, "has_bucket_fix", False):
         return
     refuse_other_upstream()
@@ -63,11 +62,6 @@ def install() -> None:
         DistributedOptimizer.sharded_param_state_fully_reshardable
     )
     clip_grads.get_grad_norm_fp32 = base_optimizer.get_grad_norm_fp32 = norm_on_device
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-        distrib_optimizer.HAVE_APEX_OR_TE = True
-        distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
 def refuse_other_upstream() -> None:
@@ -111,7 +105,15 @@ def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def _offsets_without_padding(buffer: Any) -> Iterator[None]:
-    """Counts a parameter's place without the padding that ends the buckets before it, as the gathered state does."""
+    """Count a parameter's offset without the padding that ends the buckets before it, as the gathered state does.
+
+    Offsets that fit the sum of the unpadded buckets have no padding in them: no bucket before the last is padded, or
+    this megatron.core counts without padding itself.
+    """
+    unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
+    if max(end for _, end, _ in buffer.param_index_map.values()) <= unpadded:
+        yield
+        return
     removed, padding_before = 0, []
     for bucket in buffer.buckets:
         padding_before.append(removed)
@@ -166,54 +168,3 @@ def scale_by_tokens(model: list[Any], num_tokens: torch.Tensor | None = None, **
     torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     for model_chunk in model:
         model_chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW on torch's fused kernel, with the state layout of Transformer Engine's FusedAdam.
-
-    State per parameter: `exp_avg`, `exp_avg_sq`; per group: `step`, counted once for all its parameters.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-        capturable: bool = False,  # in a CUDA graph, which this is never part of
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.adam_w_mode = adam_w_mode
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            params = [param for param in group["params"] if param.grad is not None]
-            if not params:  # a rank of the distributed optimizer may hold none of a group
-                continue
-            for param in params:
-                if not self.state[param]:
-                    self.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-            states = [self.state[param] for param in params]
-            adam(
-                params,
-                [param.grad for param in params],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                # torch counts these up itself before the update; one tensor's views, since each new one is a launch
-                list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                decoupled_weight_decay=self.adam_w_mode,
-            )

@@ -1,0 +1,1 @@
+"""The training loop: setup, step, optimizer, skipped updates, logs, hang detection."""

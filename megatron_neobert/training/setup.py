@@ -1,16 +1,11 @@
 """Settings to objects: everything a run is made of, built in the order in which problems are cheapest to find."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
 from megatron_neobert.config.schema import Settings
@@ -23,7 +18,7 @@ from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.megatron_patches import scale_by_tokens
 from megatron_neobert.runtime.signals import remember_signals
 from megatron_neobert.state import Run, TrainState
-from megatron_neobert.training.muon import build_with_muon
+from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
 
 def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
@@ -65,10 +60,10 @@ def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStr
     Validation keeps the settings and the documents that the run begins with, in all phases: a curve is of one kind.
     """
     training = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
-        data_parallel_rank=distributed.data_parallel_rank(),
-        data_parallel_size=distributed.data_parallel_size(),
-        context_parallel_rank=distributed.context_parallel_rank(),
-        context_parallel_size=distributed.context_parallel_size(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
     first = training.streams[0]
     validation = inputs[0].validation if settings.training.eval_iters else {}
@@ -113,51 +108,4 @@ def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
             fp8_param_gather=settings.compute.fp8_param_gather,
         ),
         model,
-    )
-
-
-def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
-    """Megatron's optimizer over all parameters. Collective: all ranks."""
-    cfg = settings.optimizer
-    config = MegatronOptimizerConfig(
-        optimizer="adam",
-        decoupled_weight_decay=cfg.optimizer != "adam",
-        lr=cfg.lr,
-        min_lr=cfg.min_lr,
-        weight_decay=cfg.weight_decay,
-        adam_beta1=cfg.adam_beta1,
-        adam_beta2=cfg.adam_beta2,
-        adam_eps=cfg.adam_eps,
-        clip_grad=cfg.clip_grad,
-        bf16=settings.training.bf16,
-        params_dtype=torch.bfloat16 if settings.training.bf16 else torch.float32,
-        use_distributed_optimizer=settings.parallel.use_distributed_optimizer,
-        overlap_param_gather=model.ddp_config.overlap_param_gather,
-        fp8_recipe=settings.compute.fp8_recipe if settings.compute.fp8_format is not None else None,
-    )
-    overrides: dict[ParamKey, ParamGroupOverride] = {}  # an empty table decays all, as the paper's code does
-    if cfg.weight_decay_scope == "matrices":
-        vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
-        overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
-    build = partial(get_megatron_optimizer, config, [model], config_overrides=overrides, use_gloo_process_groups=True)
-    return build_with_muon(build, model) if cfg.optimizer == "muon" else build()
-
-
-def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
-    cfg = settings.optimizer
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=cfg.lr,
-        min_lr=cfg.min_lr,
-        lr_warmup_steps=cfg.lr_warmup_iters,
-        lr_decay_steps=settings.lr_decay_end,
-        lr_decay_style=cfg.lr_decay_style,
-        start_wd=cfg.weight_decay,
-        end_wd=cfg.weight_decay,
-        wd_incr_steps=settings.training.train_iters,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        wsd_decay_steps=cfg.lr_wsd_decay_iters,
-        lr_wsd_decay_style=cfg.lr_wsd_decay_style,
     )

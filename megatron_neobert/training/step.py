@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
 from megatron_neobert.state import MetricSums, RankStatus, Run, StepResult
+from megatron_neobert.training.optimizer import update_weights
 from megatron_neobert.training.skip_update import skip_reason
 
 _SUMS = len(fields(MetricSums))
@@ -32,7 +33,7 @@ def train_step(run: Run, batches: StepBatches) -> StepResult:
     sums, grad_norm, status = _over_all_ranks(run, _sum_up(reports, batches, run.device), own_norm)
     reason = skip_reason(run.state, loss=sums.mean_loss, grad_norm=grad_norm, training=run.settings.training)
     if reason is None:
-        _update(run, grad_norm)
+        update_weights(run, grad_norm)
     run.scheduler.step(increment=1)
     return StepResult(sums, status, grad_norm=grad_norm, skip_reason=reason)
 
@@ -85,20 +86,6 @@ def _over_all_ranks(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> 
     totals = MetricSums(*(sum(column) / copies for column in columns[:_SUMS]))
     largest = RankStatus(*(int(max(column)) for column in columns[_SUMS + 1 :]))
     return totals, sum(columns[_SUMS]) / ranks, largest
-
-
-def _update(run: Run, grad_norm: float) -> None:
-    """Clips the gradients, which are ready, and updates the weights. Collective: all ranks.
-
-    What megatron.core's ChainedOptimizer.step does once it knows the norm; nothing may come between there.
-    """
-    limit = run.settings.optimizer.clip_grad
-    scale = limit / (grad_norm + 1e-6)  # Megatron's and torch's epsilon
-    for optimizer in run.optimizer.chained_optimizers:
-        gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
-        if gradients and 0 < scale < 1:  # a limit of 0 switches clipping off
-            torch._foreach_mul_(gradients, scale)
-    run.optimizer.step_with_ready_grads()
 
 
 def run_schedule(

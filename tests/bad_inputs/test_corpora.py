@@ -90,11 +90,6 @@ MANIFESTS = [
         ["at `$.inputs[...]"],
         id="input without sum",
     ),
-    pytest.param(
-        edited(source_key="a", sources={"b": {"documents": 4, "tokens": 9}}),
-        ["expected tokens 9, the sum over its sources, found 10"],
-        id="sources",
-    ),
     pytest.param(edited(volumes={"bin": {"bytes": 20, "sha256": "0"}}), ["sha256 0 as in small.json"], id="no sha256"),
 ]
 

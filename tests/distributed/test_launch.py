@@ -153,15 +153,6 @@ def test_a_start_that_a_rank_refuses_leaves_no_folder(tiny_corpus, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_that_did_not_write_the_corpus_is_refused_before_any_rank_is_started(tiny_corpus, tmp_path):
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n", encoding="utf-8")
-    words = flags(tiny_corpus, train_iters=2, tokenizer_model=vocabulary)
-    ended = run_command("megatron_neobert.launch", SCRIPT, *words, environment={"NPROC_PER_NODE": "2"})
-    assert ended.refused(65), ended.output
-    assert "was written with tokenizer" in ended.output
-
-
 def test_package_called_apex_that_is_not_nvidias_is_refused_before_megatron_imports_it(tiny_corpus, tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise AttributeError('another project')\n")

@@ -20,7 +20,7 @@ MUON = {"optimizer": {"optimizer": "muon"}, "parallel": WHOLE, "model": {"num_la
 
 def compare_each_update_with_torch() -> None:
     """In this process, torch's own optimizers get the same gradients; after each update their weights are the run's."""
-    update = step._update
+    update = step.update_weights
     twins: dict[str, torch.Tensor] = {}
     optimizers: list[torch.optim.Optimizer] = []
 
@@ -57,7 +57,7 @@ def compare_each_update_with_torch() -> None:
             optimizer.step()
         torch.testing.assert_close(parameters, twins, rtol=1e-5, atol=1e-6)
 
-    step._update = compare
+    step.update_weights = compare
 
 
 def test_every_update_is_that_of_torchs_muon_and_adamw(settings):

@@ -148,14 +148,6 @@ def test_a_checkpoint_goes_on_in_another_layout(settings, before, after):
     assert gap <= LAYOUT_LOSS.gate
 
 
-def test_another_model_is_refused_with_both_values(settings):
-    first = settings("run", training={"exit_interval": 1})
-    train_on_ranks(first)
-    other = settings("run", model={"num_layers": 3}).with_section("checkpoint", load=first.checkpoint.save)
-    with pytest.raises(Exception, match="--num-layers was 2 and is now 3"):
-        train_on_ranks(other)
-
-
 def test_other_data_settings_are_taken_if_each_of_them_is_allowed_by_name_and_are_logged(settings, capfd):
     first = settings("run", training={"exit_interval": 1})
     train_on_ranks(first)
@@ -363,15 +355,6 @@ def corpus_with(words: list[str], folder: Path) -> SimpleNamespace:
     )
     preprocess(plan_preprocessing(preprocessing), on_progress=lambda progress: None)
     return SimpleNamespace(prefix=str(folder / "other_content_document"), tokenizer=str(vocabulary))
-
-
-def test_continuing_a_run_that_is_already_that_long_is_refused(settings):
-    first = settings("first", training={"exit_interval": STOP})
-    train_on_ranks(first)
-    second = settings("second", training={"train_iters": STOP})
-    second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
-    with pytest.raises(Exception, match=f"--train-iters {STOP} is not above {STOP}, the iteration of --continue-from"):
-        train_on_ranks(second)
 
 
 @pytest.mark.slow

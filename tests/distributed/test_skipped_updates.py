@@ -224,15 +224,6 @@ def mask_nothing() -> None:
     loop.train_step = train_step
 
 
-@pytest.mark.slow
-def test_without_the_option_a_spike_is_trained_on(settings, tmp_path):
-    poison = Poison(tmp_path / "notes", iterations=(6,), factor=100.0)
-    run = settings()
-    train_on_ranks(run, prepare=poison)
-    assert [note["reason"] for note in poison.notes()] == [None]
-    assert read_metrics(run.checkpoint.save)[6] > 100
-
-
 @pytest.mark.parametrize(
     ("iterations", "optimizer", "is_distributed"),
     [

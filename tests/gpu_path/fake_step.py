@@ -241,6 +241,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron_neobert.runtime import distributed
     from megatron_neobert.state import Run, TrainState
     from megatron_neobert.training import setup, step
+    from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
     RANKS.update(rank=case.get("rank", 0), world_size=case.get("world_size", 1))
     settings = settings_of(case)
@@ -249,21 +250,21 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         remove_patches(device)
     if case.get("mixes_devices"):
         PackedBatch.to = lambda batch, device, **options: replace(batch, tokens_t=batch.tokens_t.to(device, **options))
-    slots = ROWS * SEQ_LENGTH // distributed.context_parallel_size()
+    slots = ROWS * SEQ_LENGTH // settings.parallel.context_parallel_size
     masked = usual_masked(slots, probability=settings.data.mask_prob)
     reports = []
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:
         torch._C._set_only_lift_cpu_tensors(True)
         model = setup.build_model(settings, device, vocab_size=VOCAB)
         assert all(tensor.is_cuda for tensor in model.parameters())
-        optimizer = setup.build_optimizer(settings, model)
+        optimizer = build_optimizer(settings, model)
         run: Any = Run(
             settings=settings,
             device=device,
             tokenizer=None,  # type: ignore[arg-type]
             model=model,
             optimizer=optimizer,
-            scheduler=setup.build_scheduler(settings, optimizer),
+            scheduler=build_scheduler(settings, optimizer),
             training_stream=None,  # type: ignore[arg-type]
             validation_streams={},
             state=TrainState(corpus_sha256=""),

@@ -51,7 +51,7 @@ def test_shard_that_is_no_text_is_refused(tiny_corpus: Any, tmp_path: Path, cana
     shard = tmp_path / "in" / name
     shard.write_bytes(HOSTILE[name](canary))
     result = run_command(
-        "megatron_neobert.commands.preprocess_data",
+        "tools.preprocess_data",
         *("--input", shard, "--output-prefix", tmp_path / "out", "--tokenizer-model", tiny_corpus.tokenizer),
     )
     assert result.refused(65), result.output
@@ -66,7 +66,7 @@ def test_arrow_type_that_is_a_pickle_is_read_as_its_text(tiny_corpus: Any, tmp_p
     with pa.OSFile(str(tmp_path / "shard.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_table(table)
     result = run_command(
-        "megatron_neobert.commands.preprocess_data",
+        "tools.preprocess_data",
         *("--input", tmp_path / "shard.arrow", "--output-prefix", tmp_path / "out"),
         *("--tokenizer-model", tiny_corpus.tokenizer),
     )

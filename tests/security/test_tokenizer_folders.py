@@ -18,7 +18,7 @@ def shard(tmp_path: Path) -> Path:
 
 def preprocess(shard: Path, tokenizer: Path, *more: str):
     return run_command(
-        "megatron_neobert.commands.preprocess_data",
+        "tools.preprocess_data",
         *("--input", shard, "--output-prefix", shard.parent / "out"),
         *("--tokenizer-model", tokenizer, *more),
     )

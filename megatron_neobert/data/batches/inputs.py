@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_neobert.config.data_path import Component, curve_names, parse_data_path, whole_weights
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
 from megatron_neobert.data.batches.rows import BatchSettings, Source
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
+from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.data.inputs.stream import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
@@ -136,9 +140,11 @@ def _split_sources(
                 f"--split {split} leaves none of the {len(corpus):,} documents of {component.prefix} for training; "
                 "give the first share more."
             )
+        bits = choose_documents(corpus, component.expression, component.drop) if component.is_filtered else None
         for sources, documents, purpose in zip(parts, ranges, ("training", "validation"), strict=False):
             if documents:
-                sources.append(Source(corpus, _choose(component, corpus, documents, purpose), weight))
+                chosen = documents if bits is None else _choose(component, corpus, bits, documents, purpose)
+                sources.append(Source(corpus, chosen, weight))
     return tuple(parts[0]), tuple(parts[1])
 
 
@@ -148,34 +154,18 @@ def _held_out(corpus: Corpus, data: DataConfig) -> str:
     return f", {held_out:,} held out by --split {data.split}" if held_out else ""
 
 
-def _choose(component: Component, corpus: Corpus, documents: range, purpose: str) -> range | KeptDocuments:
-    if not component.is_filtered:
-        return documents
-    kept = KeptDocuments(
-        corpus,
-        documents,
-        minimum=component.minimum,
-        maximum=component.maximum,
-        drop=component.drop,
-        inputs=component.inputs,
-        sources=component.sources,
-    )
-    if not kept:
+def _choose(
+    component: Component, corpus: Corpus, bits: NDArray[np.uint8], documents: range, purpose: str
+) -> ChosenDocuments:
+    chosen = ChosenDocuments(bits, documents)
+    if not chosen:
         statistics = corpus.manifest.statistics
         raise DataError(
-            f"{component}: none of the {len(documents):,} documents for {purpose} has at least {component.minimum:,}"
-            + (f" and at most {component.maximum:,}" if component.maximum is not None else "")
-            + f" tokens; those of the corpus have {statistics.shortest:,} to {statistics.longest:,}"
-            + (
-                f", and {component.drop} drops {kept.drop_list.of.dropped_documents:,} of its {len(corpus):,} documents"
-                if kept.drop_list is not None
-                else ""
-            )
-            + (f", and {component.inputs} takes some inputs alone" if component.inputs is not None else "")
-            + (f", and {component.sources} some sources" if component.sources is not None else "")
-            + ". Change min, max, drop, inputs and sources, or --split, or leave the component out."
+            f"{component}: none of the {len(documents):,} documents for {purpose} is chosen; documents of this corpus "
+            f"have {statistics.shortest:,} to {statistics.longest:,} tokens, and neobert inspect data lists their "
+            "attributes. Change min, max, where and drop, or --split, or leave the component out."
         )
-    return kept
+    return chosen
 
 
 def _identity(
@@ -188,12 +178,11 @@ def _identity(
         return hash_of(corpora[0].manifest)
     lines = []
     for weight, component, corpus, source in zip(whole_weights(components), components, corpora, sources, strict=True):
+        # Limits of length and drop lists are hashed as earlier versions hashed them; their checkpoints resume.
         line = f"{weight} {hash_of(corpus.manifest)} {component.minimum} {component.maximum}"
-        if isinstance(source.documents, KeptDocuments) and source.documents.drop_list:
-            line += f" {source.documents.drop_list.of.mask_sha256}"
-        if isinstance(source.documents, KeptDocuments) and component.inputs:
-            line += f" {source.documents.ranges}"
-        if isinstance(source.documents, KeptDocuments) and component.sources:
-            line += f" {corpus.manifest.sources_sha256} {source.documents.source_names}"
+        if component.drop is not None:
+            line += f" {read_drop_list(Path(component.drop), corpus.manifest, corpus.prefix)[0].mask_sha256}"
+        if component.where is not None and isinstance(source.documents, ChosenDocuments):
+            line += f" where {hashlib.sha256(source.documents.bits.data).hexdigest()}"
         lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -33,8 +33,8 @@ from megatron_neobert.data.batches.packing import (
     join_rows,
     pack_rows,
 )
+from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.data.corpus.reader import Lengths
-from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import CheckpointError, DataError
 
 # Packed together. Larger windows waste less but take longer to resume in: 4,096 web-like documents leave less than
@@ -86,7 +86,7 @@ class Source:
     """Documents of a corpus, and their share of the documents of a blend."""
 
     corpus: Documents
-    documents: range | KeptDocuments  # the range: contiguous
+    documents: range | ChosenDocuments  # the range: contiguous
     weight: int = 1  # documents of every sum(weights) documents of the blend
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:

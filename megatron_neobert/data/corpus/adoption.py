@@ -40,7 +40,8 @@ from megatron_neobert.data.corpus.volumes import (
 )
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
-from megatron_neobert.runtime.atomic_files import FileRecord, NewFile, sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.runtime.new_file import FileRecord, NewFile
 from megatron_neobert.text import visible
 
 _CHUNK = 1 << 20  # documents handled at a time

@@ -37,62 +37,49 @@ class DroppedOf:
     mask_sha256: str  # of the corpus's bits, in whole bytes
 
 
-class DropList:
-    """The part of a drop list that is about one corpus; its bits are mapped, and stay on disk.
+def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[DroppedOf, NDArray[np.uint8]]:
+    """Return what a drop list takes from one corpus: the entry of its header, and one bit per document, mapped.
 
     Args:
-        path: Of the file.
-        manifest: Of the corpus, for which `prefix` stands in messages.
+        path: Path of the file.
+        manifest: Manifest of the corpus, which messages call `prefix`.
 
     Raises:
         MissingInputError: No such file.
-        DataError: It is no drop list, is damaged, or knows nothing of this corpus.
+        DataError: The file is no drop list, is damaged, or has no entry for this corpus.
     """
-
-    def __init__(self, path: Path, manifest: Manifest, prefix: Path | str) -> None:
-        if not path.is_file():
-            raise MissingInputError(f"drop list {path}: no such file; neobert find-duplicates writes one")
-        with path.open("rb") as stream:
-            header = stream.readline(_LONGEST_HEADER)
-        try:
-            content: dict[str, Any] = json.loads(header)
-            if content["format"] != _FORMAT:
-                raise ValueError(f"format {str(content['format'])[:80]!r}")
-            corpora = [DroppedOf(**entry) for entry in content["corpora"]]
-            sizes = [_mask_bytes(int(corpus.documents)) for corpus in corpora]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(
-                f"{path} is not a drop list that begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name the "
-                "file that neobert find-duplicates has written"
-            ) from error
-        expected, size = len(header) + sum(sizes), path.stat().st_size
-        if size != expected or min(sizes, default=0) < 1:
-            raise DataError(
-                f"drop list {path}: expected {expected:,} bytes for {len(sizes)} corpora, found {size:,}; {_DAMAGED}"
-            )
-        offsets = [len(header) + before for before in accumulate(sizes, initial=0)]
-        found = [place for place, one in enumerate(corpora) if one.documents_sha256 == manifest.documents_sha256]
-        if not found or corpora[found[0]].documents != manifest.documents:
-            names = ", ".join(f"{one.prefix} ({str(one.documents_sha256)[:12]})" for one in corpora[:5])
-            raise DataError(
-                f"drop list {path} is of {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
-                "written anew since; run neobert find-duplicates on it"
-            )
-        self.of = corpora[found[0]]
-        self.mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", offsets[found[0]], sizes[found[0]])
-        if hashlib.sha256(self.mask.data).hexdigest() != self.of.mask_sha256:
-            raise DataError(f"drop list {path}: expected sha256 {self.of.mask_sha256} of its bits; {_DAMAGED}")
-
-    def drops(self, first: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
-        """Whether documents first[i] to first[i] + count - 1 are dropped, [len(first), count].
-
-        Args:
-            first: All of one remainder by 8.
-        """
-        begin, skip = first // 8, int(first[0] % 8)
-        places = begin[:, None] + np.arange(_mask_bytes(skip + count))
-        bits = np.unpackbits(np.take(self.mask, places, mode="clip"), axis=1, bitorder="little")
-        return bits[:, skip : skip + count].view(np.bool_)
+    if not path.is_file():
+        raise MissingInputError(f"drop list {path}: no such file; neobert find-duplicates writes one")
+    with path.open("rb") as stream:
+        header = stream.readline(_LONGEST_HEADER)
+    try:
+        content: dict[str, Any] = json.loads(header)
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {str(content['format'])[:80]!r}")
+        corpora = [DroppedOf(**entry) for entry in content["corpora"]]
+        sizes = [_mask_bytes(int(corpus.documents)) for corpus in corpora]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not a drop list that begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name the "
+            "file that neobert find-duplicates has written"
+        ) from error
+    expected, size = len(header) + sum(sizes), path.stat().st_size
+    if size != expected or min(sizes, default=0) < 1:
+        raise DataError(
+            f"drop list {path}: expected {expected:,} bytes for {len(sizes)} corpora, found {size:,}; {_DAMAGED}"
+        )
+    offsets = [len(header) + before for before in accumulate(sizes, initial=0)]
+    for entry, offset, mask_bytes in zip(corpora, offsets, sizes, strict=False):
+        if entry.documents_sha256 == manifest.documents_sha256 and entry.documents == manifest.documents:
+            mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", offset, mask_bytes)
+            if hashlib.sha256(mask.data).hexdigest() != entry.mask_sha256:
+                raise DataError(f"drop list {path}: expected sha256 {entry.mask_sha256} of its bits; {_DAMAGED}")
+            return entry, mask
+    names = ", ".join(f"{entry.prefix} ({str(entry.documents_sha256)[:12]})" for entry in corpora[:5])
+    raise DataError(
+        f"drop list {path} is of {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
+        "written anew since; run neobert find-duplicates on it"
+    )
 
 
 def write_drop_list(

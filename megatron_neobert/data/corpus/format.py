@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.atomic_files import FileRecord, read_text, replace_file
+from megatron_neobert.runtime.atomic_files import read_text, replace_file
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.text import percent
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class CorpusFiles(NamedTuple):
     manifest: Path
     rejects: Path
     partial: Path
-    sources: Path  # a number for each document, where sources are counted
+    attributes: Path  # a row for each document, if the corpus keeps attributes
 
     @property
     def name(self) -> str:
@@ -63,16 +64,15 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Return every .bin, .idx and .sources with a name of this prefix, sorted, also of other programs."""
+        """Return every .bin, .idx and .attributes.parquet of this prefix, sorted, also of other programs."""
         folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.sources)")
+        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
 
 
 def corpus_files(prefix: str | Path) -> CorpusFiles:
-    return CorpusFiles(
-        *(Path(f"{prefix}.{end}") for end in ("bin", "idx", "json", "rejects.jsonl", "partial", "sources"))
-    )
+    ends = ("bin", "idx", "json", "rejects.jsonl", "partial", "attributes.parquet")
+    return CorpusFiles(*(Path(f"{prefix}.{end}") for end in ends))
 
 
 def validation_files(files: CorpusFiles) -> CorpusFiles:
@@ -88,6 +88,9 @@ def volume_name(corpus_name: str, number: int, *, volumes: int) -> str:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return uint16 below 65,500 ids, else int32: the rule that Megatron's own preprocessing follows."""
     return DTYPES[8 if vocab_size < 65500 else 4]
+
+
+_SOURCE_KEYS = ("source_key", "sources", "sources_sha256")  # in manifests before there were attributes
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -169,13 +172,6 @@ class InputRecord(_Entry, frozen=True):
     tokens: Count | None = None  # in them
 
 
-class SourceRecord(_Entry, frozen=True):
-    """Documents and tokens of one source."""
-
-    documents: Count
-    tokens: Count
-
-
 class QuarantinedShard(_Entry, frozen=True):
     """An input file that --quarantine has left out."""
 
@@ -230,9 +226,7 @@ class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
     volumes: list[Volume]
     tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version
     quarantined: dict[str, QuarantinedShard] = {}  # by path or URL; not among the inputs
-    source_key: str | None = None  # the field of records by which sources are told apart; None: they are not counted
-    sources: dict[str, SourceRecord] = {}  # by value of that field, sorted
-    sources_sha256: str | None = None  # of PREFIX.sources; None: there is none, as in corpora of earlier commits
+    attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None: no attribute besides length and input
     eod_id: Count | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
@@ -289,6 +283,8 @@ def read_manifest(path: Path) -> Manifest:
     if version != FORMAT_VERSION:
         found = reprlib.repr(version)
         raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
+    for key in _SOURCE_KEYS:
+        content.pop(key, None)
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
@@ -328,8 +324,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     content = msgspec.to_builtins(manifest)
     for volume in content["volumes"]:
         del volume["name"]
-    if manifest.source_key is None:
-        del content["source_key"], content["sources"], content["sources_sha256"]
+    if manifest.attributes is None:
+        del content["attributes"]
     # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
@@ -355,9 +351,7 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, expected in sums.items():
         if (found := getattr(manifest, name)) != expected:
             yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
-    counted: dict[str, list[Any]] = {"inputs": [*manifest.inputs.values()], "sources": [*manifest.sources.values()]}
-    for by, records in counted.items():
-        for name in ("documents", "tokens"):
-            counts = [getattr(record, name) for record in records]
-            if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):
-                yield f"expected {name} {sum(counts)}, the sum over its {by}, found {found}"
+    for name in ("documents", "tokens"):
+        counts = [getattr(record, name) for record in manifest.inputs.values()]
+        if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):
+            yield f"expected {name} {sum(counts)}, the sum over its inputs, found {found}"

@@ -3,7 +3,6 @@
     neobert validate corpus/web_content_document --full
     neobert inspect data corpus/web_content_document
     neobert inspect data corpus/web_content_document --inputs
-    neobert inspect data corpus/web_content_document --sources
     neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --random 3
     neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
 
@@ -70,7 +69,6 @@ class InspectDataOptions:
     random: int | None = option(None, "show K documents chosen at random", metavar="K")
     longest: int | None = option(None, "show the K longest documents", metavar="K")
     inputs: bool = option(False, "list the inputs, with documents and tokens of each")
-    sources: bool = option(False, "list documents and tokens by --source-key's values")
     seed: int = option(0, "seed of --random")
     tokens: int = option(200, "show at most N tokens of each document", minimum=1)
     tokenizer_model: str | None = option(None, "tokenizer that the corpus was written with", metavar="PATH")
@@ -82,16 +80,16 @@ def inspect_data(options: InspectDataOptions) -> None:
 
     Raises:
         ConfigError: Flags exclude each other, or name a document that does not exist.
-        DataError: The corpus is damaged, or counts no inputs or sources.
+        DataError: The corpus is damaged, or does not count its inputs.
     """
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
-    given = [name for name in ("document", "random", "longest", "inputs", "sources") if getattr(options, name)]
+    given = [name for name in ("document", "random", "longest", "inputs") if getattr(options, name)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(f'--{name}' for name in given)} exclude each other; give one of them.")
     corpus = _open(options.prefix, options.object_storage_cache_path)
-    if options.inputs or options.sources:
-        (print_inputs if options.inputs else print_sources)(corpus)
+    if options.inputs:
+        print_inputs(corpus)
         return
     numbers = choose_documents(corpus, options)
     if numbers is None:
@@ -148,6 +146,8 @@ def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[
 
 
 def print_summary(corpus: "Corpus") -> None:
+    from megatron_neobert.data.corpus.attributes import attribute_types
+
     manifest = corpus.manifest
     filters = ", ".join(f"{name} {value}" for name, value in manifest.filters.items() if value is not None)
     print_rows(
@@ -156,6 +156,7 @@ def print_summary(corpus: "Corpus") -> None:
             "inputs": f"{len(manifest.inputs):,} with {sum(i.bytes for i in manifest.inputs.values()):,} bytes"
             + (f", text from '{manifest.text_key}'" if manifest.text_key else ", adopted"),
             "filters": filters or "none",
+            "attributes": ", ".join(f"{name} ({kind})" for name, kind in attribute_types(corpus).items()),
             **manifest.describe(),
             "volumes": f"{len(manifest.volumes):,}, {sum(v.bin.bytes for v in manifest.volumes):,} bytes of "
             f"{manifest.dtype} and {sum(v.idx.bytes for v in manifest.volumes):,} of index",
@@ -176,16 +177,6 @@ def print_inputs(corpus: "Corpus") -> None:
             f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {record.tokens / total:>7.2%}  {visible(name)}"
         )
         first += record.documents
-
-
-def print_sources(corpus: "Corpus") -> None:
-    """A line for each source, the one with most tokens first."""
-    if (key := corpus.manifest.source_key) is None:
-        raise DataError(f"{corpus.files.manifest} does not count sources; preprocess with --source-key for that")
-    total = corpus.manifest.tokens
-    print(f"{'documents':>13} {'tokens':>17} {'share':>7}  {visible(key)}")
-    for name, record in sorted(corpus.manifest.sources.items(), key=lambda item: (-item[1].tokens, item[0])):
-        print(f"{record.documents:>13,} {record.tokens:>17,} {record.tokens / total:>7.2%}  {visible(name)}")
 
 
 def print_document(corpus: "Corpus", number: int, tokenizer: "Tokenizer", *, tokens: int) -> None:

@@ -26,7 +26,8 @@ from megatron_neobert.data.corpus.format import Volume as VolumeRecord
 from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
 from megatron_neobert.data.inputs.stream import named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
-from megatron_neobert.runtime.atomic_files import FileRecord, lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
+from megatron_neobert.runtime.new_file import FileRecord
 
 LIMIT_BYTES = 100 * 10**9  # of the blocks of a folder
 BLOCK_BYTES = 256 << 10  # docs/training.md has the cost of other sizes
@@ -104,9 +105,8 @@ class ObjectStorage:
             self._copy(f"{above}/{index.name}", index, volume.idx)
             return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
 
-        if manifest.sources_sha256 is not None:
-            record = FileRecord(2 * manifest.documents, manifest.sources_sha256)
-            self._copy(f"{above}/{files.sources.name}", files.sources, record)
+        if manifest.attributes is not None:
+            self._copy(f"{above}/{files.attributes.name}", files.attributes, manifest.attributes)
         with ThreadPoolExecutor(_THREADS) as threads:
             volumes = list(threads.map(open_volume, manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share the connection.
@@ -157,9 +157,10 @@ class ObjectStorage:
             fetching.written_bytes += size
             return
         fetching.written_bytes, found = 0, []
-        for path in (self.folder / "blocks").glob("*/*[0-9]"):
+        for path in (self.folder / "blocks").glob("*/*"):
             with suppress(FileNotFoundError):
-                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+                if path.name.isdigit():  # a block, not a file that is being written
+                    found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         used = sum(size for _, size, _ in found)
         left = 0.8 * LIMIT_BYTES if used > LIMIT_BYTES else used
         for _, size, path in sorted(found):

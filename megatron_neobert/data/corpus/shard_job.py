@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import count_lengths
-from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.volumes import write_index
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job
+from megatron_neobert.runtime.new_file import NewFile
 
 KEPT, HELD_OUT, DROPPED = 0, 1, 2  # what becomes of a document
 CHOICES = "choices"  # a file with one of these bytes for each document of all chunks
@@ -35,7 +34,7 @@ class ChunkFiles:
     """The files of a finished chunk: `name`.KIND in PREFIX.partial.
 
     Kinds: ids (in the corpus's dtype), lengths (int32), hashes (16 bytes of blake2b per document, only for
-    deduplication and a split), sources (uint16 per document, only where sources are counted), rejects (JSON lines).
+    deduplication and a split), attributes (see attribute_columns.py, only with --record-key), rejects (JSON lines).
     """
 
     input: str  # as the manifest calls the file
@@ -44,7 +43,6 @@ class ChunkFiles:
     tokens: int
     unknown_tokens: int
     sha256: dict[str, str]  # by kind, without rejects
-    sources: list[str] | None = None  # what the numbers in the file stand for
     # The key under which rejects have their numbers, and what to add to these; None: they count from the beginning.
     records_before: tuple[str, int] | None = None
 
@@ -58,7 +56,6 @@ class Layout:
     dtype: str
     unknown_id: int
     has_choices: bool  # False: all documents are kept
-    source_names: list[str]  # what the numbers in the files of sources stand for; empty: there are none
 
 
 @dataclass
@@ -68,7 +65,6 @@ class ShardCounts:
     unknown_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)  # documents by length
     inputs: dict[str, Counter[str]] = field(default_factory=dict)  # documents and tokens by input file
-    sources: dict[str, Counter[str]] = field(default_factory=dict)  # the same by source
 
     @property
     def documents(self) -> int:
@@ -81,9 +77,8 @@ class ShardCounts:
     def add(self, other: "ShardCounts") -> None:
         self.lengths.update(other.lengths)
         self.unknown_tokens += other.unknown_tokens
-        for own, others in ((self.inputs, other.inputs), (self.sources, other.sources)):
-            for name, counts in others.items():
-                own.setdefault(name, Counter()).update(counts)
+        for name, counts in other.inputs.items():
+            self.inputs.setdefault(name, Counter()).update(counts)
 
 
 class _Window(NamedTuple):
@@ -111,7 +106,7 @@ class ShardJob(Job[ShardCounts]):
 
     @property
     def kinds(self) -> Sequence[str]:
-        return ["bin", "idx", *(["sources"] if self._layout.source_names else [])]
+        return ["bin", "idx"]
 
     @property
     def key(self) -> str:
@@ -130,7 +125,10 @@ class ShardJob(Job[ShardCounts]):
                 done += len(ids)
                 report((self.name, done))
         for window in self._windows():
-            self._count(window, files, counts)
+            lengths = window.lengths[window.chosen]
+            counts.lengths.update(count_lengths(lengths))
+            new = {"documents": lengths.size, "tokens": int(lengths.sum(dtype=np.int64))}
+            counts.inputs.setdefault(window.chunk.input, Counter()).update(new)
         if counts.documents:
             write_index(files["idx"], self._read_lengths, counts.documents, dtype)
         return counts
@@ -181,24 +179,6 @@ class ShardJob(Job[ShardCounts]):
                         runs = bounds[edges].reshape(-1, 2).tolist()
                         yield b"".join([os.pread(ids.fileno(), end - first, first) for first, end in runs])
                     start = stop
-
-    def _count(self, window: _Window, files: Mapping[str, NewFile], counts: ShardCounts) -> None:
-        """Count the chosen documents of a window, and write their sources."""
-        lengths = window.lengths[window.chosen]
-        counts.lengths.update(count_lengths(lengths))
-        new = {"documents": lengths.size, "tokens": int(lengths.sum(dtype=np.int64))}
-        counts.inputs.setdefault(window.chunk.input, Counter()).update(new)
-        if not self._layout.source_names:
-            return
-        names = window.chunk.sources or []
-        path, offset = self._file(window.chunk, "sources"), SOURCE_DTYPE.itemsize * window.first
-        sources = np.fromfile(path, SOURCE_DTYPE, window.lengths.size, offset=offset)[window.chosen]
-        numbers = np.array([self._layout.source_names.index(name) for name in names], dtype=SOURCE_DTYPE)
-        files["sources"].write(numbers[sources].data)
-        documents, tokens = np.bincount(sources), np.bincount(sources, lengths)  # floats, exact below 2**53
-        for number in np.flatnonzero(documents).tolist():
-            new = {"documents": int(documents[number]), "tokens": int(tokens[number])}
-            counts.sources.setdefault(names[number], Counter()).update(new)
 
 
 @lru_cache(maxsize=1)

@@ -25,13 +25,14 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from megatron_neobert.data.corpus.attribute_columns import join_columns
 from megatron_neobert.data.corpus.exact_duplicates import HASH_DTYPE, find_exact_duplicates
 from megatron_neobert.data.corpus.format import (
     DUPLICATE,
     CorpusFiles,
+    FileRecord,
     LengthCounts,
     Manifest,
-    SourceRecord,
     Volume,
     read_manifest,
     reject_line,
@@ -49,10 +50,9 @@ from megatron_neobert.data.corpus.shard_job import (
     ShardCounts,
     ShardJob,
 )
-from megatron_neobert.data.corpus.sources import write_sources
 from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.runtime.atomic_files import replace_file, replacing, sync_to_disk
+from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of, sync_to_disk
 from megatron_neobert.runtime.jobs import Finished, read_all_finished, run_job, run_jobs
 from megatron_neobert.text import listed
 
@@ -92,12 +92,15 @@ class _Corpus:
         for record in self.shards.values():
             self.total.add(record.result)
 
-    def write_manifest(self, work: Path, draft: Manifest, source_names: Sequence[str]) -> Manifest:
-        """Complete the manifest by what follows from the documents; write it, and the file of their sources."""
-        total, lengths, sources_sha256 = self.total, LengthCounts(self.total.lengths), None
-        if source_names:
-            files = [work / f"{name}.sources" for name in self.shards]
-            sources_sha256 = write_sources(work / f"{self.name}_sources", files, source_names, sorted(total.sources))
+    def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int) -> Manifest:
+        """Complete the manifest by what follows from the documents; write it, and the file of their attributes."""
+        total, lengths, attributes = self.total, LengthCounts(self.total.lengths), None
+        if "attributes" in chunks[0].sha256:
+            path = work / f"{self.name}_attributes"
+            files = [work.parent / f"{chunk.name}.attributes" for chunk in chunks]
+            join_columns(path, files, _chosen(work, chunks, choice))
+            sync_to_disk(path)
+            attributes = FileRecord(path.stat().st_size, sha256_of(path))
         volumes = [
             Volume(
                 record.result.documents,
@@ -118,8 +121,7 @@ class _Corpus:
             tokens=lengths.tokens,
             unknown_tokens=total.unknown_tokens,
             statistics=lengths.statistics(),
-            sources={name: SourceRecord(**counts) for name, counts in sorted(total.sources.items())},
-            sources_sha256=sources_sha256,
+            attributes=attributes,
             volumes=volumes,
         )
         write_manifest(work / f"{self.name}.json", manifest)
@@ -130,8 +132,8 @@ class _Corpus:
         for job, named in zip(self.shards, manifest.volumes, strict=True):
             for end, target in zip(("bin", "idx"), self.files.volume_files(named.name), strict=True):
                 (work / f"{job}.{end}").replace(target)
-        if manifest.sources_sha256 is not None:
-            (work / f"{self.name}_sources").replace(self.files.sources)
+        if manifest.attributes is not None:
+            (work / f"{self.name}_attributes").replace(self.files.attributes)
         sync_to_disk(self.files.manifest.parent)
         (work / f"{self.name}.json").replace(self.files.manifest)
         sync_to_disk(self.files.manifest.parent)
@@ -159,8 +161,8 @@ def write_corpus(
         DataError: No document is left for the corpus, or none is held out for validation.
     """
     work = folder.absolute() / "output"
-    source_names = sorted({name for chunk in chunks for name in chunk.sources or ()})
-    jobs = _plan_jobs(work, chunks, output, draft, source_names)
+    kept = [chunk for chunk in chunks if chunk.documents]
+    jobs = _plan_jobs(work, kept, output, draft)
     try:
         records = _write_shards(jobs, workers, on_progress)
         split = output.validation_fraction
@@ -177,10 +179,10 @@ def write_corpus(
         duplicates = sum(chunk.documents for chunk in chunks) - sum(documents)
         draft = replace(draft, dropped=draft.dropped | ({DUPLICATE: duplicates} if duplicates else {}))
         of_training = replace(draft, part_of="training" if split else "all", held_out=documents[1])
-        manifest, validation = training.write_manifest(work, of_training, source_names), None
+        manifest, validation = training.write_manifest(work, of_training, kept, KEPT), None
         if split:
             of_validation = replace(draft, part_of="validation", held_out=documents[0])
-            validation = held_out.write_manifest(work, of_validation, source_names)
+            validation = held_out.write_manifest(work, of_validation, kept, HELD_OUT)
         _join_rejects(chunks, folder, work / "rejects")
     except DataError:
         shutil.rmtree(work)
@@ -207,19 +209,27 @@ def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
         )
 
 
-def _plan_jobs(
-    work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest, source_names: list[str]
-) -> list[ShardJob]:
+def _chosen(work: Path, chunks: Sequence[ChunkFiles], choice: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield True for each document of a chunk of which `choice` was made, chunk by chunk."""
+    first = 0
+    for chunk in chunks:
+        if (work / CHOICES).exists():
+            yield np.fromfile(work / CHOICES, np.uint8, chunk.documents, offset=first) == choice
+        else:
+            yield np.ones(chunk.documents, dtype=np.bool_)
+        first += chunk.documents
+
+
+def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
     """Prepare the folder, and return one job per corpus shard, the one that may take longest first."""
-    chunks = [chunk for chunk in chunks if chunk.documents]
     has_choices = output.deduplicate or output.validation_fraction > 0
     settings = {name: value for name, value in vars(output).items() if name != "files"}
-    layout = Layout(chunks, settings, draft.dtype, draft.special_tokens["unk"], has_choices, source_names)
+    layout = Layout(list(chunks), settings, draft.dtype, draft.special_tokens["unk"], has_choices)
     content = json.dumps(msgspec.to_builtins(layout))
     file = work / "layout.json"
     if file.exists() and file.read_text() == content:
         for other in work.iterdir():
-            if other.suffix not in (".bin", ".idx", ".sources", ".done", ".json") and other.name != CHOICES:
+            if other.suffix not in (".bin", ".idx", ".done", ".json") and other.name != CHOICES:
                 other.unlink()  # it was being written
     else:
         if work.exists():
@@ -318,7 +328,7 @@ def _remove_old(files: CorpusFiles) -> None:
 
 
 def _old_files(files: CorpusFiles) -> list[Path]:
-    """Return the .bin, .idx and .sources of a corpus, the last corpus shard first.
+    """Return the .bin, .idx and attributes of a corpus, the last corpus shard first.
 
     Its manifest lists them. If that cannot be read, it was of version 1, in one corpus shard, or a run was killed while
     it replaced the corpus: shards are removed from the last and moved from the first, so numbers have no gap then.
@@ -328,4 +338,4 @@ def _old_files(files: CorpusFiles) -> list[Path]:
     except (DataError, OSError):
         numbered = (volume_name(files.name, number, volumes=2) for number in count())
         names = list(takewhile(lambda name: any(file.exists() for file in files.volume_files(name)), numbered))
-    return [files.sources, *(file for name in (*reversed(names), files.name) for file in files.volume_files(name))]
+    return [files.attributes, *(file for name in (*reversed(names), files.name) for file in files.volume_files(name))]

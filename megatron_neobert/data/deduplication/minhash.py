@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.cli import option
+
 _BLOCK_TOKENS = 1 << 16  # at a time, as 32-bit numbers in the second-level cache: measured the fastest
 _BASE = np.uint32(0x9E3779B1)  # 2^32 / golden ratio, a prime: of the polynomial over an n-gram
 _MIX_32 = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's last step, by Austin Appleby, public domain
@@ -22,12 +24,12 @@ _MIX_64 = np.uint64(0xD6E8FEB86659FD93)
 
 @dataclass(frozen=True)
 class MinHashSettings:
-    """What decides which documents are near-duplicates. Bands, rows and n-grams by default as datatrove has them."""
+    """Settings that decide which documents are near-duplicates; the defaults of the first three are datatrove's."""
 
-    bands: int = 14
-    rows: int = 8
-    ngram: int = 5  # tokens
-    threshold: float = 0.8  # least Jaccard index of near-duplicates
+    bands: int = option(14, "number of bands, of which one must agree", minimum=1)
+    rows: int = option(8, "permutations of a band", minimum=1)
+    ngram: int = option(5, "tokens of a shingle", minimum=1)
+    threshold: float = option(0.8, "least Jaccard index of near-duplicates", minimum=0.0)
 
     @property
     def permutations(self) -> int:

@@ -13,6 +13,7 @@ of them, and 80 bytes for each document of a range, and of those that share one 
 end: 5 bytes per document, 20 per duplicate.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert import __version__
+from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.drop_list import write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.volumes import read_chunks
@@ -36,9 +38,10 @@ from megatron_neobert.data.deduplication.minhash import (
     shingles,
 )
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job, JobFolder, read_all_finished, run_job, run_jobs
+from megatron_neobert.runtime.new_file import NewFile
+from megatron_neobert.text import percent
 
 CHUNK_DOCUMENTS = 1 << 18  # what a kill makes a worker do again
 _BATCH_TOKENS = 1 << 20  # read at a time; a longer document, or pair, is read whole
@@ -49,17 +52,49 @@ _PAIR = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class FindSettings:
-    """What `find_duplicates` is asked to do."""
+    """Settings of `neobert find-duplicates`, and its command line."""
 
-    prefixes: tuple[str, ...]  # of two documents that are alike the one in the earlier corpus stays
-    output: Path
+    prefixes: tuple[str, ...] = option(
+        help="path of a corpus without .bin; of duplicates the document in the earlier corpus stays",
+        positional=True,
+        metavar="PREFIX",
+    )
+    output: Path = option(help="the drop list, one for all of these corpora", metavar="FILE")
     minhash: MinHashSettings = field(default_factory=MinHashSettings)
-    executor: Literal["local", "ray"] = "local"
-    ray_address: str | None = None
-    workers: int | None = None  # one; with Ray as many as it has room for
-    bucket_documents: int = 12_000_000  # whose keys of one band are compared together, about
-    resume: bool = False
-    overwrite: bool = False
+    executor: Literal["local", "ray"] = option("local", "where the work runs")
+    ray_address: str | None = option(None, "host:port of a cluster (RAY_ADDRESS; at first: a new one)")
+    workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
+    bucket_documents: int = option(
+        12_000_000,
+        "compare about so many keys at a time, with 80 bytes of memory each; the list is the same for any number",
+        minimum=1,
+    )
+    resume: bool = option(False, "keep what an earlier run of the same command has finished")
+    overwrite: bool = option(False, "replace an existing list, and what another run has begun")
+
+
+def print_duplicates(options: FindSettings) -> None:
+    """Find near-duplicates in finished corpora, and list which of their documents training is to leave out.
+
+    Of documents that are alike the first one stays. Training reads the list with --data-path PREFIX:drop=FILE; nothing
+    is copied.
+    """
+    found = find_duplicates(options, on_progress=lambda text: print(text, file=sys.stderr, flush=True))
+    for corpus in found["corpora"]:
+        documents, tokens = corpus["dropped_documents"], corpus["dropped_tokens"]
+        print(
+            f"{corpus['prefix']}: {documents:,} of {corpus['documents']:,} documents dropped "
+            f"({percent(documents / corpus['documents'], digits=2)}), with "
+            f"{percent(tokens / corpus['tokens'], digits=2)} of the tokens"
+        )
+        if documents == corpus["documents"]:
+            print(
+                f"warning: the list drops all {documents:,} documents of {corpus['prefix']}, and training refuses a "
+                "corpus without documents; leave it out of --data-path",
+                file=sys.stderr,
+            )
+    print(f"{found['clusters']:,} clusters of near-duplicates, the largest of {found['largest_cluster']:,} documents")
+    print(f"wrote {options.output}")
 
 
 @dataclass(frozen=True)
@@ -217,6 +252,10 @@ def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None
         DataError: A corpus is damaged, or of another tokenizer than the first.
         ChildProcessError: A worker process died.
     """
+    if not 0 < settings.minhash.threshold <= 1:
+        raise ConfigError(
+            f"--threshold {settings.minhash.threshold} is not above 0 and at most 1, as a Jaccard index is; change it."
+        )
     corpora = _open_corpora(settings.prefixes)
     path = settings.output.absolute().with_name(f"{settings.output.name}.partial")  # workers have other folders
     with JobFolder(path) as folder:
@@ -343,7 +382,7 @@ def _write(settings: FindSettings, corpora: Sequence[Corpus], clusters: NDArray[
     masks, before = [], 0
     for prefix, corpus in zip(settings.prefixes, corpora, strict=True):
         own, tokens, first = dropped[before : before + len(corpus)], 0, 0
-        for lengths in corpus.length_arrays():
+        for lengths in (volume.lengths for volume in corpus.volumes):
             tokens += int(lengths[own[first : first + len(lengths)]].sum(dtype=np.int64))
             first += len(lengths)
         masks.append((prefix, corpus.manifest, own, tokens))

@@ -142,7 +142,14 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
         raise DataError(f"{path} is empty, which no file of this kind is; fetch the file again, or leave it out")
     compression = compression_of(head)
     if compression is not None:
-        head = _decompressed_head(Chunk(path, "text", compression))
+        with ChunkStream(Chunk(path, "text", compression)) as stream:
+            try:
+                head = stream.read(_HEAD_BYTES)
+            except DamagedStream as damage:
+                raise DataError(
+                    f"{path}: the {compression} stream is damaged from its beginning ({damage}); "
+                    "fetch the file again, or leave it out"
+                ) from damage
         if compression_of(head) is not None:
             raise DataError(f"{path} is compressed twice; {_READ_HERE}: decompress it once")
     # Tables and archives show by their first bytes what they are; asking for another format is a mistake.
@@ -159,17 +166,6 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
     if compression is not None and file_format in ("parquet", "arrow"):
         raise DataError(f"{path} is a {compression}-compressed {file_format} file, which has to be decompressed")
     return Chunk(path, file_format, compression)
-
-
-def _decompressed_head(chunk: Chunk) -> bytes:
-    with ChunkStream(chunk) as stream:
-        try:
-            return stream.read(_HEAD_BYTES)
-        except DamagedStream as damage:
-            raise DataError(
-                f"{chunk.path}: the {chunk.compression} stream is damaged from its beginning ({damage}); "
-                "fetch the file again, or leave it out"
-            ) from damage
 
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from megatron_neobert.cli import option
 from megatron_neobert.data.inputs.stream import Chunk, Format
 
 MALFORMED_JSON = "malformed JSON"
@@ -28,23 +29,58 @@ RAW_BYTES = 64 << 10  # of a rejected record that are kept
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def read_size(text: str) -> int:
+    """Return the number of bytes of a text such as 10GB or 64MiB; ValueError if it is no size."""
+    number = text.rstrip("BKMGTi")
+    unit = text[len(number) :]
+    scales = {"": 1, "B": 1}
+    scales |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+    scales |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+    try:
+        size = int(float(number) * scales[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ValueError("is not a size; use a number of bytes, or one like 10GB or 64MiB")
+    return size
+
+
+def read_separator(text: str) -> str:
+    """Return a text with its escapes, such as \\n, replaced; ValueError if an escape is not legal."""
+    try:
+        separator = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        separator.encode()
+    except UnicodeError as error:
+        raise ValueError(f"is no text with escapes like \\n ({error})") from error
+    return separator
+
+
 @dataclass(frozen=True)
 class ReadSettings:
     """Settings that decide how input files are read."""
 
-    text_key: str = "content"
-    input_format: Literal["auto"] | Format = "auto"
-    text_separator: str | None = None  # between the documents of a plain text file; None: the file is one document
-    max_document_bytes: int = 16 << 20  # bounds the memory: a text without spaces takes some 100 times its size
-    record_keys: tuple[str, ...] | None = None  # what filters see of a record besides its text; None: no filters
-    source_key: str | None = None  # by whose values the corpus's documents are counted
-
-    @property
-    def field_keys(self) -> tuple[str, ...] | None:
-        """What is read of a record besides its text; None: nothing, and texts need no origins."""
-        if self.source_key is None:
-            return self.record_keys
-        return tuple(dict.fromkeys((*(self.record_keys or ()), self.source_key)))
+    text_key: str = option("content", "column or JSON key of the text; a.b is b inside a")
+    input_format: Literal["auto", Format] = option("auto", "where the content is not to be asked")
+    text_separator: str | None = option(
+        None,
+        r"between the documents of a plain text file: '\n' for one a line, '\n\n' for empty lines; without it a file "
+        "is one document",
+        metavar="STRING",
+        read=read_separator,
+    )
+    # The limit bounds the memory: a text without spaces takes some 100 times its size.
+    max_document_bytes: int = option(
+        16 << 20, "longer documents are rejected; bounds the memory (default 16MiB)", metavar="SIZE", read=read_size
+    )
+    # None: neither attributes nor filters need them, and texts need no origins.
+    record_keys: tuple[str, ...] | None = option(
+        None,
+        "a field of the records (column, JSON key, WARC header) that is kept as an attribute of each document, by "
+        "which training can choose (--data-path PREFIX:where=EXPRESSION), and that filters see; repeatable",
+        flag="--record-key",
+        metavar="KEY",
+        repeat=True,
+    )
 
 
 class Origin(NamedTuple):

@@ -50,7 +50,7 @@ def row_groups(chunk: Chunk, settings: ReadSettings) -> list[RowGroup]:
 
     Raises:
         DataError: The file is damaged, or has no text column of that name.
-        ConfigError: The file has no column for --record-key or --source-key.
+        ConfigError: The file has no column for --record-key.
     """
     text_key = settings.text_key
     if chunk.format == "parquet":
@@ -84,7 +84,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     batch, row = RecordBatch(), chunk.start
     read = parquet_rows if chunk.format == "parquet" else arrow_rows
     # Each field in a reading of its own.
-    others = {key: _values(read(chunk, key, of_text=False)) for key in settings.field_keys or ()}
+    others = {key: _values(read(chunk, key, of_text=False)) for key in settings.record_keys or ()}
     for column, progress in take_together(read(chunk, settings.text_key)):
         text_bytes = pc.sum(pc.binary_length(column)).as_py() or 0
         full = batch.utf8_bytes + text_bytes > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
@@ -92,7 +92,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             yield batch
             batch = RecordBatch()
         origins = None
-        if settings.field_keys is not None:
+        if settings.record_keys is not None:
             numbers = range(row, row + len(column))
             origins = [Origin(number, {key: next(values) for key, values in others.items()}) for number in numbers]
         _add_rows(batch, column, row, text_bytes, settings.max_document_bytes, origins)
@@ -324,7 +324,7 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
 def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> None:
     """Raise as `_find_column` does unless a file has all columns that the settings name."""
     _find_column(path, schema, settings.text_key)
-    for key in settings.field_keys or ():
+    for key in settings.record_keys or ():
         _find_column(path, schema, key, of_text=False)
 
 
@@ -335,7 +335,7 @@ def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = Tr
 
     Raises:
         DataError: There is no text column of that name, or it holds something else than strings.
-        ConfigError: There is no column of that name for --record-key or --source-key. Not a DataError, which
+        ConfigError: There is no column of that name for --record-key. Not a DataError, which
             --quarantine would answer by leaving the file out.
     """
     import pyarrow as pa
@@ -349,8 +349,7 @@ def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = Tr
     texts = [name for name, (_, arrow_type) in found.items() if _holds_text(arrow_type)]
     if key not in found and not of_text:
         raise ConfigError(
-            f"{path} has no column '{key}'; its columns: {', '.join(found)}; choose among them with --record-key or "
-            "--source-key"
+            f"{path} has no column '{key}'; its columns: {', '.join(found)}; choose among them with --record-key"
         )
     remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
     if key not in found:

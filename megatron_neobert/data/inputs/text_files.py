@@ -68,7 +68,7 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
     """The texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
     batch = RecordBatch(numbers=len(records))
     key, texts, size = settings.text_key, batch.texts, 0
-    keys = settings.field_keys
+    keys = settings.record_keys
     take = partial(_look_up, key=key) if "." in key else itemgetter(key)
     for number, line in enumerate(records, first_number):
         try:
@@ -111,7 +111,7 @@ def _read_object(batch: RecordBatch, line: bytes | TooLong, number: int, setting
         found = sorted(f"{key}.{name}" if name else key for key, names in inner.items() for name in names or [""])
         detail = f"no key '{settings.text_key}'; keys found: {', '.join(found[:10]) or 'none'}"
         return reject(batch, MISSING_KEY, number, detail, line)
-    origin = None if settings.field_keys is None else _origin(record, number, settings.field_keys)
+    origin = None if settings.record_keys is None else _origin(record, number, settings.record_keys)
     return add_value(batch, value, number, raw=line, repaired=repaired, origin=origin)
 
 
@@ -164,7 +164,7 @@ def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None =
 
 
 def _without_fields(number: int, settings: ReadSettings) -> Origin | None:
-    return None if settings.field_keys is None else Origin(number, dict.fromkeys(settings.field_keys))
+    return None if settings.record_keys is None else Origin(number, dict.fromkeys(settings.record_keys))
 
 
 def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:

@@ -75,8 +75,8 @@ def read_archive(chunk: Chunk, settings: ReadSettings, digest: InputDigest | Non
 
 def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings: ReadSettings) -> None:
     origin = None
-    if settings.field_keys is not None:
-        found = {key: record.headers.get(key.lower().encode()) for key in settings.field_keys}
+    if settings.record_keys is not None:
+        found = {key: record.headers.get(key.lower().encode()) for key in settings.record_keys}
         origin = Origin(number, {key: None if value is None else decode(value)[0] for key, value in found.items()})
     kind = record.headers.get(b"warc-type")
     content_type = record.headers.get(b"content-type", b"").lower()

@@ -1,6 +1,6 @@
-"""The job that tokenizes one chunk of an input file: token ids, lengths, hashes, sources and rejects.
+"""The job that tokenizes one chunk of an input file: token ids, lengths, hashes, attributes and rejects.
 
-Memory: one batch of about 1 MB of text and its ids, for any size of the chunk.
+Memory: one batch of about 1 MB of text and its ids, for any size of the chunk, and the attributes of its documents.
 """
 
 import base64
@@ -10,14 +10,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.data.corpus.attribute_columns import pack_columns
 from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
-from megatron_neobert.data.corpus.sources import SOURCE_DTYPE, check_sources, source_name
 from megatron_neobert.data.inputs.find import InputVersion, input_sha256, input_version
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
@@ -27,9 +27,9 @@ from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filt
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, NeoBERTError
-from megatron_neobert.runtime.atomic_files import NewFile
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
+from megatron_neobert.runtime.new_file import NewFile
 
 TOO_FEW_TOKENS = "shorter than --min-tokens"
 TOO_MANY_TOKENS = "longer than --max-tokens"
@@ -64,7 +64,6 @@ class ChunkResult:
     is_reference: bool
     compared: int  # documents whose ids a fast back end had to have in common with the reference
     first_error: str | None
-    sources: list[str] = field(default_factory=list)  # the values of --source-key, in the order of their numbers
 
 
 class ChunkProgress(NamedTuple):
@@ -102,7 +101,7 @@ class ChunkJob(Job[ChunkResult]):
 
     @property
     def kinds(self) -> Sequence[str]:
-        more = {"hashes": self.settings.with_hashes, "sources": self.settings.read.source_key is not None}
+        more = {"hashes": self.settings.with_hashes, "attributes": bool(self.settings.read.record_keys)}
         return ["ids", "lengths", "rejects", *(kind for kind, is_wanted in more.items() if is_wanted)]
 
     def work(self, files: Mapping[str, NewFile], report: Report) -> ChunkResult:
@@ -126,6 +125,8 @@ class ChunkJob(Job[ChunkResult]):
                 raise BackendMismatch(f"{self}: {mismatch}") from mismatch
             numbers += batch.numbers
             report(ChunkProgress(self.number, counts, batch.progress, writer.first_error))
+        if writer.columns:
+            files["attributes"].write(pack_columns(writer.columns))
         if input_version(self.chunk.path) != self.version:
             raise DamagedInput(
                 f"{self} has changed since the run started; start again with --resume, which reads it anew"
@@ -141,7 +142,6 @@ class ChunkJob(Job[ChunkResult]):
             is_reference=encoder.is_reference,
             compared=encoder.compared,
             first_error=writer.first_error,
-            sources=[*writer.sources],
         )
 
     def _read(self, digest: InputDigest | None) -> Iterator[RecordBatch]:
@@ -164,7 +164,7 @@ class _ChunkWriter:
 
     def __init__(self, job: ChunkJob, tokenizer: Tokenizer, encoder: Encoder, files: Mapping[str, NewFile]) -> None:
         self.first_error: str | None = None
-        self.sources: dict[str, int] = {}  # number by value of --source-key
+        self.columns: dict[str, list[object]] = {key: [] for key in job.settings.read.record_keys or ()}
         self._job, self._encoder, self._files = job, encoder, files
         self._dtype, self._unknown = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
 
@@ -181,11 +181,8 @@ class _ChunkWriter:
             texts = (batch.texts[place].encode() for place in kept)
             hashes = b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts)
             self._files["hashes"].write(hashes)
-        if (key := self._job.settings.read.source_key) is not None:
-            names = [source_name(batch.origins[place].fields[key], key) for place in kept]
-            numbers = [self.sources.setdefault(name, len(self.sources)) for name in names]
-            check_sources(self.sources, key)
-            self._files["sources"].write(np.array(numbers, dtype=SOURCE_DTYPE).tobytes())
+        for key, values in self.columns.items():
+            values += (batch.origins[place].fields[key] for place in kept)
         counts.dropped.update(dropped)
         counts.documents, counts.tokens = encoded.lengths.size, encoded.ids.size
         counts.unknown_tokens = int(np.count_nonzero(encoded.ids == self._unknown))

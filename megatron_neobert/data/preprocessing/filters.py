@@ -27,7 +27,7 @@ class Record(NamedTuple):
 
     text: str
     shard: str  # path or URL
-    fields: dict[str, Any]  # by --record-key, and --source-key; None: the record has no such field
+    fields: dict[str, Any]  # by --record-key; None: the record has no such field
 
 
 Filter = Callable[[Record], str | Record | None]

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_neobert import __version__
+from megatron_neobert.cli import option
+from megatron_neobert.config.schema import TOKENIZER_TYPES
+from megatron_neobert.data.corpus.attribute_columns import check_record_keys
 from megatron_neobert.data.corpus.format import (
     CorpusFiles,
     Manifest,
@@ -24,11 +27,10 @@ from megatron_neobert.data.corpus.format import (
     read_manifest,
     validation_files,
 )
-from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_sha256, input_version
 from megatron_neobert.data.inputs.recognise import split_into_chunks
-from megatron_neobert.data.inputs.records import ReadSettings
+from megatron_neobert.data.inputs.records import ReadSettings, read_size
 from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkSettings
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
@@ -45,29 +47,72 @@ _PLANNING_THREADS = 16  # shards are opened one by one, and most of that is wait
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """The command line of neobert preprocess, whose --help explains each."""
+    """Settings of `neobert preprocess`, and its command line."""
 
-    inputs: tuple[str, ...]
-    output_prefix: str
-    tokenizer_model: str
-    read: ReadSettings = field(default_factory=ReadSettings)
-    tokenizer_type: str = "auto"
-    tokenizer_backend: Literal["auto", "fast", "reference"] = "auto"
-    filter: tuple[str, ...] = ()  # MODULE:FUNCTION or FILE.py:FUNCTION
-    min_tokens: int = 0
-    max_tokens: int | None = None
-    deduplicate: Literal["exact"] | None = None
-    split_validation: float = 0.0
-    keep_shards: bool = False
-    shard_size: int | None = None  # bytes of .bin
-    workers: int | None = None  # None: one process here, all CPUs of a Ray cluster
-    executor: Literal["local", "ray"] = "local"
-    ray_address: str | None = None
-    on_error: Literal["skip", "fail"] = "skip"
-    max_error_rate: float = 0.001
-    quarantine: bool = False
-    resume: bool = False
-    overwrite: bool = False
+    inputs: tuple[str, ...] = option(
+        help="input files: paths, globs ('**' descends), folders, URLs (s3://, gs://, hf://), @FILE with one per "
+        "line, or - for standard input. Recognised by content: parquet, Arrow and save_to_disk folders, JSON "
+        "lines, plain text, WARC and WET, compressed by gzip, zstd, bzip2 or xz or not",
+        flag="--input",
+        metavar="PATH",
+    )
+    output_prefix: str = option(help="_KEY_document is appended, by --text-key", metavar="PREFIX")
+    tokenizer_model: str = option(
+        help="vocab.txt, tokenizer.json, SentencePiece's tokenizer.model, or a folder with one of them", metavar="PATH"
+    )
+    read: ReadSettings = field(default_factory=ReadSettings, metadata={"help": "what is read"})
+    tokenizer_type: str = option(
+        "auto", "Megatron's names; auto: what the file is", choices=TOKENIZER_TYPES, group="how it is tokenized"
+    )
+    tokenizer_backend: Literal["auto", "fast", "reference"] = option(
+        "auto",
+        "fast: nanotoken or gigatoken, checked against the reference all along, which takes over where they differ; "
+        "auto: fast where installed",
+    )
+    filter: tuple[str, ...] = option(
+        (),
+        "called with each record, keeps, drops or rewrites it; or MODULE:FUNCTION. Repeatable, in this order",
+        metavar="FILE.py:FUNCTION",
+        repeat=True,
+        group="which documents are kept",
+    )
+    min_tokens: int = option(0, "drop shorter documents", minimum=0)
+    max_tokens: int | None = option(None, "drop longer documents", minimum=0)
+    deduplicate: Literal["exact"] | None = option(None, "drop documents whose text has occurred before")
+    split_validation: float = option(
+        0.0,
+        "share of the documents, chosen by their text, that goes to PREFIX_KEY_document_validation",
+        metavar="FRACTION",
+    )
+    on_error: Literal["skip", "fail"] = option(
+        "skip",
+        "a record without usable text is left out, counted, and listed in PREFIX_KEY_document.rejects.jsonl; or it "
+        "ends the run. Empty texts are dropped and counted",
+    )
+    max_error_rate: float = option(
+        0.001, "end the run if more than this fraction of the records is in error", metavar="FRACTION"
+    )
+    quarantine: bool = option(
+        False,
+        "leave damaged input files out, whole, and list them in the manifest; without it a run finishes all other "
+        "files, names every damaged one, and ends with exit code 65",
+    )
+    keep_shards: bool = option(
+        False, "one .bin and .idx for each input file, under one manifest", group="what is written"
+    )
+    shard_size: int | None = option(
+        None, "a new .bin and .idx after so many bytes, under one manifest", metavar="SIZE", read=read_size
+    )
+    resume: bool = option(False, "keep what an earlier run of the same command has finished")
+    overwrite: bool = option(False, "replace an existing corpus, and chunks of another run")
+    dry_run: bool = option(False, "print what would be read and written, and write nothing")
+    workers: int | None = option(
+        None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1, group="where it runs"
+    )
+    executor: Literal["local", "ray"] = option("local", "local processes, or a Ray cluster")
+    ray_address: str | None = option(
+        None, "host:port of a cluster (RAY_ADDRESS; at first: a new one)", metavar="ADDRESS"
+    )
 
     def __post_init__(self) -> None:
         if problems := list(_find_problems(self)):
@@ -169,6 +214,7 @@ class Plan:
             "input_format": settings.read.input_format,
             "max_document_bytes": settings.read.max_document_bytes,
             "text_separator": settings.read.text_separator,
+            **({"record_keys": ", ".join(settings.read.record_keys)} if settings.read.record_keys else {}),
         }
 
 
@@ -283,7 +329,7 @@ def is_complete(plan: Plan) -> bool:
     largest = max(volume.bin.bytes for volume in manifest.volumes)
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
-        and (manifest.filters, manifest.source_key) == (plan.filters, settings.read.source_key)
+        and manifest.filters == plan.filters
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
@@ -304,16 +350,12 @@ def _read_whole(files: CorpusFiles) -> Manifest | None:
         for volume in manifest.volumes
         for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
     ]
-    if manifest.source_key is not None:
-        recorded.append((files.sources, SOURCE_DTYPE.itemsize * manifest.documents))
+    if manifest.attributes is not None:
+        recorded.append((files.attributes, manifest.attributes.bytes))
     return manifest if all(file.exists() and file.stat().st_size == size for file, size in recorded) else None
 
 
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
-    for name, least in {"min_tokens": 0, "max_tokens": 0, "workers": 1}.items():
-        number = getattr(settings, name)
-        if number is not None and number < least:
-            yield f"--{name.replace('_', '-')} {number} is below {least}; give at least {least}"
     if not 0.0 <= settings.max_error_rate <= 1.0:
         yield f"--max-error-rate {settings.max_error_rate} is not a fraction of the records; use 0 to 1"
     if settings.keep_shards and settings.shard_size is not None:
@@ -322,12 +364,13 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
         yield f"--max-tokens {settings.max_tokens} is below --min-tokens {settings.min_tokens}; exchange them"
-    if settings.read.record_keys and not settings.filter:
-        yield f"--record-key {settings.read.record_keys[0]} is for filters; give a --filter that looks at it"
+    yield from check_record_keys(settings.read.record_keys or ())
     if settings.ray_address is not None and settings.executor != "ray":
         yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
     if STANDARD_INPUT in settings.inputs and len(settings.inputs) > 1:
-        yield "--input - (standard input) stands alone; read the other shards in another run"
+        yield "--input - (standard input) stands alone; read the other files in another run"
+    if STANDARD_INPUT in settings.inputs and settings.dry_run:
+        yield "--dry-run cannot look at standard input and leave it there; write some of it to a file"
     if settings.read.text_separator == "":
         yield "--text-separator is empty; leave it out where each file is one document"
 

@@ -21,7 +21,6 @@ from megatron_neobert.data.corpus.format import (
     draft_manifest,
 )
 from megatron_neobert.data.corpus.shard_job import ChunkFiles
-from megatron_neobert.data.corpus.sources import check_sources
 from megatron_neobert.data.corpus.writer import OutputSettings, WrittenCorpus, refuse_existing, write_corpus
 from megatron_neobert.data.preprocessing.chunks import (
     ChunkJob,
@@ -59,7 +58,6 @@ class Progress:
     joined_bytes: int = 0  # of token ids, after all chunks are finished
     in_work: dict[int, ChunkProgress] = field(default_factory=dict)
     first_error: str | None = None
-    sources: set[str] = field(default_factory=set)  # of finished chunks
     _shown: float = 0.0
 
     @property
@@ -91,7 +89,7 @@ class Progress:
         self._show()
 
     def finish(self, number: int, result: ChunkResult) -> None:
-        """Count a finished chunk. Raise DataError if all finished chunks together have too many sources."""
+        """Count a finished chunk."""
         self._count(number, result)
         self._show()
 
@@ -111,8 +109,6 @@ class Progress:
         self.in_work.pop(number, None)
         self.finished_bytes += self.plan.input_bytes(self.plan.chunks[number])
         self.finished.add(result.counts)
-        self.sources.update(result.sources)
-        check_sources(self.sources, self.plan.settings.read.source_key)
         self.first_error = self.first_error or result.first_error
 
     def _show(self) -> None:
@@ -331,7 +327,6 @@ def _join_chunks(
             plan.tokenizer,
             inputs=inputs,
             text_key=settings.read.text_key,
-            source_key=settings.read.source_key,
             filters=plan.filters,
             records=counts.records,
             repaired_documents=counts.repaired_documents,
@@ -364,7 +359,6 @@ def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResul
                 tokens=result.counts.tokens,
                 unknown_tokens=result.counts.unknown_tokens,
                 sha256={kind: file.sha256 for kind, file in record.files.items() if kind != "rejects"},
-                sources=result.sources if job.settings.read.source_key is not None else None,
                 records_before=(job.chunk.unit, before) if job.chunk.numbers_are_relative else None,
             )
         )

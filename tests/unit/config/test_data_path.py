@@ -31,6 +31,17 @@ def test_a_drop_list_is_a_path_beside_the_limits(entry):
     assert (component.minimum, component.maximum) == (5 if "min" in entry else 1, 9 if "max" in entry else None)
 
 
+@pytest.mark.parametrize(
+    "expression", ["score>=3 and language=='en'", "input=='s3://b/*'", """x in ['a:min=3', "it's"]"""]
+)
+@pytest.mark.parametrize("form", ["C:where={}", "C:where={}:min=5:drop=l/x", "C:min=5:drop=l/x:where={}"])
+def test_an_expression_may_have_colons_and_slashes_in_its_texts(expression, form):
+    (component,) = parse_data_path([form.format(expression)])
+    minimum, drop = (1, None) if form == "C:where={}" else (5, "l/x")
+    assert component == Component("C", minimum=minimum, where=expression, drop=drop)
+    assert component.expression == ("" if minimum == 1 else "length>=5 and ") + f"({expression})"
+
+
 def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
     assert whole_weights(parse_data_path(["0.2", "a", "0.4", "b", "0.4", "c"])) == (1, 2, 2)
     assert whole_weights(parse_data_path(["30", "a", "70", "b"])) == (3, 7)
@@ -57,12 +68,16 @@ def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
         (["a:mim=5"], "':mim=5' is not a limit"),
         (
             ["a:min=1:min=2"],
-            "is not a limit; each of :min=N, :max=N, :drop=FILE, :inputs=NAMES and :sources=NAMES may follow",
+            "is not a limit; each of :min=N, :max=N, :where=EXPRESSION and :drop=FILE may follow",
         ),
         (["a:drop="], "':drop=' is not a limit"),
         (["a:drop=x/y:drop=z"], "':drop=x/y' is not a limit"),
         (["a:drop=x:y"], "a:drop=x:y: what follows :drop= must have no ':'"),
-        (["a:inputs=s3://b/*"], "a:inputs=s3://b/*: what follows :inputs= must have no ':'; rename it, or put a ?"),
+        (["a:inputs=*"], "':inputs=*' is not a limit"),
+        (["a:where="], "a:where=: '' is not an expression (invalid syntax"),
+        (["a:where=f(x)"], "'f(x)' is refused; expressions have attribute names"),
+        (["a:where=x=='y"], "is not an expression (unterminated string literal"),
+        (["a:where=x:where=y"], "':where=y' is not a limit"),
         ([":min=5"], "':min=5' names no corpus"),
         ([""], "'' names no corpus"),
     ],
@@ -85,6 +100,6 @@ def test_a_component_is_written_as_it_was_read():
         "a:max=9",
         "a:min=5:max=9",
         "a:min=5:max=9:drop=x/y",
-        "a:drop=x/y:inputs=w/*.gz:sources=b*",
+        "a:min=5:max=9:where=x=='y:min=3':drop=x/y",
     ):
         assert str(parse_data_path([text])[0]) == text

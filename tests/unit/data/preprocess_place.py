@@ -31,7 +31,7 @@ class Place:
     def settings(self, name="run", **changes) -> PreprocessSettings:
         read = {
             key: changes.pop(key)
-            for key in ("text_key", "text_separator", "max_document_bytes", "record_keys", "source_key")
+            for key in ("text_key", "text_separator", "max_document_bytes", "record_keys")
             if key in changes
         }
         defaults = {

@@ -8,16 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import tokenizers
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from tokenizers import models, pre_tokenizers
 
 from megatron_neobert.data.corpus import writer
-from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, draft_manifest, token_dtype
+from megatron_neobert.data.corpus.format import (
+    CorpusFiles,
+    FileRecord,
+    Manifest,
+    corpus_files,
+    draft_manifest,
+    read_manifest,
+    token_dtype,
+    write_manifest,
+)
 from megatron_neobert.data.corpus.shard_job import ChunkFiles
 from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -110,6 +123,15 @@ def write_corpus(
     written = writer.write_corpus(chunks, output, made_up_draft(chunks, tokenizer), folder=files.partial)
     shutil.rmtree(files.partial)
     return written.manifest
+
+
+def write_attributes(prefix: Path, columns: dict[str, Any], *, rows: int | None = None) -> Path:
+    """Put attributes beside a corpus, in row groups of `rows` documents, and name them in the manifest."""
+    files = corpus_files(prefix)
+    pq.write_table(pa.table(columns), files.attributes, row_group_size=rows, write_page_checksum=True)
+    record = FileRecord(files.attributes.stat().st_size, sha256_of(files.attributes))
+    write_manifest(files.manifest, replace(read_manifest(files.manifest), attributes=record))
+    return files.attributes
 
 
 def random_documents(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[NDArray[np.int64]]:

@@ -21,10 +21,10 @@ from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb import Instructions, build_encoder, run_tasks, units_of  # noqa: E402
 from megatron_neobert.evaluation.mteb_store import (  # noqa: E402
     check_revision,
-    is_current,
     limit_task,
     load_task,
     store_task,
+    stored_revision,
 )
 from megatron_neobert.evaluation.mteb_tasks import flatten, local_task  # noqa: E402
 from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
@@ -92,10 +92,10 @@ def test_what_loading_sets_on_a_task_is_stored_too(tmp_path):
 def test_data_of_another_revision_is_refused_before_anything_runs(tmp_path):
     task = type(MOCKS[0])()
     store_task(tmp_path, task)
-    assert is_current(tmp_path, task)
+    assert stored_revision(tmp_path, task) == task.metadata.revision
     about = tmp_path / "tasks" / task.metadata.name / "task.json"
     about.write_text(about.read_text().replace(task.metadata.revision, "older"))
-    assert not is_current(tmp_path, task)
+    assert stored_revision(tmp_path, task) == "older"
     with pytest.raises(DataError, match="holds revision older"):
         check_revision(tmp_path, task)
     with pytest.raises(DataError, match="holds revision older"):

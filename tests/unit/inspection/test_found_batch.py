@@ -40,12 +40,6 @@ def test_the_text_of_every_piece_is_its_document_once_the_labels_are_put_back(pl
     assert fates == {"masked", "kept", "replaced"}
 
 
-def test_the_pieces_of_a_row_follow_each_other_from_slot_0(place):
-    for row in rows_of(find_batch(settings_of(place), 1, place=None)):
-        ends = np.cumsum([len(piece.seen_s) for piece in row.pieces]).tolist()
-        assert [piece.first_slot for piece in row.pieces] == [0, *ends[:-1]]
-
-
 def test_the_ranks_share_the_batch_of_all_ranks_as_megatron_places_them(place):
     from megatron.core.parallel_state import RankGenerator
 

@@ -40,13 +40,6 @@ def test_a_loss_is_drawn_against_millions_of_tokens_and_validation_in_the_same_p
     assert lines_of(draw([run], ["loss"], x="iteration", smooth=1))[0][0] == [10, 20, 30]
 
 
-def test_shares_are_drawn_in_percent_and_rates_in_a_unit_that_the_title_names():
-    figure = draw([run_of(masked_accuracy=0.5, tokens_per_second=2e6)], ["masked_accuracy", "tokens_per_second"],
-                  x="tokens", smooth=1)  # fmt: skip
-    assert [lines_of(figure, axes=number)[0][1][0] for number in (0, 1)] == [50, 2]
-    assert figure.axes[1].get_title(loc="left") == "tokens/s (millions)"
-
-
 def test_a_restart_is_marked_in_every_panel_at_its_tokens_in_the_colour_of_its_run():
     runs = [run_of("a", lr=1.0), run_of("b", restarts=[10, 20], lr=1.0)]
     figure = draw(runs, ["loss", "lr"], x="tokens", smooth=1)
@@ -68,15 +61,6 @@ def test_a_gap_stays_a_gap_and_enters_no_mean():
     assert trailing_mean(values, 2).tolist()[2:] == [3.0, (3 + 5) / 2]
     assert np.isnan(trailing_mean(values, 2)[1])
     assert trailing_mean(values[:1], 10).tolist() == [1.0]
-
-
-def test_a_gradient_norm_that_spikes_is_drawn_on_a_logarithmic_axis():
-    figures = [draw([run_of(losses=(1,) * 9)], ["loss", "grad_norm"], x="tokens", smooth=1)]
-    for last in (1.2, 4000.0):
-        run = run_of(losses=(1,) * 9, grad_norm=1.0)
-        run.values[90]["grad_norm"] = last
-        figures.append(draw([run], ["loss", "grad_norm"], x="tokens", smooth=1))
-    assert [figure.axes[1].get_yscale() for figure in figures] == ["linear", "linear", "log"]
 
 
 def test_the_table_holds_every_number_as_it_was_logged():

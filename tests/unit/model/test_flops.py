@@ -89,12 +89,5 @@ def test_flops_of_concatenated_rows_are_those_of_documents_as_long_as_the_row():
     assert training_flops_per_token(Settings(), vocab_size=VOCAB, document_tokens=300) < expected
 
 
-def test_flops_per_token_without_swiglu_count_two_matrices():
-    settings = Settings().with_section("model", swiglu=False)
-    flops = training_flops_per_token(settings, vocab_size=VOCAB, document_tokens=1024)
-    blocks = 28 * (4 * 768**2 + 2 * 768 * 3072)
-    assert flops == pytest.approx(6 * (blocks + 0.2 * VOCAB * 768) + 12 * 28 * 768 * 1024)
-
-
 def test_a_checkpoint_holds_weights_main_weights_and_two_moments():
     assert checkpoint_bytes(Settings(), vocab_size=VOCAB) == 245_136_954 * 16

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_neobert.model.gpus import GPUS, find_gpu
+from megatron_neobert.model.gpus import find_gpu
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,3 @@ def test_dense_rate_is_half_of_what_the_sheet_prints_with_sparsity(device, spars
 )
 def test_a_slice_or_an_unknown_model_has_no_peak(device):
     assert find_gpu(device) is None
-
-
-def test_every_name_is_listed_once():
-    assert len({gpu.name for gpu in GPUS}) == len(GPUS)

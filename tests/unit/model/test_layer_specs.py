@@ -4,18 +4,10 @@ import pytest
 import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_neobert.config.schema import ModelConfig, ParallelConfig, Settings
-from megatron_neobert.model.transformer_config import LocalLayerNorm, LocalRMSNorm, layer_spec, to_transformer_config
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.model.transformer_config import LocalLayerNorm, LocalRMSNorm, to_transformer_config
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-@pytest.mark.parametrize(("stages", "expected"), [(1, 12), (2, 6), (3, 4)])
-def test_a_stage_gets_its_share_of_the_layers(stages, expected):
-    parallel = ParallelConfig(pipeline_model_parallel_size=stages)
-    spec = layer_spec(Settings(model=ModelConfig(num_layers=12), parallel=parallel))
-    assert len(spec.layer_specs) == expected
-    assert spec.layer_norm is LocalRMSNorm
 
 
 @pytest.mark.parametrize("kind", [LocalRMSNorm, LocalLayerNorm])

@@ -35,15 +35,6 @@ def make_row() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_t, torch.tensor([0, *LENGTHS]).cumsum(0).int()
 
 
-def test_the_default_model_has_245_136_954_parameters_without_vocabulary_padding():
-    """Built on the meta device: no weight is allocated, Megatron's modules are the real ones."""
-    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_neobert.model.neobert.initialize_weights", lambda *args, **kwargs: None)
-        model = NeoBERTModel(Settings(), vocab_size=30_522)
-    padding = (30_592 - 30_522) * (2 * 768 + 1)
-    assert sum(parameter.numel() for parameter in model.parameters()) - padding == 245_136_954
-
-
 def test_padded_vocabulary_never_takes_part_in_the_softmax(build):
     model = build()
     tokens_t, cu_seqlens_n = make_row()

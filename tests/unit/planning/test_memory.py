@@ -103,13 +103,6 @@ def test_with_one_micro_batch_the_fullest_pipeline_stage_is_that_of_the_head():
     assert state_bytes(settings, world_size=4) == stage * 16
 
 
-def test_the_fullest_pipeline_stage_with_learned_positions_is_the_first():
-    settings = Settings().with_section("parallel", pipeline_model_parallel_size=2, use_distributed_optimizer=False)
-    settings = settings.with_section("model", position_embedding_type="learned_absolute")
-    stage = 14 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 30_592 * 768 + 4097 * 768
-    assert state_bytes(settings, world_size=2) == stage * 16
-
-
 def test_tensor_parallel_ranks_share_the_weights_and_context_parallel_ranks_only_the_optimizer():
     settings = Settings().with_section("training", bf16=True)
     padded = count_parameters(settings.model, vocab_size=30_592).total

@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step, step_profile
+from benchmarks import benchmark_loader, benchmark_memory, benchmark_preprocessing, benchmark_step, step_profile
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
@@ -305,26 +305,10 @@ def test_the_table_of_checkpoints_shows_what_each_way_of_saving_costs_and_the_sp
     assert list(tmp_path.iterdir()) == []
 
 
-# Two heads of 64 and two ranks that share them; too small for a peak that shows anything.
-TOY_CASE = """
-import sys
-from pathlib import Path
-from benchmarks import benchmark_memory
-benchmark_memory.DOCUMENTS = 64
-case = benchmark_memory.Case(1, 128, 1, 128, ranks=2, changes={"parallel": {"tensor_model_parallel_size": 2}})
-benchmark_memory.compare({"toy": case}, output=Path(sys.argv[1]))
-"""
-
-
-@pytest.mark.slow
-def test_memory_benchmark_finds_the_planned_activations_on_tensor_parallel_ranks(tmp_path):
-    file = tmp_path / "figures.json"
-    command = [sys.executable, "-c", TOY_CASE, str(file)]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    (case,) = json.loads(file.read_text())["cases"]
-    # The mask of the ids that the other rank has: one byte per token, and the ids without them.
-    assert abs(case["kept MiB"] - case["planned kept"]) * 2**20 <= 2 * 9 * 128
-    # A process cannot peak below what it trains with: the vocabulary's two tables, half of each, 16 bytes a weight.
-    assert case["peak MiB"] * 2**20 > 30_522 * 128 * 16
-    assert "plan / measured" in ended.stdout
+@pytest.mark.usefixtures("no_process_group_left")
+def test_memory_benchmark_shows_the_planned_bytes_beside_those_that_autograd_keeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark_memory, "DOCUMENTS", 64)
+    toy = benchmark_memory.Case(1, 128, 1, 128)
+    planned, kept = benchmark_memory.measure(toy, tmp_path, on_gpu=False)["kept"]
+    # Measured (November 2026): torch's CPU kernels of norm and SwiGLU are not fused; most of it are the logits.
+    assert kept / planned == pytest.approx(1.198, rel=0.005)

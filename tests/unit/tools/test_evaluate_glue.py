@@ -53,6 +53,7 @@ def test_command_killed_in_two_processes_goes_on_in_one_with_the_same_results(pl
     [
         (("--jobs", "0"), "--jobs 0 is below 1, its smallest legal value"),
         (("--seeds", "-1"), "--seeds -1 is below 0"),
+        (("--transfer-from", "/"), "--no-transfer and --transfer-from are both given"),
         (("--device", "cuda:1"), "--device cuda:1 is not one of cpu, cuda"),  # every run sees one GPU
         (("--tasks", "snli"), "--tasks snli: GLUE's tasks are mnli"),
         pytest.param(

@@ -45,9 +45,7 @@ def start(*words: object, packages: Path | None = None, options: tuple[str, ...]
 
 def make_clone(folder: Path) -> Path:
     """Copy what `tools/preprocess_data.py` imports first; errors.py ends the process with the folder's name."""
-    own = [
-        f"megatron_neobert/{name}.py" for name in ("__init__", "text", "commands/__init__", "commands/preprocess_data")
-    ]
+    own = [f"megatron_neobert/{name}.py" for name in ("__init__", "text", "commands/__init__", "cli", "__main__")]
     for name in (*own, "tools/preprocess_data.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)

@@ -41,7 +41,7 @@ def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_pa
     ("arguments", "code", "message"),
     [
         (["--threshold", "1.5"], 2, "--threshold 1.5 is not above 0 and at most 1"),
-        (["--rows", "0"], 2, "0 is not a whole number of at least 1"),
+        (["--rows", "0"], 2, "--rows 0 is below 1"),
         (["nowhere"], 66, "no corpus nowhere"),
     ],
 )

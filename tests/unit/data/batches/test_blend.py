@@ -7,12 +7,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, web_like_lengths
+from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, bits_of, web_like_lengths
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_between
 from megatron_neobert.data.batches.rows import documents_in_window, pack_window
 from megatron_neobert.data.batches.stream import BatchStream, Source
-from megatron_neobert.data.corpus.selection import KeptDocuments
+from megatron_neobert.data.corpus.attributes import ChosenDocuments
 
 WEIGHTS = (1, 2, 2)
 NUMBER = (1 << COMPONENT_SHIFT) - 1  # the bits of a document's number inside its corpus
@@ -82,7 +82,7 @@ def test_stage_2_of_web_like_documents_fills_its_rows(monkeypatch):
     """
     monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 4096)
     corpus = MemoryCorpus(web_like_lengths(200_000))
-    longer = [KeptDocuments(corpus, range(200_000), minimum=minimum, maximum=None) for minimum in (1024, 2048)]
+    longer = [ChosenDocuments(bits_of(corpus.lengths >= minimum), range(200_000)) for minimum in (1024, 2048)]
     sources = tuple(map(Source, [corpus] * 3, [range(200_000), *longer], WEIGHTS))
     settings = batch_settings(seq_length=4096)
     windows = [pack_window(sources, settings, epoch=0, window=window) for window in range(8)]
@@ -173,7 +173,7 @@ def test_a_document_of_two_components_is_masked_differently_in_each(corpora):
 
 def test_a_blend_of_one_part_of_a_corpus_by_length_has_only_such_documents(corpora):
     corpus = corpora[2]
-    kept = KeptDocuments(corpus, range(20, 150), minimum=40, maximum=80)
+    kept = ChosenDocuments(bits_of((corpus.lengths >= 40) & (corpus.lengths <= 80)), range(20, 150))
     everything = Source(corpus, range(20, 150), 1)
     stream = BatchStream((everything, Source(corpus, kept, 3)), batch_settings(global_batch_size=8))
     numbers = np.concatenate([rows.segments.documents_n for rows, _ in islice(stream.global_batches(), 30)])

@@ -1,21 +1,19 @@
 """What training opens: one corpus cut in two, one for training and one for validation, or a blend."""
 
-import json
-import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import batch_settings, micro_batches, original_ids
 from unit.data.preprocess_place import Place
-from unit.data.small_corpus import write_corpus, write_vocabulary
+from unit.data.small_corpus import write_attributes, write_corpus, write_vocabulary
 
 from megatron_neobert.config.data_path import curve_names
 from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.data.corpus.drop_list import write_drop_list
-from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError
 
@@ -117,7 +115,7 @@ def test_a_blend_cuts_every_component_alike_and_then_chooses_by_length(place):
         for source, (least, most) in zip(sources, limits, strict=True):
             assert numbers(source) == [n for n in documents if least <= lengths[n] <= most]
     assert isinstance(inputs.training[0].documents, range)
-    assert isinstance(inputs.training[1].documents, KeptDocuments)
+    assert isinstance(inputs.training[1].documents, ChosenDocuments)
     assert len(inputs.description) == 3
     assert f"{path}:min=100: {len(inputs.training[1].documents)} of {len(corpus)} docu" in (inputs.description[1])
 
@@ -143,101 +141,22 @@ def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_fr
     assert len({blend, *others}) == 8
 
 
-SOURCES = ("news/a", "news/b", "law")
-
-
-@pytest.fixture
-def three_inputs(tmp_path):
-    """A corpus of three shards and several volumes, and where each shard's documents lie; their sources take turns."""
-    place = Place(tmp_path)
-    for shard in ("a-web", "b-wiki[a]", "c-web"):
-        records = ({"content": f"{shard} {'hello ' * n}", "of": SOURCES[n % 3]} for n in range(1, 301))
-        place.add_lines(f"{shard}.jsonl", *map(json.dumps, records))
-    place.run(deduplicate="exact", shard_size=10_000, source_key="of")
-    places, first = {}, 0
-    for name, record in place.corpus().manifest.inputs.items():
-        places[Path(name).stem] = range(first, first + record.documents)
-        first += record.documents
-    assert list(places) == ["a-web", "b-wiki[a]", "c-web"] and len(place.corpus().volumes) > 1
-    return place, places
-
-
-@pytest.mark.parametrize(
-    ("names", "shards", "ranges"),
-    [
-        ("*-wiki[a].jsonl", ["b-wiki[a]"], 1),  # brackets in a pattern match brackets
-        ("*/?-w*", ["a-web", "b-wiki[a]", "c-web"], 1),
-        ("*-web.json?", ["a-web", "c-web"], 2),
-    ],
-)
-def test_a_component_may_take_some_inputs_alone(three_inputs, names, shards, ranges):
-    place, places = three_inputs
-    (source,) = open_inputs(settings(place, f"{prefix(place)}:min=50:inputs={names}", split="1")).training
-    lengths = place.corpus().lengths[np.arange(len(place.corpus()))]
-    assert numbers(source) == [n for shard in shards for n in places[shard] if lengths[n] >= 50]
-    assert len(source.documents.ranges) == ranges  # neighbours are one
-    assert numbers(pickle.loads(pickle.dumps(source))) == numbers(source)
-
-
-@pytest.mark.parametrize(("names", "sources"), [("law", ["law"]), ("news/*", SOURCES[:2]), ("*", SOURCES)])
-def test_a_component_may_take_some_sources_alone(three_inputs, names, sources):
-    place, places = three_inputs
+def test_the_split_cuts_the_corpus_before_documents_are_chosen_by_an_expression(place):
     corpus = place.corpus()
-    data_path = f"{prefix(place)}:max=200:inputs=*web*:sources={names}"
-    (source,) = open_inputs(settings(place, data_path, split="1")).training
-    lengths = corpus.lengths[np.arange(len(corpus))]
-    words = [load_tokenizer(place.vocab).decode(corpus.document(n)).split().count("hello") for n in range(len(corpus))]
-    web = [*places["a-web"], *places["c-web"]]
-    expected = [n for n in web if lengths[n] <= 200 and SOURCES[words[n] % 3] in sources]
-    assert numbers(source) == expected and len(expected) > 100
-    assert numbers(pickle.loads(pickle.dumps(source))) == expected
-
-
-def test_sources_that_are_not_there_or_were_not_stored_are_refused(three_inputs):
-    place, _ = three_inputs
-    with pytest.raises(
-        DataError, match=r"none of its 3 sources is called books; they are law, news/a, news/b and so on"
-    ):
-        open_inputs(settings(place, f"{prefix(place)}:sources=books"))
-    place.run("plain")
-    with pytest.raises(DataError, match=r"plain.* does not have the sources of its documents, so :sources=law finds"):
-        open_inputs(settings(place, f"{prefix(place, 'plain')}:sources=law"))
-
-
-def test_the_split_cuts_the_corpus_before_inputs_are_chosen(three_inputs):
-    place, places = three_inputs
-    inputs = open_inputs(settings(place, f"{prefix(place)}:inputs=*-web*", split="1,1"))
-    half = round(len(place.corpus()) / 2)
-    chosen = [*places["a-web"], *places["c-web"]]
+    write_attributes(corpus.prefix, {"score": [number % 7 for number in range(len(corpus))]})
+    inputs = open_inputs(settings(place, f"{prefix(place)}:min=50:where=score>=3", split="1,1"))
+    lengths, half = corpus.lengths[np.arange(len(corpus))], round(len(corpus) / 2)
+    chosen = [number for number in range(len(corpus)) if number % 7 >= 3 and lengths[number] >= 50]
     assert numbers(inputs.training[0]) == [n for n in chosen if n < half]
     assert numbers(inputs.validation["split"][0]) == [n for n in chosen if n >= half]
 
 
-def test_inputs_that_are_not_there_or_were_not_counted_are_refused(three_inputs):
-    place, _ = three_inputs
-    with pytest.raises(DataError, match=r"none of its 3 inputs is called books\*; they are .*a-web\.jsonl"):
-        open_inputs(settings(place, f"{prefix(place)}:inputs=books*"))
-    files = place.corpus().files
-    manifest = json.loads(files.manifest.read_text())
-    for record in manifest["inputs"].values():
-        del record["documents"], record["tokens"]
-    files.manifest.write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=r"not counted by input when it was written, so :inputs=\* finds none"):
-        open_inputs(settings(place, f"{prefix(place)}:inputs=*"))
-
-
-@pytest.mark.parametrize(
-    "ends",
-    [
-        ("", ":sources=news/?", ":sources=n*", ":sources=law"),
-        ("", ":inputs=*web*", ":inputs=*/?-web.jsonl", ":inputs=*wiki*"),
-    ],
-    ids=["sources", "inputs"],
-)
-def test_inputs_and_sources_are_part_of_the_identity_by_the_documents_that_they_are(three_inputs, ends):
-    place, _ = three_inputs
+def test_an_expression_is_part_of_the_identity_by_the_documents_that_it_chooses(place):
+    corpus = place.corpus()
+    write_attributes(corpus.prefix, {"score": [number % 7 for number in range(len(corpus))]})
     whole, some, also_some, others = (
-        open_inputs(settings(place, prefix(place) + end, split="1")).identities for end in ends
+        open_inputs(settings(place, f"{prefix(place)}{end}", split="1")).identities
+        for end in ("", ":where=score>=3", ":where=not score<3", ":where=score>=4")
     )
     assert some == also_some and len({whole, some, others}) == 3
 
@@ -281,7 +200,7 @@ def test_drop_lists_that_leave_nothing_or_are_of_another_corpus_are_refused(plac
     count = len(place.corpus())
     with pytest.raises(
         DataError,
-        match=rf"none of the {count:,} documents for training has .*/list drops {count:,} of its {count:,} doc",
+        match=rf"drop=.*/list: none of the {count:,} documents for training is chosen",
     ):
         open_inputs(settings(place, everything, split="1"))
     other = place.corpus(end="_validation").prefix
@@ -293,7 +212,7 @@ def test_drop_lists_that_leave_nothing_or_are_of_another_corpus_are_refused(plac
 
 def test_limits_that_no_document_meets_are_refused_with_numbers(place):
     longest = place.corpus().manifest.statistics.longest
-    with pytest.raises(DataError, match=rf"none of the \d+ documents for training has at least 5,000 .* to {longest}"):
+    with pytest.raises(
+        DataError, match=rf"min=5000: none of the \d+ documents for training is chosen; .* have \d+ to {longest} tok"
+    ):
         open_inputs(settings(place, "1", prefix(place), "1", f"{prefix(place)}:min=5000"))
-    with pytest.raises(DataError, match=f"has at least {longest + 1} and at most {longest + 2} tokens"):
-        open_inputs(settings(place, f"{prefix(place)}:min={longest + 1}:max={longest + 2}"))

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from unit.data.child_processes import has_ended, wait_for
-from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of, web_like_lengths
+from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, bits_of, contents, stream_of, web_like_lengths
 
 from megatron_neobert.data.batches.loader import DaliLoader, build_loader
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
-from megatron_neobert.data.corpus.selection import KeptDocuments
+from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.errors import CheckpointError, ConfigError, WorkerError
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def stream() -> BatchStream:
 def blend() -> BatchStream:
     """In blocks, and of documents chosen by length."""
     corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
-    kept = KeptDocuments(corpora[1], range(250), minimum=300, maximum=None)
+    kept = ChosenDocuments(bits_of(corpora[1].lengths >= 300), range(250))
     sources = (Source(corpora[0], range(200), 1), Source(corpora[1], range(250), 2), Source(corpora[1], kept, 2))
     return BatchStream(sources, batch_settings(seq_length=256, document_block_size=16, fixed_shapes=True))
 

@@ -12,9 +12,9 @@ from unit.data.small_corpus import (
     write_chunk,
 )
 
+from megatron_neobert.data.corpus.attribute_columns import pack_columns
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.corpus.sources import SOURCE_DTYPE
 from megatron_neobert.data.corpus.writer import write_corpus
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -41,14 +41,12 @@ class Place:
                 self.documents += documents
 
     def add_chunk(self, documents, texts, *, input, rejects=""):
-        """With the length of each text as its document's source, numbered as they come."""
+        """With the length of each text as an attribute of its document."""
         facts = {"input": input, "texts": texts, "rejects": rejects}
         chunk = write_chunk(self.files.partial, len(self.chunks), documents, TOKENIZER, **facts)
-        names = list(dict.fromkeys(str(len(text)) for text in texts))
-        file = self.files.partial / f"{chunk.name}.sources"
-        np.array([names.index(str(len(text))) for text in texts], dtype=SOURCE_DTYPE).tofile(file)
-        sha256 = chunk.sha256 | {"sources": sha256_of(file)}
-        self.chunks.append(replace(chunk, sources=names, sha256=sha256))
+        file = self.files.partial / f"{chunk.name}.attributes"
+        file.write_bytes(pack_columns({"characters": list(map(len, texts))}))
+        self.chunks.append(replace(chunk, sha256=chunk.sha256 | {"attributes": sha256_of(file)}))
 
     @staticmethod
     def _document(text, ids_seed):
@@ -65,7 +63,6 @@ class Place:
             self.chunks,
             TOKENIZER,
             inputs=inputs or {},
-            source_key="length of the text",
             records=sum(chunk.documents for chunk in self.chunks) + 3,
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},

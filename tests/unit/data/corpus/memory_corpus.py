@@ -32,9 +32,6 @@ class MemoryCorpus:
         end = self.ends[number]
         return self.ids[end - self.lengths[number] : end]
 
-    def length_arrays(self) -> list[NDArray[np.int32]]:
-        return [self.lengths]
-
     def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
         self.announced.append(documents)
 
@@ -47,6 +44,11 @@ class MemoryCorpus:
                 for document, start, length in zip(documents, starts, lengths, strict=True)
             ]
         )
+
+
+def bits_of(chosen: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """One bit per document in whole blocks of 256, as `choose_documents` returns them."""
+    return np.packbits(np.append(chosen, np.zeros(-len(chosen) % 256, dtype=np.bool_)), bitorder="little")
 
 
 def web_like_lengths(documents: int, *, seed: int = 0) -> NDArray[np.int64]:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from unit.data.corpus.made_up_chunks import Place
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_attributes, write_corpus
 
 from benchmarks.benchmark_object_storage import ObjectServer
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.batches.stream import BatchStream, Source
 from megatron_neobert.data.corpus import object_storage, volumes
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.corpus.selection import KeptDocuments
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
 
 pytest.importorskip("aiohttp")
@@ -96,7 +96,7 @@ def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
     assert sorted(fetched(server, ".idx").values()) == [2, 2, 2, 3]
 
 
-@pytest.mark.parametrize("ending", [".idx", ".json", ".sources"])
+@pytest.mark.parametrize("ending", [".idx", ".json"])
 def test_damaged_copy_of_an_index_or_manifest_is_fetched_again(tmp_path, storage, ending):
     place = Place(tmp_path / "bucket")
     place.write(shard_bytes=20)
@@ -133,15 +133,18 @@ def test_resumed_run_reads_only_what_it_has_still_to_train_on(server, storage, o
     assert set(fetched(server, ".bin")) <= needed
 
 
-def test_sources_of_remote_documents_are_those_of_the_local_corpus(tmp_path, storage):
-    place = Place(tmp_path / "bucket")
-    place.write(shard_bytes=20)
+def test_documents_of_a_remote_corpus_are_chosen_by_the_copy_of_its_attributes(tmp_path, storage):
+    (tmp_path / "bucket").mkdir()
+    write_corpus(tmp_path / "bucket" / "P", random_documents([3] * 20, 100), numbered_tokenizer(100))
+    write_attributes(tmp_path / "bucket" / "P", {"score": range(20)})
     with ObjectServer(tmp_path / "bucket").running() as running:
-        remote, local = Corpus(f"{running.url}/P", storage), Corpus(tmp_path / "bucket" / "P")
-        check_content(remote)
-        some = [KeptDocuments(one, range(20), minimum=1, maximum=None, sources="*6") for one in (remote, local)]
-    assert 0 < len(some[0]) < 20
-    assert some[0].numbers(np.arange(len(some[0]))).tolist() == some[1].numbers(np.arange(len(some[1]))).tolist()
+        for _ in range(2):
+            remote = Corpus(f"{running.url}/P", storage)
+            check_content(remote)
+            chosen = ChosenDocuments(choose_documents(remote, "score>=15", None), range(20))
+            assert chosen.numbers(np.arange(len(chosen))).tolist() == [15, 16, 17, 18, 19]
+            copy = next(storage.folder.rglob("P.attributes.parquet"))
+            copy.write_bytes(copy.read_bytes()[::-1])  # damaged: it is fetched again
 
 
 def test_steps_of_remote_documents_are_announced_four_before_they_are_built():
@@ -287,9 +290,3 @@ def test_batches_from_s3_are_those_of_the_local_corpus_until_an_object_is_replac
         bucket.pipe_file(f"bucket/{path.name}", path.read_bytes()[::-1])
     with pytest.raises(DataError, match=r"s3://bucket/P_0000\d\.bin was replaced after this run had opened it"):
         batches(corpus, workers=1)
-
-
-@pytest.mark.usefixtures("bucket")
-def test_prefix_that_is_not_in_the_bucket_is_no_corpus(storage):
-    with pytest.raises(MissingInputError, match=r"no corpus s3://bucket/Q: there is no s3://bucket/Q\.json"):
-        Corpus("s3://bucket/Q", storage)

@@ -61,7 +61,7 @@ def test_finished_corpus_shards_are_kept_after_an_interrupt_and_the_others_are_w
     assert not work.exists()
 
 
-@pytest.mark.parametrize("name", ["0.bin", "0.idx", "0.sources", "0.done", "held_out.bin", "layout.json"])
+@pytest.mark.parametrize("name", ["0.bin", "0.idx", "0.done", "held_out.bin", "layout.json"])
 @pytest.mark.parametrize("spoil", ["changed", "cut", "gone"])
 def test_finished_corpus_shard_that_is_damaged_is_written_again(stopped, name, spoil):
     place, whole = stopped

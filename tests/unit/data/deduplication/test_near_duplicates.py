@@ -12,7 +12,7 @@ from unit.data.deduplication.planted import Planted, jaccard, plant
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 from unit.tools.commands import ENVIRONMENT
 
-from megatron_neobert.data.corpus.drop_list import DropList
+from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication import run
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
@@ -39,7 +39,9 @@ def find(output, *prefixes, minhash=None, **changes):
 
 def dropped(output, prefix):
     corpus = Corpus(prefix)
-    return np.flatnonzero(DropList(output, corpus.manifest, corpus.prefix).drops(np.array([0]), len(corpus))[0])
+    return np.flatnonzero(
+        np.unpackbits(read_drop_list(output, corpus.manifest, corpus.prefix)[1], count=len(corpus), bitorder="little")
+    )
 
 
 def chance(alike, bands=14, rows=8):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from unit.data.inputs.reading import COMPRESS, TEXTS, peak_of, read, texts_of
 
 from megatron_neobert.data.inputs.recognise import read_chunk, recognise
 from megatron_neobert.data.inputs.records import ReadSettings
-from megatron_neobert.data.inputs.stream import Chunk, ChunkStream
+from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
 LINES = [json.dumps({"content": text}).encode() + b"\n" for text in TEXTS]
@@ -86,18 +85,6 @@ def test_stream_that_is_damaged_from_its_beginning_is_refused(tmp_path, compress
     (tmp_path / "shard").write_bytes(packed[:8])
     with pytest.raises(DataError, match=f"the {compression} stream (is|breaks off)"):
         read(tmp_path / "shard")
-
-
-def test_progress_follows_the_compressed_bytes(tmp_path):
-    (tmp_path / "shard").write_bytes(gzip.compress(random.Random(0).randbytes(5_900_000), 1))
-    with ChunkStream(Chunk(str(tmp_path / "shard"), "jsonl", "gzip")) as stream:
-        seen = []
-        while stream.read():
-            seen.append(stream.progress)
-    assert len(seen) == 6  # of 5.9 MB
-    assert seen == sorted(seen)
-    assert seen[0] < 0.3
-    assert seen[-1] == 1
 
 
 def test_memory_does_not_grow_with_the_shard(tmp_path):

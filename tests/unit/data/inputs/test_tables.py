@@ -11,10 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.inputs.reading import TEXTS, read, texts_of
 
-from megatron_neobert.data.inputs.recognise import read_chunk, row_cuts, split_into_chunks
+from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk
-from megatron_neobert.data.inputs.tables import RowGroup
 from megatron_neobert.errors import DataError
 
 
@@ -147,21 +146,6 @@ def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, write, rows):
         assert split.texts == whole.texts
         assert split.rejected == whole.rejected  # with the same numbers
         assert split.dropped == whole.dropped
-
-
-def test_tables_are_cut_between_groups_and_inside_large_ones():
-    groups = [
-        RowGroup(10, 40),
-        RowGroup(10, 40),
-        RowGroup(10, 40),
-        RowGroup(100, 300),
-        RowGroup(10, 20),
-        RowGroup(3, 0),
-    ]
-    # 40 + 40 | 40 | 300 in three | the last third and 20 would be 120
-    assert row_cuts(groups, chunk_bytes=100) == [20, 30, 63, 96, 130]
-    assert row_cuts([RowGroup(2, 1000)], chunk_bytes=100) == [1]  # a row is never cut
-    assert row_cuts([], chunk_bytes=100) == row_cuts([RowGroup(5, 0)], chunk_bytes=100) == []
 
 
 def test_batches_have_about_a_mebibyte_and_a_long_document_comes_alone(tmp_path, write):

@@ -206,24 +206,16 @@ def test_what_is_no_filter_is_refused_before_anything_is_read(place, monkeypatch
         plan_preprocessing(place.settings(filter=(name,), record_keys=()))
 
 
-def test_fields_without_a_filter_are_refused(place):
-    with pytest.raises(ConfigError, match="--record-key language is for filters"):
-        place.settings(record_keys=("language",))
-
-
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
-@pytest.mark.parametrize("setting", ["record_keys", "source_key"])
-def test_column_that_a_table_lacks_is_refused_by_the_plan_and_never_quarantined(place, filters, write, setting):
+def test_column_that_a_table_lacks_is_refused_by_the_plan_and_never_quarantined(place, write):
     write_lines(place)
     for name in ("b", "c"):
         write(place)
         next(place.shards.glob("a.[!j]*")).rename(place.shards / f"{name}.table")
-    settings = {"filter": filters("no_masks"), "record_keys": ("url",)} if setting == "record_keys" else {}
-    settings = settings or {"source_key": "url"}
     with pytest.raises(ConfigError) as caught:
-        plan_preprocessing(place.settings(quarantine=True, **settings))
+        plan_preprocessing(place.settings(quarantine=True, record_keys=("url",)))
     columns = "content, language, score" if write is write_parquet else "language, content"
-    message = f"has no column 'url'; its columns: {columns}; choose among them with --record-key or --source-key"
+    message = f"has no column 'url'; its columns: {columns}; choose among them with --record-key"
     assert caught.value.problems == [f"{place.shards / name}.table {message}" for name in ("b", "c")]
     assert not (place.folder / "out").exists()
 

@@ -109,7 +109,7 @@ def test_resumed_run_that_is_to_fail_on_errors_fails_on_those_of_finished_chunks
         place.run(resume=True, on_error="fail")
 
 
-@pytest.mark.parametrize("change", ["order", "layout", "volume", "sources", "newer input"])
+@pytest.mark.parametrize("change", ["order", "layout", "volume", "attributes", "newer input"])
 def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     place.add_texts("a.jsonl", "hello")
     place.add_texts("b.jsonl", "world")
@@ -123,8 +123,8 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
         same["keep_shards"] = False
     elif change == "volume":
         (place.folder / "out" / "run_content_document_00001.bin").unlink()
-    elif change == "sources":
-        same["source_key"] = "from"
+    elif change == "attributes":
+        same["record_keys"] = ("from",)
     else:
         place.add_texts("a.jsonl", "hallo")
     assert not is_complete(plan_preprocessing(place.settings(**same)))

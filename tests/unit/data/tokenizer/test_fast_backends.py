@@ -17,7 +17,6 @@ from megatron_neobert.data.tokenizer.fast_backends import (
     EncodeTexts,
     find_mismatch,
     open_encoder,
-    probe_strings,
 )
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError
@@ -71,14 +70,6 @@ def two_tokenizers(tmp_path):
 
 
 # --- equal ids
-
-
-def test_probe_strings_are_three_thousand_and_the_same_every_time(tmp_path):
-    tokenizer = wordpiece(tmp_path)
-    strings = probe_strings(tokenizer)
-    assert 2500 <= len(strings) <= 3500
-    assert strings == probe_strings(tokenizer)
-    assert all(literal in strings for literal in SPECIAL)
 
 
 def test_nanotoken_and_gigatoken_pass_the_probe(tmp_path):

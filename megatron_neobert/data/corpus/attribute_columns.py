@@ -1,0 +1,123 @@
+"""The columns of document attributes: those of a chunk, and of a corpus, which joins the columns of its chunks.
+
+A value is a number, a text, or true or false; lists and objects become missing values. A column has one type: whole
+numbers, numbers, truth values, or texts. If a key has values of several types, all of them become texts.
+"""
+
+import keyword
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+DERIVED = ("length", "input")  # attributes that need no column
+_ROW_GROUP = 1 << 17  # documents
+_LONGEST_TEXT = 1000  # characters of a text that are kept
+
+
+def attribute_name(key: str) -> str:
+    """Return the name that an expression has for a record key: what is no letter, digit or _ becomes _.
+
+    A keyword of Python, `length` and `input` get another _ at the end.
+    """
+    name = re.sub(r"\W", "_", key, flags=re.ASCII)
+    return f"{name}_" if keyword.iskeyword(name) or name in DERIVED else name
+
+
+def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each record key whose attribute no expression could name."""
+    names = [attribute_name(key) for key in keys]
+    for key, name in zip(keys, names, strict=True):
+        if not name.isidentifier() or names.count(name) > 1:
+            yield (
+                f"--record-key {key} would be the attribute '{name}'; attributes need names of their own that begin "
+                "with a letter or _. Rename the field, or leave it out"
+            )
+
+
+def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
+    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document."""
+    import pyarrow as pa
+
+    table = pa.table({attribute_name(key): _typed(values) for key, values in columns.items()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np.bool_]]) -> None:
+    """Write PREFIX.attributes.parquet: the chosen rows of all chunks in order, in row groups of one size.
+
+    Args:
+        path: File to write.
+        chunks: Files of `pack_columns`.
+        chosen: For each of them, True for each document that is in the corpus.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types: dict[str, pa.DataType] = {}
+    for chunk in chunks:
+        with pa.memory_map(str(chunk)) as source:
+            for field in pa.ipc.open_file(source).schema:
+                types[field.name] = _common_type(types.get(field.name, pa.null()), field.type)
+    schema = pa.schema(list(types.items()))
+    with pq.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
+        held = schema.empty_table()
+        for chunk, is_chosen in zip(chunks, chosen, strict=True):
+            with pa.memory_map(str(chunk)) as source:
+                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen)).cast(schema)
+            held = pa.concat_tables([held, table])
+            whole = len(held) - len(held) % _ROW_GROUP
+            if whole:
+                writer.write_table(held[:whole].combine_chunks(), _ROW_GROUP)
+            held = held[whole:]
+        if len(held):
+            writer.write_table(held.combine_chunks(), _ROW_GROUP)
+
+
+def _typed(values: Sequence[object]) -> "pa.Array":
+    import pyarrow as pa
+
+    plain = [_plain(value) for value in values]
+    kinds = {type(value) for value in plain if value is not None}
+    if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in plain):  # type: ignore[operator]
+        return pa.array(plain, pa.int64())
+    if kinds and kinds <= {int, float}:
+        return pa.array([None if value is None else float(value) for value in plain], pa.float64())
+    if kinds <= {bool}:
+        return pa.array(plain, pa.bool_() if kinds else pa.null())
+    words = {True: "true", False: "false"}
+    return pa.array(
+        [words[value] if isinstance(value, bool) else value if value is None else str(value) for value in plain],
+        pa.string(),
+    )
+
+
+def _plain(value: object) -> bool | int | float | str | None:
+    """Return a value as it is kept."""
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | dict):
+        return None
+    return str(value)[:_LONGEST_TEXT].encode(errors="replace").decode()  # no lone surrogates
+
+
+def _common_type(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType":
+    import pyarrow as pa
+
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    are_numbers = {str(one), str(other)} == {"int64", "double"}
+    return pa.float64() if are_numbers else pa.string()

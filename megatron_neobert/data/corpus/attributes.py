@@ -1,0 +1,242 @@
+"""Attributes of documents, and the choice of documents by an expression over them.
+
+PREFIX.attributes.parquet has a row for each document in the order of the corpus, and a column for each --record-key.
+Two attributes need no column: `length`, the tokens of a document, is in the index, and `input`, the name of its input
+file, follows from the manifest. An expression is evaluated once, some documents at a time, into one bit per document:
+10^9 documents take 125 MB.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from itertools import accumulate, pairwise
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.config.expressions import names_in, parse_expression
+from megatron_neobert.data.corpus.drop_list import read_drop_list
+from megatron_neobert.data.corpus.format import DAMAGED
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_BLOCK = 256  # documents that share a count of the chosen documents before them
+_STEP = 1 << 18  # documents that an expression is evaluated for at a time
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")  # of each byte
+_BITS_SET = _BITS.sum(axis=1, dtype=np.uint8)
+_SET_BITS_FIRST = np.argsort(1 - _BITS, axis=1, kind="stable")  # [byte, n]: the place of its n-th bit that is set
+_COMPARE = {
+    ast.Eq: "equal",
+    ast.NotEq: "not_equal",
+    ast.Lt: "less",
+    ast.LtE: "less_equal",
+    ast.Gt: "greater",
+    ast.GtE: "greater_equal",
+}
+
+
+class ChosenDocuments:
+    """The documents of a range whose bits are set, numbered from 0.
+
+    One count per 256 documents leads to the block of the n-th document, and the bits of the block to its place.
+
+    Args:
+        bits: One bit per document of the corpus, as `choose_documents` returns them.
+        documents: The range that is chosen from.
+    """
+
+    def __init__(self, bits: NDArray[np.uint8], documents: range) -> None:
+        self.bits, self.documents = bits, documents
+        self._blocks = bits.reshape(-1, _BLOCK // 8)
+        self._ends = np.append(0, np.cumsum(_BITS_SET[self._blocks].sum(axis=1, dtype=np.int64)))
+        self._first, stop = self._rank(documents.start), self._rank(documents.stop)
+        self._count = stop - self._first
+
+    def __len__(self) -> int:
+        return self._count
+
+    def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers in the corpus of the chosen documents `indices`, each in [0, len(self))."""
+        ranks = indices + self._first
+        blocks = np.searchsorted(self._ends, ranks, side="right") - 1
+        places = ranks - self._ends[blocks]  # among the chosen documents of the block
+        up_to_byte = np.cumsum(_BITS_SET[self._blocks[blocks]], axis=1, dtype=np.int16)
+        at = np.argmax(up_to_byte > places[:, None], axis=1)
+        byte = self._blocks[blocks, at]
+        before_byte = up_to_byte[np.arange(len(at)), at] - _BITS_SET[byte]
+        return blocks * _BLOCK + 8 * at + _SET_BITS_FIRST[byte, places - before_byte]
+
+    def _rank(self, document: int) -> int:
+        """Return the number of chosen documents of the corpus before a document."""
+        block, place = divmod(document, _BLOCK)
+        inside = np.unpackbits(self._blocks[block : block + 1], bitorder="little")[:place]
+        return int(self._ends[block]) + int(inside.sum())
+
+
+def choose_documents(corpus: Corpus, expression: str, drop: str | None) -> NDArray[np.uint8]:
+    """Return one bit per document, in whole blocks: 1 if the expression holds and no drop list names the document.
+
+    A missing value matches no comparison, nor its negation.
+
+    Args:
+        expression: As in config/expressions.py; empty for all documents.
+        drop: Path of a drop list.
+
+    Raises:
+        ConfigError: The expression names an attribute that the corpus does not have, or compares different types.
+        DataError: The attributes or the drop list are damaged, or belong to another corpus.
+        MissingInputError: The drop list does not exist.
+    """
+    bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if expression else 255, dtype=np.uint8)
+    if expression:
+        tree = parse_expression(expression)
+        for first, columns in _chunks(corpus, names_in(tree)):
+            chosen = _evaluate(tree, columns).fill_null(False).to_numpy(zero_copy_only=False)
+            packed = np.packbits(np.append(np.zeros(first % 8, dtype=np.bool_), chosen), bitorder="little")
+            bits[first // 8 : first // 8 + len(packed)] |= packed
+    if drop is not None:
+        _, dropped = read_drop_list(Path(drop), corpus.manifest, corpus.prefix)
+        bits[: len(dropped)] &= ~dropped
+    return bits
+
+
+def attribute_types(corpus: Corpus) -> dict[str, str]:
+    """Return the names of all attributes of a corpus, and their types in words.
+
+    Raises:
+        DataError: The file of the attributes is damaged.
+    """
+    types = {"length": "a number"}
+    if corpus.manifest.inputs and all(record.documents is not None for record in corpus.manifest.inputs.values()):
+        types["input"] = "a text"
+    if corpus.manifest.attributes is not None:
+        import pyarrow.parquet as pq
+
+        with _named_damage(corpus.files.attributes):
+            types = {field.name: _type_of(field.type) for field in pq.read_schema(corpus.files.attributes)} | types
+    return types
+
+
+@contextmanager
+def _named_damage(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}); {DAMAGED}") from error
+
+
+def _chunks(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
+    """Yield the number of the first document of each chunk, and the columns of these names."""
+    import pyarrow.parquet as pq
+
+    types = attribute_types(corpus)
+    if unknown := sorted(names - types.keys()):
+        raise ConfigError(
+            f"{corpus.prefix} has no attribute {unknown[0]}; its attributes are {', '.join(types)}. Correct the "
+            "expression, or preprocess again with --record-key."
+        )
+    stored = sorted(names - {"length", "input"})
+    if not stored:
+        for first in range(0, len(corpus), _STEP):
+            yield first, _derived(corpus, names, first, min(first + _STEP, len(corpus)))
+        return
+    first, path = 0, corpus.files.attributes
+    with (
+        _named_damage(path),
+        pq.ParquetFile(path, read_dictionary=stored, page_checksum_verification=True) as file,
+    ):
+        if file.metadata.num_rows != len(corpus):
+            raise DataError(f"{path}: expected {len(corpus)} rows, found {file.metadata.num_rows}; {DAMAGED}")
+        for batch in file.iter_batches(_STEP, columns=stored):
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            yield first, columns | _derived(corpus, names, first, first + batch.num_rows)
+            first += batch.num_rows
+
+
+def _derived(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
+    """Return the attributes of documents [first, stop) that need no column."""
+    import pyarrow as pa
+
+    columns: dict[str, pa.Array] = {}
+    if "length" in names:
+        columns["length"] = pa.array(corpus.lengths_between(first, stop))
+    if "input" in names:
+        inputs = corpus.manifest.inputs
+        counts = [record.documents or 0 for record in inputs.values()]
+        numbers = np.searchsorted([*accumulate(counts)], np.arange(first, stop), side="right")
+        columns["input"] = pa.DictionaryArray.from_arrays(numbers, pa.array([*inputs], pa.string()))
+    return columns
+
+
+def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
+    """Return the truth of a condition for each row; null where a missing value leaves it open."""
+    import pyarrow.compute as pc
+
+    match node:
+        case ast.BoolOp(op=operator, values=conditions):
+            combine = pc.and_kleene if isinstance(operator, ast.And) else pc.or_kleene
+            return reduce(combine, [_evaluate(condition, columns) for condition in conditions])
+        case ast.UnaryOp(operand=condition):
+            return pc.invert(_evaluate(condition, columns))
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as operator], comparators=[ast.List(elts=values)]):
+            found = reduce(pc.or_kleene, [_compare(left, ast.Eq(), value, columns) for value in values])
+            return pc.invert(found) if isinstance(operator, ast.NotIn) else found
+        case ast.Compare(left=left, ops=operators, comparators=others):
+            pairs = zip(operators, pairwise([left, *others]), strict=True)
+            return reduce(pc.and_kleene, [_compare(a, operator, b, columns) for operator, (a, b) in pairs])
+    return _compare(node, ast.Eq(), ast.Constant(value=True), columns)  # the name of an attribute that is true or false
+
+
+def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
+    """Compare two operands, row by row.
+
+    Raises:
+        ConfigError: They are of different types, or true and false are to be ordered.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    operands = [columns[side.id] if isinstance(side, ast.Name) else ast.literal_eval(side) for side in (left, right)]
+    arrow_types = [side.type if isinstance(side, pa.Array) else pa.scalar(side).type for side in operands]
+    if any(map(pa.types.is_null, arrow_types)):  # no document has a value
+        return pa.nulls(max(len(side) for side in operands if isinstance(side, pa.Array)), pa.bool_())
+    types, is_ordered = list(map(_type_of, arrow_types)), not isinstance(operator, ast.Eq | ast.NotEq)
+    if types[0] != types[1] or (is_ordered and types[0] == "true or false"):
+        raise ConfigError(
+            f"{ast.unparse(left)} is {types[0]} and {ast.unparse(right)} is {types[1]}, which "
+            f"{ast.unparse(ast.Compare(left, [operator], [right]))} cannot compare; correct the expression."
+        )
+    compare = getattr(pc, _COMPARE[type(operator)])
+    for side, text in (operands, operands[::-1]):
+        if isinstance(side, pa.DictionaryArray) and isinstance(text, str):  # compared once for each distinct text
+            names = side.dictionary
+            if side is columns.get("input") and "/" not in text:  # the name of a file without its folder
+                names = pa.array([PurePosixPath(name).name for name in names.to_pylist()])
+            if "*" in text and not is_ordered:
+                found = pc.match_substring_regex(names, "(?s)^" + ".*".join(map(re.escape, text.split("*"))) + "$")
+                found = pc.invert(found) if isinstance(operator, ast.NotEq) else found
+            else:
+                found = compare(names, text) if side is operands[0] else compare(text, names)
+            return found.take(side.indices)
+    return compare(*(side.dictionary_decode() if isinstance(side, pa.DictionaryArray) else side for side in operands))
+
+
+def _type_of(arrow_type: "pa.DataType") -> str:
+    from pyarrow import types
+
+    if types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    if types.is_integer(arrow_type) or types.is_floating(arrow_type):
+        return "a number"
+    if types.is_boolean(arrow_type):
+        return "true or false"
+    return "a text" if types.is_string(arrow_type) or types.is_large_string(arrow_type) else str(arrow_type)

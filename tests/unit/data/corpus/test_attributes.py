@@ -1,0 +1,222 @@
+"""Documents chosen by their attributes, by length and by drop lists: the same as a search document by document."""
+
+import json
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from unit.data.corpus.memory_corpus import bits_of
+from unit.data.small_corpus import (
+    cut,
+    numbered_tokenizer,
+    random_documents,
+    replaced,
+    write_attributes,
+    write_corpus,
+)
+
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, attribute_types, choose_documents
+from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+
+
+def lengths_of(documents: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 1000, documents).astype(np.int32)
+
+
+def numbers(bits: np.ndarray, documents: range) -> list[int]:
+    chosen = ChosenDocuments(bits, documents)
+    return chosen.numbers(np.arange(len(chosen))).tolist()
+
+
+@pytest.mark.parametrize(
+    "documents", [range(6000), range(300, 5900), range(256, 512), range(1000, 1001), range(77, 77)]
+)
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_chosen_documents_are_those_of_a_plain_search(documents, share):
+    is_chosen = np.random.default_rng(0).random(6000) < share
+    chosen = ChosenDocuments(bits_of(is_chosen), documents)
+    expected = [number for number in documents if is_chosen[number]]
+    assert len(chosen) == len(expected)
+    for own in (chosen, pickle.loads(pickle.dumps(chosen))):
+        assert own.numbers(np.arange(len(own))).tolist() == expected
+
+
+# --- expressions
+
+LANGUAGES, SCORES, FLAGS = ("en", "de", None, "fr 'x': y"), (1, 2.5, 3, None, 4.5), (True, False, None)
+DOCUMENTS = 1500
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """Of 1,500 and 3 documents; the first in corpus shards whose ends fall between bytes, and with attributes."""
+    folder = tmp_path_factory.mktemp("corpora")
+    lengths = lengths_of(DOCUMENTS) // 50 + 1
+    write_corpus(folder / "A", random_documents(lengths, 100), numbered_tokenizer(100), shard_bytes=9000)
+    write_corpus(folder / "B", random_documents([3, 4, 5], 100), numbered_tokenizer(100))
+    manifest = json.loads((folder / "A.json").read_text())
+    tokens = np.add.reduceat(lengths, [0, 400, 1000]).tolist()
+    for name, documents, count in zip(
+        ("x/dump-7-a", "y/dump-7-b", "y/dump-8[a]"), (400, 600, 500), tokens, strict=True
+    ):
+        manifest["inputs"][name] = {"bytes": 1, "sha256": None, "documents": documents, "tokens": int(count)}
+    (folder / "A.json").write_text(json.dumps(manifest))
+    write_attributes(folder / "A", {name: pa.array(values) for name, values in rows_of().items()}, rows=177)
+    return Corpus(folder / "A"), Corpus(folder / "B")
+
+
+def rows_of():
+    several = {"language": LANGUAGES, "score": SCORES, "is_spam": FLAGS, "year": (2019, 2024), "nothing": (None,)}
+    return {name: [values[n % len(values)] for n in range(DOCUMENTS)] for name, values in several.items()}
+
+
+@pytest.mark.parametrize(
+    ("expression", "holds"),
+    [
+        ("score>=3 and language=='en'", lambda d: d["score"] is not None and d["score"] >= 3 and d["language"] == "en"),
+        ("not score>=3", lambda d: d["score"] is not None and d["score"] < 3),
+        ("not (score>=3 or length>5)", lambda d: d["score"] is not None and d["score"] < 3 and d["length"] <= 5),
+        ("score>=3 or length>5", lambda d: (d["score"] or 0) >= 3 or d["length"] > 5),
+        ("2 <= score < 4.5", lambda d: d["score"] is not None and 2 <= d["score"] < 4.5),
+        ("language != 'en'", lambda d: d["language"] not in ("en", None)),
+        ("language in ['de', 'f*']", lambda d: d["language"] in ("de", LANGUAGES[3])),
+        ("language not in ['de', 'en']", lambda d: d["language"] == LANGUAGES[3]),
+        ("'fr \\'x\\': y' == language", lambda d: d["language"] == LANGUAGES[3]),
+        ("language >= 'en'", lambda d: d["language"] is not None and d["language"] >= "en"),
+        ("is_spam", lambda d: d["is_spam"] is True),
+        ("not is_spam", lambda d: d["is_spam"] is False),
+        ("is_spam == False and year==2024", lambda d: d["is_spam"] is False and d["year"] == 2024),
+        ("nothing == 'x' or not nothing > 3 or nothing in [1]", lambda d: False),
+        ("input=='dump-7*'", lambda d: "dump-7" in d["input"]),
+        ("input=='y/dump*' and not input!='*-b'", lambda d: d["input"] == "y/dump-7-b"),
+        ("input=='dump-8[a]'", lambda d: d["input"] == "y/dump-8[a]"),
+        ("length < score", lambda d: d["score"] is not None and d["length"] < d["score"]),
+        ("length>=4 and length<=9", lambda d: 4 <= d["length"] <= 9),
+        ("length>=400", lambda d: False),
+    ],
+)
+def test_expression_chooses_the_documents_that_a_search_by_hand_finds(corpora, expression, holds):
+    """A missing value matches no comparison and no negation of one."""
+    corpus = corpora[0]
+    inputs = ["x/dump-7-a"] * 400 + ["y/dump-7-b"] * 600 + ["y/dump-8[a]"] * 500
+    columns = {**rows_of(), "length": corpus.lengths[np.arange(DOCUMENTS)].tolist(), "input": inputs}
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    expected = [number for number in range(77, 1401) if holds(rows[number])]
+    assert numbers(choose_documents(corpus, expression, None), range(77, 1401)) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        (
+            "scor>=3",
+            "A has no attribute scor; its attributes are language, score, is_spam, year, nothing, length, input",
+        ),
+        ("score=='x'", "score is a number and 'x' is a text, which score == 'x' cannot compare"),
+        ("language in ['de', 3]", "language is a text and 3 is a number"),
+        ("is_spam > False", "is_spam is true or false and False is true or false"),
+        ("score", "score is a number and True is true or false"),
+    ],
+)
+def test_unknown_attributes_and_types_that_cannot_be_compared_are_refused(corpora, expression, message):
+    with pytest.raises(ConfigError) as caught:
+        choose_documents(corpora[0], expression, None)
+    assert message in caught.value.problems[0]
+
+
+def test_corpus_without_attributes_has_length_alone(corpora):
+    assert list(attribute_types(corpora[1])) == ["length"]
+    assert numbers(choose_documents(corpora[1], "length>3", None), range(3)) == [1, 2]
+
+
+@pytest.mark.parametrize("damage", ["rows", "page", "end"])
+def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, damage):
+    write_corpus(tmp_path / "C", random_documents([3] * 1000, 100), numbered_tokenizer(100))
+    path = write_attributes(tmp_path / "C", {"score": range(1000 - (damage == "rows"))})
+    content = bytearray(path.read_bytes())
+    if damage == "page":
+        content[1000] ^= 1
+    path.write_bytes(content[:-9] if damage == "end" else content)
+    with pytest.raises(DataError, match=r"C\.attributes\.parquet"):
+        choose_documents(Corpus(tmp_path / "C"), "score>=3", None)
+
+
+# --- drop lists
+
+
+@pytest.fixture
+def drop_list(corpora, tmp_path):
+    """The file, and which documents of the first corpus it drops."""
+    dropped = np.random.default_rng(0).random(1500) < 0.3
+    masks = [(corpora[0], dropped), (corpora[1], np.array([False, True, False]))]
+    entries = [(str(corpus.prefix), corpus.manifest, mask, 0) for corpus, mask in masks]
+    write_drop_list(tmp_path / "list", entries, {"threshold": 0.8})
+    return tmp_path / "list", dropped
+
+
+def test_first_line_describes_the_list_and_each_corpus_finds_its_own_bits(corpora, drop_list):
+    path, dropped = drop_list
+    header = json.loads(path.read_bytes().split(b"\n", 1)[0])
+    assert header["threshold"] == 0.8
+    assert [entry["dropped_documents"] for entry in header["corpora"]] == [dropped.sum(), 1]
+    for corpus, expected in zip(corpora, (dropped, np.array([False, True, False])), strict=True):
+        _, mask = read_drop_list(path, corpus.manifest, corpus.prefix)
+        assert np.array_equal(np.unpackbits(mask, count=len(corpus), bitorder="little"), expected)
+    assert path.stat().st_size == len(json.dumps(header)) + 1 + 188 + 1, "a bit each"
+
+
+@pytest.mark.parametrize("expression", ["", "length>=5 and length<=15"])
+def test_documents_of_a_drop_list_are_not_chosen(corpora, drop_list, expression):
+    corpus, (path, dropped) = corpora[0], drop_list
+    assert len(corpus.volumes) > 2 and any(len(volume.lengths) % 8 for volume in corpus.volumes[:-1])
+    lengths = corpus.lengths[np.arange(DOCUMENTS)]
+    fits = (lengths >= 5) & (lengths <= 15) if expression else np.ones(DOCUMENTS, dtype=np.bool_)
+    chosen = choose_documents(corpus, expression, str(path))
+    assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if fits[n] and not dropped[n]]
+
+
+def test_list_of_another_corpus_or_of_one_written_anew_is_refused(corpora, drop_list, tmp_path):
+    other = write_corpus(tmp_path / "A", random_documents([3, 4, 6], 100), numbered_tokenizer(100))
+    with pytest.raises(DataError) as caught:
+        read_drop_list(drop_list[0], other, tmp_path / "A")
+    message = str(caught.value)
+    assert f"B ({corpora[1].manifest.documents_sha256[:12]})" in message
+    assert f"but {tmp_path / 'A'} is {other.documents_sha256[:12]}: another corpus, or written anew since" in message
+
+
+def test_same_tokens_cut_into_other_documents_are_another_corpus(tmp_path):
+    one = write_corpus(tmp_path / "A", [[5, 6, 7], [8, 9]], numbered_tokenizer(100))
+    other = write_corpus(tmp_path / "B", [[5, 6], [7, 8, 9]], numbered_tokenizer(100))
+    copy = write_corpus(tmp_path / "C", [[5, 6, 7], [8, 9]], numbered_tokenizer(100))
+    assert one.sha256 == other.sha256 and one.documents_sha256 != other.documents_sha256
+    assert one.documents_sha256 == copy.documents_sha256
+
+
+def flip_last(content):
+    content[-5] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut(0), "is not a drop list that begins with a line of JSON"),
+        (cut(100), "is not a drop list"),
+        (replaced(b"drop list 1", b"drop list 9"), "is not a drop list .*'megatron_neobert drop list 9'"),
+        (replaced(b'"documents": 1500', b'"documents": "aa"'), "is not a drop list"),
+        (replaced(b'"documents": 1500', b'"documents": 9999'), "expected 1,[0-9,]+ bytes for 2 corpora, found"),
+        (replaced(b'"prefix"', b'"perfix"'), "is not a drop list"),
+        (cut(-1), "expected [0-9,]+ bytes for 2 corpora, found [0-9,]+; it is damaged"),
+        (flip_last, "expected sha256 [0-9a-f]{64} of its bits; it is damaged"),
+    ],
+)
+def test_what_is_no_whole_drop_list_is_refused_in_a_sentence(corpora, drop_list, damage, message):
+    content = bytearray(drop_list[0].read_bytes())
+    content = damage(content) or content
+    drop_list[0].write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_drop_list(drop_list[0], corpora[0].manifest, corpora[0].prefix)
+    with pytest.raises(MissingInputError, match=r"drop list nowhere: no such file; neobert find-duplicates writes"):
+        read_drop_list(drop_list[0].with_name("x").relative_to(drop_list[0].parent).with_name("nowhere"), None, None)
