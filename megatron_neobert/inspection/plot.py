@@ -41,23 +41,23 @@ def plot(options: PlotOptions) -> None:
     from megatron_neobert.inspection.run_log import read_run
     from megatron_neobert.text import visible
 
-    names = [visible(name) for name in _names(options.runs)]
+    names = [visible(name) for name in names_of(options.runs)]
     runs = [read_run(path, name=name) for path, name in zip(options.runs, names, strict=True)]
-    metrics = _choose_metrics(options.metrics, runs)
+    metrics = choose_metrics(options.metrics, runs)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         written = write_curves(options.output, runs, metrics, x=options.x, smooth=options.smooth)
     except OSError as error:
         raise OutputError(f"--output {options.output} cannot be written ({error.strerror}); name another.") from error
     for run in runs:
-        print(_describe(run))
+        print(describe(run))
         if run.unreadable:
             print(f"warning: {run.name}: unreadable lines that were left out: {run.unreadable}", file=sys.stderr)
     print("wrote " + " ".join(map(str, written)))
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path that tells the runs apart."""
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return the last part of each path that tells the runs apart."""
     folders = [path.parent if path.name == "metrics.jsonl" else path for path in (one.resolve() for one in paths)]
     for parts in range(1, max(len(folder.parts) for folder in folders)):
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
@@ -69,8 +69,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:
-    """Those wanted, or of the usual ones those that were logged.
+def choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:
+    """Return those wanted, or of the usual ones those that were logged.
 
     Raises:
         ConfigError: A metric that no run has logged.
@@ -85,7 +85,8 @@ def _choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> l
     return list(dict.fromkeys(wanted))
 
 
-def _describe(run: "RunLog") -> str:
+def describe(run: "RunLog") -> str:
+    """Return in one line what a run has come to."""
     iteration = max(run.values)
     losses = [logged["loss"] for logged in run.values.values() if "loss" in logged]
     loss = f" | loss {losses[-1]:.4f} nats" if losses else ""

@@ -48,7 +48,7 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
 
 
 def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
-    """The settings of the run, with what the flags replace; on one process, the layout is that of one rank.
+    """Return the settings of the run, with what the flags replace; on one process, the layout is that of one rank.
 
     Raises:
         ConfigError: Flags that a run would not take either.
@@ -65,7 +65,7 @@ def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
 
 
 def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, place: Path | None) -> None:
-    """Forward and backward on the batch of an iteration, and what they find. Collective: all ranks."""
+    """Run forward and backward on the batch of an iteration; rank 0 prints what is found. Collective: all ranks."""
     from megatron_neobert.model.kernels import check_hardware
 
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
@@ -91,7 +91,7 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
 
 
 def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | None) -> Any:
-    """This rank's batches from that of the iteration on; loads the weights. Collective: all ranks."""
+    """Load the weights and return this rank's batches from that of the iteration on. Collective: all ranks."""
     from megatron_neobert.checkpoint.load import load_from
 
     if place is not None:
@@ -104,7 +104,7 @@ def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | N
 
 
 def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]], list[str]]:
-    """What all ranks found.
+    """Gather what all ranks found.
 
     Returns:
         Per micro-batch of the global batch, its loss in nats and masked tokens; and the names of parameters whose
@@ -119,7 +119,13 @@ def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]
     # Tensor-parallel ranks report the same, context-parallel ones each their share.
     counts = parallel_state.get_tensor_model_parallel_rank() == 0
     own_sums = {first + number * step: report[:2].tolist() for number, report in enumerate(reports) if counts}
-    own_names = [name for name, param in named_parameters(run) if not bool(param.main_grad.isfinite().all())]
+    stages = parallel_state.get_pipeline_model_parallel_world_size()  # each counts its layers from 0
+    stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}: " if stages > 1 else ""
+    own_names = [
+        f"{stage}{name}"
+        for name, parameter in run.unwrapped_model.named_parameters()
+        if not bool(parameter.main_grad.isfinite().all())
+    ]
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, (own_sums, own_names))  # collective: all ranks
     sums: dict[int, list[float]] = {}
@@ -129,17 +135,8 @@ def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]
     return dict(sorted(sums.items())), list(dict.fromkeys(name for _, names in gathered for name in names))
 
 
-def named_parameters(run: Any) -> list[tuple[str, Any]]:
-    """Of this rank; with the stage in front where each counts its layers from 0."""
-    from megatron.core import parallel_state
-
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}: " if stages > 1 else ""
-    return [(f"{stage}{name}", parameter) for name, parameter in run.unwrapped_model.named_parameters()]
-
-
 def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[str], grad_norm: float) -> None:
-    """One line per micro-batch with its documents below, then the gradient."""
+    """Print one line per micro-batch with its documents below, then the gradient."""
     stream, rows, _ = next(stream.global_batches())
     size = stream.settings.micro_batch_size
     for number, (nats, masked) in sums.items():
@@ -159,7 +156,7 @@ def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[s
 
 
 def documents_of(stream: Any, rows: Any) -> dict[str, list[int]]:
-    """Numbers of the documents in some rows, by corpus."""
+    """Return the numbers of the documents in some rows, by corpus."""
     found: dict[str, dict[int, None]] = {}
     segments = rows.segments
     for component, number in zip(segments.components_n.tolist(), segments.numbers_n.tolist(), strict=True):
