@@ -1,4 +1,4 @@
-"""Command: how long does training stand still for a checkpoint, and how long does it take to be verified?
+"""How long does training stand still for a checkpoint, and how long does it take to be verified?
 
     python benchmarks/benchmark_checkpoint.py
 
@@ -21,7 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import run_command
 
 PACKAGES = ("torch", "megatron-core")
 MODES = ("none", "synchronous", "asynchronous")
@@ -31,7 +32,7 @@ VOCABULARY = 8192
 
 def main() -> int:
     """Trains a few iterations in each mode, in turns, and prints the medians."""
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--num-layers", type=int, default=6, help="layers of the model")
     add("--hidden-size", type=int, default=384, help="width of the model; heads are 64 wide")

@@ -1,4 +1,4 @@
-"""Command: how many planted near-duplicates are found, and what does it cost, beside datatrove's MinHash?
+"""How many planted near-duplicates are found, and what does it cost, beside datatrove's MinHash?
 
     python benchmarks/benchmark_duplicates.py --input 'shards/*.parquet' --tokenizer-model vocab.txt
 
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from benchmarks.benchmark_preprocessing import PR_SET_CHILD_SUBREAPER, REPOSITORY, run_measured, step_command
 from benchmarks.shared import describe_machine, in_turns, print_table, write_figures
-from megatron_neobert.errors import CommandParser, DataError, MissingInputError, positive, run_command
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import DataError, MissingInputError, positive, run_command
 
 CHANGED = (0.0, 0.005, 0.01, 0.02, 0.04)  # shares of a copy's words that are others
 SHORTEST_WORDS = 50  # of a shorter text one word is more than 2 %
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--input", nargs="+", type=Path, required=True, metavar="FILE", help="parquet files")
     add("--tokenizer-model", required=True, metavar="PATH", help="as of preprocess_data.py")

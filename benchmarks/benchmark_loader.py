@@ -1,4 +1,4 @@
-"""Command: how many rows and tokens a second does one core prepare for training, beside what others use?
+"""How many rows and tokens a second does one core prepare for training, beside what others use?
 
     python benchmarks/benchmark_loader.py
 
@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, run_command
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import ConfigError, run_command
 
 OURS = "this project, in process"
 PACKAGES = ("torch", "numpy", "megatron-core", "transformers", "nvidia-dali-cuda130")
@@ -80,7 +81,7 @@ class Turn:
 
 
 def main() -> int:
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--data-path", metavar="PREFIX", help="corpus, as of preprocess_data.py; default a made-up one, web-like")
     add("--tokenizer-model", metavar="PATH", help="its tokenizer")

@@ -1,4 +1,4 @@
-"""Command: how near is the memory that `--dry-run` announces to what training takes?
+"""How near is the memory that `--dry-run` announces to what training takes?
 
     python benchmarks/benchmark_memory.py
 
@@ -16,8 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
+from megatron_neobert.cli import Parser
 from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings, TrainingConfig
-from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.errors import run_command
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 DOCUMENTS = 4096  # a window of them, which is what the loader packs at once
@@ -61,7 +62,7 @@ GPU_CASES = {
 
 def main() -> int:
     """Measure every case and print the table."""
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", action="store_true", help="the cases for one GPU instead of those for a CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     arguments = parser.parse_args()

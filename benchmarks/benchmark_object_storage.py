@@ -1,4 +1,4 @@
-"""Command: how long does training wait for batches of a corpus that lies in object storage, beside one on a local disk?
+"""How long does training wait for batches of a corpus that lies in object storage, beside one on a local disk?
 
     python benchmarks/benchmark_object_storage.py
 
@@ -25,7 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import run_command
 
 DOCUMENTS = 12_288  # made up, and repeated up to the size that is asked for
 _PIECE_BYTES = 64 << 10  # sent at a time, so that simultaneous answers share the bandwidth
@@ -129,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> int:
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--latency-ms", type=float, default=50.0, metavar="N", help="before each answer (%(default)s)")
     add("--megabytes-per-second", type=float, default=100.0, metavar="N", help="of all answers (%(default)s)")

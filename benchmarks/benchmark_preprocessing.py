@@ -1,4 +1,4 @@
-"""Command: how fast, and in how much memory, are shards turned into tokens, beside what others use?
+"""How fast, and in how much memory, are shards turned into tokens, beside what others use?
 
     python benchmarks/benchmark_preprocessing.py --input 'shards/*.parquet' --tokenizer-model vocab.txt
 
@@ -33,7 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from benchmarks.shared import describe_machine, in_turns, print_table, write_figures
-from megatron_neobert.errors import CommandParser, ConfigError, DataError, positive, run_command
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import ConfigError, DataError, positive, run_command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.05  # between looks at a tool's memory
@@ -110,7 +111,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="parquet shards: files, globs, folders")
     add("--tokenizer-model", required=True, metavar="PATH", help="as of preprocess_data.py")

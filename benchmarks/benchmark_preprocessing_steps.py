@@ -1,4 +1,4 @@
-"""Command: one step of benchmark_preprocessing.py, which starts this for its inputs, its peers, and counting tokens,
+"""One step of benchmark_preprocessing.py, which starts this for its inputs, its peers, and counting tokens,
 or the peer of benchmark_duplicates.py.
 
     python benchmarks/benchmark_preprocessing_steps.py STEP '{"argument": value, ...}'
@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, DataError, run_command
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import ConfigError, DataError, run_command
 
 BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
 SAMPLE_DOCUMENTS = 64  # of the warm-up
@@ -28,7 +29,7 @@ DTYPE_BYTES = {4: 4, 8: 2}  # Megatron's codes of int32 and uint16
 
 
 def main() -> None:
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("arguments", type=json.loads, metavar="JSON", help="the step's arguments by name")
     given = parser.parse_args()

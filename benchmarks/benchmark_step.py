@@ -1,4 +1,4 @@
-"""Command: how fast is a training step, and how much faster is it than the reference's?
+"""How fast is a training step, and how much faster is it than the reference's?
 
     python benchmarks/benchmark_step.py --seq-length 512 1024
 
@@ -22,8 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
+from megatron_neobert.cli import Parser
 from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
-from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.errors import run_command
 
 LEARNING_RATE = 1e-4  # any: neither speed nor memory depends on it
 LAYOUTS = ("packed", "padded", "reference")
@@ -49,7 +50,7 @@ def main() -> int:
     """Measures and prints one line per step, then the table."""
     from megatron_neobert.config.cli import run_flags
 
-    parser = CommandParser(__doc__, also=run_flags())
+    parser = Parser((__doc__ or "").partition("\n")[0], also=run_flags())
     add = parser.add_argument
     add("--num-layers", type=int, default=6, metavar="N", help="default %(default)s")
     add("--hidden-size", type=int, default=384, metavar="N", help="default %(default)s")

@@ -1,4 +1,4 @@
-"""Command: how fast can a step of the 28 x 768 model be on one H100 or H200, by arithmetic alone?
+"""How fast can a step of the 28 x 768 model be on one H100 or H200, by arithmetic alone?
 
     python benchmarks/roofline.py --document-tokens 1024
 
@@ -14,8 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
+from megatron_neobert.cli import Parser
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.errors import CommandParser, run_command
+from megatron_neobert.errors import run_command
 from megatron_neobert.model.flops import training_flops_per_token
 
 PERFORMANCE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
@@ -58,7 +59,7 @@ class Step:
 
 def main() -> None:
     """Prints the table."""
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--document-tokens", type=int, default=1024, metavar="N", help="of every document (1024)")
     print(to_table(parser.parse_args().document_tokens))
 

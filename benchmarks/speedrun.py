@@ -21,7 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from benchmarks.shared import describe_machine, print_table, write_figures
-from megatron_neobert.errors import CommandParser, DataError, run_command
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import DataError, run_command
 from megatron_neobert.inspection.run_log import RunLog, read_run
 
 MOST_SEEDS = 16  # 65,536 patterns of signs
@@ -120,7 +121,7 @@ def p_below(differences: Sequence[float]) -> float:
 
 
 def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("recipes", nargs="+", type=Path, metavar="FOLDER", help="folder of a recipe, with the --save of each seed")
     add("--target", type=float, required=True, help="validation loss in nats per masked token")

@@ -18,7 +18,7 @@ from megatron_neobert.cli import run_function
 from megatron_neobert.errors import ConfigError, run_command, suggestion
 
 OWN, DATA = "megatron_neobert.commands", "megatron_neobert.data"
-EVALUATION = "megatron_neobert.evaluation.commands"
+EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobert.inspection"
 CONVERSION = "checkpoint_conversion"
 COMMANDS = {
     "Data": {
@@ -44,10 +44,10 @@ COMMANDS = {
     },
     "Training": {
         "train": ("megatron_neobert.launch:train", "train on this node's GPUs, or NPROC_PER_NODE processes"),
-        "plot": (f"{OWN}.plot_run", "loss, throughput and more as figures, run beside run"),
-        "inspect batch": (f"{OWN}.inspect_batch", "the batch of one iteration as the model sees it"),
-        "replay": (f"{OWN}.replay_batch", "losses and gradients of one iteration again"),
-        "average": (f"{OWN}.average_checkpoints", "the mean of a run's last checkpoints"),
+        "plot": (f"{INSPECTION}.plot:plot", "loss, throughput and more as figures, run beside run"),
+        "inspect batch": (f"{INSPECTION}.batch:inspect_batch", "the batch of one iteration as the model sees it"),
+        "replay": (f"{INSPECTION}.replay:replay", "losses and gradients of one iteration again"),
+        "average": (f"{CONVERSION}.average:average", "the mean of a run's last checkpoints"),
     },
     "Models": {
         "convert megatron-to-hf": (

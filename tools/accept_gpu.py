@@ -1,4 +1,4 @@
-"""Command: does a GPU compute here what the tests show on a CPU, and how fast?
+"""Does a GPU compute here what the tests show on a CPU, and how fast?
 
     python tools/accept_gpu.py --output acceptance
     python tools/accept_gpu.py --output acceptance --phases parity speed
@@ -26,7 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert import __version__
-from megatron_neobert.errors import CommandParser, OutputError, run_command, short_reason
+from megatron_neobert.cli import Parser
+from megatron_neobert.errors import OutputError, run_command, short_reason
 from megatron_neobert.runtime.atomic_files import replace_file
 from tools.acceptance.phases import CUDA_ALONE, PHASES, Failed, Phase
 
@@ -40,7 +41,7 @@ print(json.dumps({"GPU": torch.cuda.get_device_name() if found else None, "CUDA"
 
 def main() -> int:
     """Runs the phases and writes the report after each; returns 0 or 1."""
-    parser = CommandParser(__doc__)
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report; may exist")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), help="default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny model (%(default)s)")

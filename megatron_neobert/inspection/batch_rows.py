@@ -21,6 +21,7 @@ from megatron_neobert.text import visible
 class Piece:
     """A document, or a part of one, in a row: with its [CLS] and [SEP]."""
 
+    component: int  # of --data-path
     corpus: str
     document: int
     epoch: int
@@ -74,10 +75,12 @@ def rows_of(found: FoundBatch) -> Iterator[BatchRow]:
             for member in members:
                 end = int(ends[member])
                 start = end - int(segments.slots_n[member])
-                corpus, number = found.sources[segments.components_n[member]].corpus, int(segments.numbers_n[member])
+                component, number = int(segments.components_n[member]), int(segments.numbers_n[member])
+                corpus = found.sources[component].corpus
                 assert isinstance(corpus, Corpus), "the inputs of a run are opened from files"
                 pieces.append(
                     Piece(
+                        component=component,
                         corpus=str(corpus.prefix),
                         document=number,
                         epoch=int(segments.epochs_n[member]),
@@ -101,6 +104,18 @@ MEANINGS: dict[Fate, str] = {
     "kept": "predicted, although the model sees it",
     "special": "special token, never predicted",
 }
+
+
+def fates_of(tokenizer: Tokenizer, seen_s: NDArray[np.int64], labels_s: NDArray[np.int64]) -> list[Fate]:
+    """Return for each slot whether its token is predicted, and what the model sees of it."""
+    is_predicted_s = labels_s != NO_LABEL
+    cases: dict[Fate, NDArray[np.bool_]] = {  # the first that is true counts
+        "special": ~is_predicted_s & np.isin(seen_s, tokenizer.special_ids),
+        "plain": ~is_predicted_s,
+        "masked": seen_s == tokenizer.mask_id,
+        "kept": seen_s == labels_s,
+    }
+    return np.select(list(cases.values()), list(cases), "replaced").tolist()
 
 
 @dataclass(frozen=True)
@@ -129,20 +144,19 @@ _REPLACEMENT = "\ufffd"
 _BEFORE = "a"  # decoders treat the first piece apart: what a piece adds is seen behind another one
 
 
-class TokenTexts:
-    """The text of each token of a tokenizer, apart from the space before it."""
+class TokenViews:
+    """The tokens of pieces, one by one, with the text of each apart from the space before it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._backend = tokenizer.backend
-        self._special = set(tokenizer.special_ids)
-        self.of = cache(self._find)
+        self._tokenizer = tokenizer
+        self.text_of = cache(self._find_text)
         """(space, text) of an id: the space before it or nothing, and its letters, which are never empty."""
 
-    def _find(self, token: int) -> tuple[str, str]:
-        piece = self._backend.id_to_token(token)
-        assert piece is not None, f"{token=} of {self._backend.get_vocab_size()}"
-        decoder = self._backend.decoder
-        if token in self._special or decoder is None:
+    def _find_text(self, token: int) -> tuple[str, str]:
+        backend = self._tokenizer.backend
+        piece, decoder = backend.id_to_token(token), backend.decoder
+        assert piece is not None, f"{token=} of {backend.get_vocab_size()}"
+        if token in self._tokenizer.special_ids or decoder is None:
             return " ", visible(piece)
         alone, behind = decoder.decode([_BEFORE]), decoder.decode([_BEFORE, piece])
         text = behind[len(alone) :]
@@ -150,35 +164,23 @@ class TokenTexts:
             return "", visible(piece)  # a part of a character has no text; the piece shows which part it is
         return " " if text.startswith(" ") else "", visible(text.removeprefix(" "))
 
-
-class TokenViews:
-    """Tokens of pieces, one by one."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._special, self._mask = frozenset(tokenizer.special_ids), tokenizer.mask_id
-        self.texts = TokenTexts(tokenizer)
-
     def of(self, piece: Piece) -> Iterator[TokenView]:
-        """In their order; the first has no space before it."""
+        """Yield them in their order; the first has no space before it."""
         first = piece.first_token - int(piece.has_cls)
-        for number, (seen, label) in enumerate(zip(piece.seen_s.tolist(), piece.labels_s.tolist(), strict=True)):
+        fates = fates_of(self._tokenizer, piece.seen_s, piece.labels_s)
+        for number, (fate, seen, label) in enumerate(
+            zip(fates, piece.seen_s.tolist(), piece.labels_s.tolist(), strict=True)
+        ):
             id_ = seen if label == NO_LABEL else label
-            space, text = self.texts.of(id_)
+            space, text = self.text_of(id_)
             place = first + number
             yield TokenView(
-                fate=self._fate(seen, label),
+                fate=fate,
                 space=space if number else "",
                 text=text,
-                seen=self.texts.of(seen)[1],
+                seen=self.text_of(seen)[1],
                 id=id_,
                 seen_id=seen,
                 slot=piece.first_slot + number,
                 place=place if piece.first_token <= place < piece.first_token + piece.text_tokens else None,
             )
-
-    def _fate(self, seen: int, label: int) -> Fate:
-        if label == NO_LABEL:
-            return "special" if seen in self._special else "plain"
-        if seen == self._mask:
-            return "masked"
-        return "kept" if seen == label else "replaced"

@@ -18,9 +18,17 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.data.batches.inputs import token_ids_of
-from megatron_neobert.inspection.batch_rows import EXAMPLES, MEANINGS, BatchRow, TokenView, TokenViews
-from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, FoundMicroBatch, Share
+from megatron_neobert.inspection.batch_rows import (
+    EXAMPLES,
+    MEANINGS,
+    BatchRow,
+    Fate,
+    TokenView,
+    TokenViews,
+    fates_of,
+    rows_of,
+)
+from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch, Share
 from megatron_neobert.text import percent, visible
 
 _STYLES = {
@@ -48,72 +56,46 @@ class Summary:
 
     rows: int
     slots: int
-    tokens: int  # slots that hold a document, its [CLS] and its [SEP]
     unknown: int  # [UNK] in the text
-    ordinary: int  # tokens that may be predicted
-    masked: int
-    replaced: int  # by another token
-    kept: int
+    fates: Counter[Fate]  # of all tokens
     lengths_n: NDArray[np.int64]  # slots of each piece
     shortened: int  # pieces behind which tokens of the document are not in this row
     blend: dict[str, list[int]]  # pieces and slots of each component of --data-path
 
     @property
+    def tokens(self) -> int:
+        """Slots that hold a document, its [CLS] and its [SEP]."""
+        return int(self.lengths_n.sum())
+
+    @property
     def predicted(self) -> int:
-        return self.masked + self.replaced + self.kept
+        return self.fates["masked"] + self.fates["replaced"] + self.fates["kept"]
+
+    @property
+    def ordinary(self) -> int:
+        """Tokens that may be predicted."""
+        return self.predicted + self.fates["plain"]
 
 
 def summarize(found: FoundBatch) -> Summary:
-    """Over all rows of the batch, whichever of them are shown."""
-    ids = token_ids_of(found.tokenizer)
-    fates: Counter[str] = Counter()
-    for part in found.parts:
-        fates += _fates_of(part, found.tokenizer.mask_id, found.tokenizer.unk_id, ids.is_special_v)
-    segments = [part.rows.segments for part in found.parts]
-    components_n = np.concatenate([one.components_n for one in segments])
-    lengths_n = np.concatenate([one.slots_n for one in segments])
-    names = [str(component) for component in parse_data_path(found.settings.data.data_path)]
-    pieces_c = np.bincount(components_n, minlength=len(names)).tolist()
-    slots_c = np.bincount(components_n, weights=lengths_n, minlength=len(names)).astype(np.int64).tolist()
+    """Count over all rows of the batch, whichever of them are shown."""
+    pieces = [piece for row in rows_of(found) for piece in row.pieces]
+    seen_t = np.concatenate([piece.seen_s for piece in pieces])
+    labels_t = np.concatenate([piece.labels_s for piece in pieces])
+    original_t = np.where(labels_t == NO_LABEL, seen_t, labels_t)
+    counts = [[0, 0] for _ in found.sources]
+    for piece in pieces:
+        counts[piece.component][0] += 1
+        counts[piece.component][1] += len(piece.seen_s)
+    names = map(str, parse_data_path(found.settings.data.data_path))
     return Summary(
         rows=sum(len(part.rows) for part in found.parts),
         slots=sum(len(part.batch.tokens_t) for part in found.parts),
-        tokens=sum(part.batch.real_tokens for part in found.parts),
-        unknown=fates["unknown"],
-        ordinary=fates["ordinary"],
-        masked=fates["masked"],
-        replaced=fates["replaced"],
-        kept=fates["kept"],
-        lengths_n=lengths_n,
-        shortened=sum(_shortened(found, part) for part in found.parts),
-        blend={name: counts for name, *counts in zip(names, pieces_c, slots_c, strict=True)},
-    )
-
-
-def _fates_of(part: FoundMicroBatch, mask: int, unknown: int, is_special_v: NDArray[np.bool_]) -> Counter[str]:
-    seen_t = part.batch.tokens_t.numpy()[: part.batch.real_tokens]
-    labels_t = part.labels_t[: part.batch.real_tokens]
-    predicted_t = labels_t != NO_LABEL
-    original_t = np.where(predicted_t, labels_t, seen_t)
-    masked_t, kept_t = predicted_t & (seen_t == mask), predicted_t & (seen_t == labels_t)
-    counts = {
-        "unknown": original_t == unknown,
-        "ordinary": ~is_special_v[original_t],
-        "masked": masked_t,
-        "kept": kept_t,
-        "replaced": predicted_t & ~masked_t & ~kept_t,
-    }
-    return Counter({name: int(values.sum()) for name, values in counts.items()})
-
-
-def _shortened(found: FoundBatch, part: FoundMicroBatch) -> int:
-    segments = part.rows.segments
-    components_n, numbers_n = segments.components_n, segments.numbers_n
-    ends_n = segments.starts_n + segments.lengths_n
-    return sum(
-        int((ends_n[own] < found.sources[component].corpus.lengths[numbers_n[own]]).sum())
-        for component in np.unique(components_n).tolist()
-        for own in [components_n == component]
+        unknown=int((original_t == found.tokenizer.unk_id).sum()),
+        fates=Counter(fates_of(found.tokenizer, seen_t, labels_t)),
+        lengths_n=np.array([len(piece.seen_s) for piece in pieces]),
+        shortened=sum(piece.first_token + piece.text_tokens < piece.document_tokens for piece in pieces),
+        blend=dict(zip(names, counts, strict=True)),
     )
 
 
@@ -132,7 +114,7 @@ def describe(found: FoundBatch, summary: Summary) -> dict[str, str]:
     """The summary in words, a name before each line."""
     data, place, one, lengths_n = found.settings.data, found.cursor, summary, summary.lengths_n
     alone = "each document sees itself alone" if data.batch_layout == "packed" else "documents see all of their row"
-    fates = {"hidden": one.masked, "replaced by another token": one.replaced, "left as they are": one.kept}
+    words: dict[Fate, str] = {"masked": "hidden", "replaced": "replaced by another token", "kept": "left as they are"}
     lines = {
         "of": _whose(found.share),
         "starts at": f"epoch {place.epoch}, window {place.window:,}, row {place.row:,}",
@@ -145,7 +127,7 @@ def describe(found: FoundBatch, summary: Summary) -> dict[str, str]:
         f"{lengths_n.mean():,.0f}",
         "predicted": f"{one.predicted:,} tokens, {percent(one.predicted / max(one.ordinary, 1), digits=2)} of the "
         f"{one.ordinary:,} that may be (--mask-prob {data.mask_prob:g}): "
-        + (", ".join(f"{count:,} {name}" for name, count in fates.items() if count) or "none"),
+        + (", ".join(f"{one.fates[fate]:,} {name}" for fate, name in words.items() if one.fates[fate]) or "none"),
         "unknown": f"{one.unknown:,} tokens, {percent(one.unknown / one.tokens, digits=2)} of all",
     }
     if len(found.sources) > 1:
@@ -190,9 +172,8 @@ def print_rows(console: Console, found: FoundBatch, rows: Iterator[BatchRow]) ->
         console.print()
         title = f"row {row.number:,} of micro-batch {row.micro_batch:,}: {row.used_slots:,} of {slots:,} slots"
         console.print(Text(title, style="bold"))
-        several = len({piece.corpus for piece in row.pieces}) > 1 or len(found.sources) > 1
         for piece in row.pieces:
-            corpus = f" of {visible(piece.corpus)}" if several else ""
+            corpus = f" of {visible(piece.corpus)}" if len(found.sources) > 1 else ""
             console.print(Text(f"  {piece.title}{corpus}", style="italic"))
             line = Text("    ")
             for token in views.of(piece):

@@ -71,7 +71,7 @@ class FoundMicroBatch:
 
 
 def find_batch(settings: Settings, iteration: int, *, place: Path | None, share: Share | None = None) -> FoundBatch:
-    """The batch of an iteration.
+    """Build the batch of an iteration.
 
     Args:
         place: A checkpoint of the run before it; None starts where the first iteration of the run does.
@@ -81,34 +81,26 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
         CheckpointError: The checkpoint is of other data.
     """
     continued = settings.checkpoint.continue_from  # such a run counts on from the other one
-    first = 1 if place is not None or continued is None else iteration_of(latest_checkpoint(Path(continued))) + 1
+    origin = latest_checkpoint(Path(continued)) if place is None and continued is not None else place
     refuse_later_iteration(settings, iteration)
-    if iteration < first:
+    if place is None and origin is not None and iteration < (first := iteration_of(origin) + 1):
         raise ConfigError(
             f"--iteration {iteration} is before this run, whose first is {first}: it counts on from the newest "
             f"checkpoint of --continue-from {continued}. Name {first} or a later one."
         )
     inputs = open_phases(settings)
     batches = build_training_stream(settings, inputs)
-    if place is not None:
-        saved = read_train_state(place).state
-        identities = batches.identities_at(saved.iteration)
-        if saved.corpus_sha256 not in identities:
+    if origin is not None:
+        saved = read_train_state(origin).state
+        cursor, identity = saved.cursor, saved.corpus_sha256
+        if place is None:
+            before = phase_at(read_record(origin / "settings.yaml"), saved.iteration).settings
+            cursor = batches.cursor_in(phase_at(settings, saved.iteration), cursor, before, identity=identity)
+        elif identity not in (identities := batches.identities_at(saved.iteration)):
             raise CheckpointError(
-                f"{place} was trained on the corpus with sha256 {saved.corpus_sha256[:12]}, --data-path names one "
-                f"with {identities[0][:12]}; its place in the data means nothing there. Name the corpus it was "
-                "trained on."
+                f"{place} was trained on the corpus with sha256 {identity[:12]}, --data-path names one with "
+                f"{identities[0][:12]}; its place in the data means nothing there. Name the corpus it was trained on."
             )
-        batches = replace(batches, iteration=saved.iteration, cursor=saved.cursor)
-    elif continued is not None:
-        folder = latest_checkpoint(Path(continued))
-        saved, then = read_train_state(folder).state, read_record(folder / "settings.yaml")
-        cursor = batches.cursor_in(
-            phase_at(settings, saved.iteration),
-            saved.cursor,
-            phase_at(then, saved.iteration).settings,
-            identity=saved.corpus_sha256,
-        )
         batches = replace(batches, iteration=saved.iteration, cursor=cursor)
     batches = batches.from_iteration(iteration)
     if share is not None:
@@ -158,10 +150,8 @@ def checkpoint_before(load: Path, iteration: int) -> Path | None:
     """The newest checkpoint before an iteration; None: there is none, and the data began at iteration 1.
 
     Raises:
-        ConfigError: No iteration has that number.
         MissingInputError: There is none, and the data of the run began later.
     """
-    check_iteration(iteration)
     before = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
     if before:
         return before[0]
@@ -171,12 +161,6 @@ def checkpoint_before(load: Path, iteration: int) -> Path | None:
             "run has continued another one. Name an iteration behind its first checkpoint."
         )
     return None
-
-
-def check_iteration(iteration: int) -> None:
-    """Raises ConfigError where no iteration has that number."""
-    if iteration < 1:
-        raise ConfigError(f"--iteration {iteration} is none; the first iteration of a run is 1.")
 
 
 def refuse_later_iteration(settings: Settings, iteration: int) -> None:

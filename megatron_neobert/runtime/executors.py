@@ -41,6 +41,7 @@ class WorkerPool:
 
     def __init__(self, workers: int, prepare: Callable[[], None] | None = None) -> None:
         self.most_submitted = 2 * workers
+        _start_resource_tracker()
         self._context = _TrackingContext()
         self._reports = self._context.SimpleQueue()
         self._pool = ProcessPoolExecutor(workers, self._context, _start_worker, (self._reports, prepare))
@@ -90,6 +91,18 @@ class WorkerPool:
             self._pool.shutdown(cancel_futures=True)
 
 
+def _start_resource_tracker() -> None:
+    """Start the process that removes semaphores, which ignores SIGINT and SIGTERM by itself, and here SIGUSR1 too.
+
+    It is started before any worker: starting it unblocks signals that a worker should inherit as blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextmanager
 def _deferred_stop_signals() -> Iterator[None]:
     """Handle stop signals at the end of the block: an exception of a handler would leave a pool half changed."""
@@ -117,7 +130,6 @@ class _Worker(SpawnProcess):
     is_ended_here = False
 
     def start(self) -> None:
-        resource_tracker.ensure_running()  # multiprocessing would start it now, and unblock the signals in doing so
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
             super().start()

@@ -12,14 +12,14 @@ import pytest
 import ranks
 from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
-from unit.tools.commands import run
+from unit.tools.commands import call, run
 
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.commands import replay_batch as tool
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.errors import ConfigError, MissingInputError
+from megatron_neobert.inspection import replay as tool
+from megatron_neobert.inspection.found_batch import checkpoint_before
 from megatron_neobert.training import step
 
 LAST = 5  # its batch is skipped
@@ -91,14 +91,14 @@ def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_tha
 @pytest.mark.slow
 def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradient(trained, tmp_path, capfd):
     iteration = 3  # right behind a checkpoint: with the weights that it had
-    weights, place = tool.choose_origin(trained.save, iteration, wanted=None)
-    assert weights == place == trained.save / "iter_0000002"
+    place = checkpoint_before(trained.save, iteration)
+    assert place == trained.save / "iter_0000002"
 
     def prepare() -> None:
         note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.replay(settings, iteration, weights=weights, place=place)
+        ranks.run_training = lambda settings: tool.compute_batch(settings, iteration, weights=place, place=place)
 
-    settings = tool.settings_of(trained.save, weights, [])
+    settings = tool.settings_of(trained.save, place, [])
     train_on_ranks(settings, world_size=2, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
@@ -106,14 +106,13 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
 
 
 def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(trained, tiny_corpus, tmp_path, capfd):
-    weights, place = tool.choose_origin(trained.save, 2, wanted=None)
-    assert (weights, place) == (None, None)
+    assert checkpoint_before(trained.save, 2) is None
 
     def prepare() -> None:
         note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.replay(settings, 2, weights=weights, place=place)
+        ranks.run_training = lambda settings: tool.compute_batch(settings, 2, weights=None, place=None)
 
-    train_on_ranks(tool.settings_of(trained.save, weights, []), prepare=prepare)
+    train_on_ranks(tool.settings_of(trained.save, None, []), prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[1]]
     said = capfd.readouterr().out
     assert "batch 2 with fresh weights on 1 x cpu\nwarning: there is no checkpoint from before batch 2" in said
@@ -131,8 +130,7 @@ def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_ba
     folder.mkdir()
     write_record(saved, folder / "settings.yaml")
     (folder / "MANIFEST.json").touch()
-    weights, _ = tool.choose_origin(tmp_path, 5, wanted=None)
-    settings = tool.settings_of(tmp_path, weights, ["--lr", "0.5"])
+    settings = tool.settings_of(tmp_path, checkpoint_before(tmp_path, 5), ["--lr", "0.5"])
     assert settings.parallel == ParallelConfig(use_distributed_optimizer=False)
     assert settings.checkpoint == CheckpointConfig(load=str(tmp_path))
     assert settings.optimizer == replace(saved.optimizer, lr=0.5)
@@ -140,12 +138,15 @@ def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_ba
     assert (settings.model, settings.data) == (saved.model, saved.data)
 
 
-def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, tmp_path):
-    with pytest.raises(ConfigError, match="--iteration 0 is none"):
-        tool.choose_origin(trained.save, 0, wanted=None)
-    with pytest.raises(MissingInputError, match="no checkpoint of iteration 3"):
-        tool.choose_origin(trained.save, 4, wanted=3)
-    with pytest.raises(MissingInputError, match="holds no checkpoint"):
-        tool.choose_origin(tmp_path, 4, wanted=None)
-    code, _, errors = run("replay_batch", "--load", trained.save, "--iteration", LAST + 1)
-    assert (code, f"--iteration {LAST + 1} is none of this run, which has {LAST} (" in errors) == (2, True), errors
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--iteration", 0), 2, "--iteration 0 is below 1"),
+        (("--iteration", LAST + 1), 2, f"--iteration {LAST + 1} is none of this run, which has {LAST} ("),
+        (("--iteration", 4, "--checkpoint-iteration", 3), 66, "no checkpoint of iteration 3"),
+        (("--iteration", 4, "--load", "nowhere"), 66, "nowhere holds no checkpoint"),
+    ],
+)
+def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, words, code, message):
+    ended, _, errors = call("replay_batch", "--load", trained.save, *words)
+    assert ended == code and message in errors

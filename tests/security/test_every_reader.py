@@ -51,9 +51,9 @@ READERS = (
         "--load", the.checkpoint, "--iteration", 2, "--train-iters", 2]),
     Reader("average", ("checkpoint",), lambda the, out: [
         "--load", the.checkpoint, "--last", 1, "--output", out / "mean"]),
-    Reader("convert", ("checkpoint",), lambda the, out: [
-        "megatron-to-hf", "--load", the.checkpoint, "--output", out / "hf", "--no-verification"]),
-    Reader("convert", ("model",), lambda the, out: ["hf-to-megatron", "--load", the.model, "--output", out / "save"]),
+    Reader("convert megatron-to-hf", ("checkpoint",), lambda the, out: [
+        "--load", the.checkpoint, "--output", out / "hf", "--no-verification"]),
+    Reader("convert hf-to-megatron", ("model",), lambda the, out: ["--load", the.model, "--output", out / "save"]),
     Reader("verify", ("checkpoint",), lambda the, out: [the.checkpoint, the.checkpoint]),
     Reader("verify", ("model",), lambda the, out: [the.model, the.model]),
     Reader("model-card", ("model",), lambda the, out: ["--model", the.model]),

@@ -232,8 +232,8 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         MissingInputError: An input or the tokenizer does not exist.
         OutputError: The corpus exists and may not be overwritten.
         DataError: The tokenizer is unusable, or some shards are, by their format, schema or footer; it names them all.
-        ConfigError: The output of an earlier run is among the inputs, a table has no column for --record-key or
-            --source-key, or a fast back end is asked for and unusable.
+        ConfigError: The output of an earlier run is among the inputs, a table has no column for --record-key, or
+            a fast back end is asked for and unusable.
     """
     files = settings.files
     if not settings.resume:
@@ -327,6 +327,7 @@ def is_complete(plan: Plan) -> bool:
         return record is not None and input_sha256(path) == record.sha256
 
     largest = max(volume.bin.bytes for volume in manifest.volumes)
+    cannot_be_cut = len(manifest.volumes) > 1 or len(plan.chunks) == 1  # one chunk alone may exceed --shard-size
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
         and manifest.filters == plan.filters
@@ -334,7 +335,7 @@ def is_complete(plan: Plan) -> bool:
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
         and (len(manifest.volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
-        and largest <= (settings.shard_size or largest)
+        and (largest <= (settings.shard_size or largest) or cannot_be_cut)
         and all(is_unchanged(*shard) for shard in plan.versions.items())
     )
 

@@ -11,7 +11,7 @@ from unit.evaluation.html_page import Page
 from unit.inspection.batch_places import ATTRIBUTE, RED, REVERSED, SCRIPT, settings_of
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.inspection.batch_rows import TokenTexts, rows_of
+from megatron_neobert.inspection.batch_rows import TokenViews, rows_of
 from megatron_neobert.inspection.batch_views import print_rows, print_summary, summarize, to_html
 from megatron_neobert.inspection.found_batch import find_batch
 from megatron_neobert.text import visible
@@ -57,7 +57,7 @@ def test_every_predicted_token_of_a_page_says_its_label_and_what_the_model_sees(
     assert len(titles) == summarize(found).predicted
     labels = [int(label) for part in found.parts for label in part.batch.labels_m]
     assert [int(re.search(r"\(id (\d+)\), the model sees", title)[1]) for title in titles] == labels
-    assert sum("the model sees [MASK] (id 4)" in title for title in titles) == summarize(found).masked
+    assert sum("the model sees [MASK] (id 4)" in title for title in titles) == summarize(found).fates["masked"]
 
 
 def test_control_characters_reach_neither_the_page_nor_the_terminal(found, page):
@@ -70,20 +70,20 @@ def test_control_characters_reach_neither_the_page_nor_the_terminal(found, page)
 def test_without_colours_brackets_mark_what_is_predicted(found):
     summary, said = summarize(found), printed(found)
     assert "\x1b" not in said
-    assert said.count("[MASK→") == summary.masked + 1  # one in the legend
-    assert len(re.findall(r"\[=", said)) == summary.kept + 1
+    assert said.count("[MASK→") == summary.fates["masked"] + 1  # one in the legend
+    assert len(re.findall(r"\[=", said)) == summary.fates["kept"] + 1
 
 
 def test_no_color_leaves_the_brackets_on_a_terminal(found):
     colours = {"force_terminal": True, "color_system": "truecolor"}
     assert "[MASK→" in printed(found, no_color=True, **colours)
     assert "[MASK→" not in printed(found, no_color=False, **colours)
-    assert printed(found, no_color=False, **colours).count("\x1b[1;37;44m") >= summarize(found).masked
+    assert printed(found, no_color=False, **colours).count("\x1b[1;37;44m") >= summarize(found).fates["masked"]
 
 
 def test_a_terminal_without_utf_8_gets_an_ascii_arrow(found):
     said = printed(found, encoding="ascii")
-    assert said.count("[MASK->") == summarize(found).masked + 1 and said.isascii()
+    assert said.count("[MASK->") == summarize(found).fates["masked"] + 1 and said.isascii()
 
 
 def test_the_numbers_stand_before_the_rows_and_agree_with_them(found):
@@ -98,8 +98,8 @@ def texts_of(vocabulary, decoder):
     backend = Backend(models.WordLevel(pieces, unk_token="[UNK]"))
     backend.decoder = decoder
     names = {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
-    texts = TokenTexts(Tokenizer(backend, names))
-    return [texts.of(5 + number) for number in range(len(vocabulary))]
+    views = TokenViews(Tokenizer(backend, names))
+    return [views.text_of(5 + number) for number in range(len(vocabulary))]
 
 
 def test_pieces_of_every_kind_of_tokenizer_read_as_text():

@@ -114,8 +114,8 @@ def test_the_summary_counts_what_is_in_the_rows(place):
     labels = np.concatenate([piece.labels_s for piece in pieces])
     assert (summary.rows, summary.slots, summary.tokens) == (8, 8 * 64, len(seen))
     assert summary.predicted == (labels != NO_LABEL).sum() > 0
-    assert summary.masked == ((labels != NO_LABEL) & (seen == MASK)).sum() > 0
-    assert summary.kept == (labels == seen).sum() > 0
+    assert summary.fates["masked"] == ((labels != NO_LABEL) & (seen == MASK)).sum() > 0
+    assert summary.fates["kept"] == (labels == seen).sum() > 0
     assert summary.ordinary == sum(piece.text_tokens for piece in pieces)  # the corpus has no special tokens
     assert sorted(summary.lengths_n.tolist()) == sorted(len(piece.seen_s) for piece in pieces)
     cut = [piece.first_token + piece.text_tokens < piece.document_tokens for piece in pieces]

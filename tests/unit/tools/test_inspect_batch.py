@@ -59,7 +59,7 @@ def test_a_page_is_written_whole_and_the_numbers_are_printed(place, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--iteration", "0"], 2, "--iteration 0 is none"),
+        (["--iteration", "0"], 2, "--iteration 0 is below 1"),
         (["--iteration", "1", "--rows", "-1"], 2, "--rows -1 is below 0"),
         (["--iteration", "1", "--rank", "1"], 2, "--rank and --world-size belong together"),
         (["--iteration", "1", "--rank", "2", "--world-size", "2"], 2, "--rank 2 is none of --world-size 2"),

@@ -75,11 +75,7 @@ def test_many_unknown_tokens_are_warned_of(place):
         (["--text-separator", "\\"], 2, "is no text with escapes"),
         (["--text-separator", "\\ud800"], 2, "is no text with escapes"),
         (["--max-error-rate", "nan"], 2, "nan is not a fraction"),
-        (
-            ["--shard-size", "10XB"],
-            2,
-            "--shard-size '10XB' is not a size; use a number of bytes, or one like 10GB or 64MiB",
-        ),
+        (["--shard-size", "10XB"], 2, "--shard-size '10XB' is not a size; use a number of bytes"),
         (["--input", "-", "--dry-run"], 2, "--dry-run cannot look at standard input"),
     ],
 )

@@ -130,6 +130,15 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     assert not is_complete(plan_preprocessing(place.settings(**same)))
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_corpus_whose_chunks_exceed_the_size_of_a_shard_is_complete(place, names):
+    """A corpus shard holds whole chunks, so one chunk may be larger than --shard-size."""
+    for name in names:
+        place.add_texts(f"{name}.jsonl", *["hello world"] * 9)
+    place.run(shard_size=4)
+    assert is_complete(plan_preprocessing(place.settings(shard_size=4, resume=True)))
+
+
 def test_unchanged_input_whose_file_server_has_a_clock_ahead_of_ours_is_complete(place):
     place.add_texts("a.jsonl", "hello")
     os.utime(place.shards / "a.jsonl", times=(2**31, 2**31))

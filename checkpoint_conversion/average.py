@@ -1,46 +1,47 @@
-"""Average the weights of a run's checkpoints into one to continue from, or to convert.
+"""The command `neobert average`: the mean of the weights of a run's checkpoints, to continue from or to convert.
 
-    neobert average --load SAVE --last 5 --output DIR
-
-writes the mean of the newest five; --iteration N takes those up to N. What is written holds weights alone, in fp32, as
-a conversion from Hugging Face writes them: for training's --continue-from, or neobert convert's --load. The command
-takes the memory of two models.
+neobert average --load SAVE --last 5 --output DIR
 """
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
-from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, positive
+from megatron_neobert.cli import option
+from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.checkpoint import MegatronCheckpoint
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    refuse_existing(arguments.output)  # before minutes of reading
-    iterations = choose_iterations(arguments.load, arguments.last, newest=arguments.iteration)
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions:
+    """The command line of `neobert average`."""
+
+    load: Path = option(help="folder that training was given as --save", metavar="DIR")
+    last: int = option(help="number of checkpoints", minimum=1)
+    iteration: int | None = option(None, "the last of them; without it the newest")
+    output: Path = option(help="folder to create", metavar="DIR")
+
+
+def average(options: AverageOptions) -> None:
+    """Average the weights of a run's newest checkpoints, or of those up to --iteration, into one checkpoint.
+
+    It holds weights alone, in fp32, as a conversion from Hugging Face writes them: for training's --continue-from, or
+    the --load of `neobert convert`. The command takes the memory of two models.
+    """
+    refuse_existing(options.output)  # before minutes of reading
+    iterations = choose_iterations(options.load, options.last, newest=options.iteration)
     from checkpoint_conversion.checkpoint import write_checkpoint
 
-    mean = read_mean(arguments.load, iterations)
-    with build_folder(arguments.output) as temporary:
+    mean = read_mean(options.load, iterations)
+    with build_folder(options.output) as temporary:
         write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer, declared=mean.declared)
     numbers = ", ".join(map(str, iterations))
-    print(f"wrote {arguments.output}: the mean of iterations {numbers}, for --continue-from or neobert convert")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save")
-    add("--last", required=True, type=positive, metavar="N", help="number of checkpoints")
-    add("--iteration", type=int, metavar="N", help="the last of them (default: the newest)")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
-    return parser.parse_args()
+    print(f"wrote {options.output}: the mean of iterations {numbers}, for --continue-from or neobert convert")
 
 
 def choose_iterations(save: Path, count: int, *, newest: int | None) -> list[int]:

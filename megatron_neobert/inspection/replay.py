@@ -1,64 +1,54 @@
-"""Command: what is in a global batch of a run, and where do its loss and its gradient cease to be finite?
+"""The command `neobert replay`: what is in a global batch of a run, and where losses and gradient cease to be finite.
 
     neobert replay --load SAVE --iteration 812
     neobert replay --load SAVE --iteration 812 --checkpoint-iteration 812
 
-Takes settings, weights and the place in the data from the newest checkpoint before that iteration, packs the batches
-between without training on them, and runs forward and backward on the batch of that iteration. Nothing is updated,
-nothing is written. --checkpoint-iteration takes the weights of another checkpoint: a run that ends because its last
-updates were skipped saves the very weights that these batches met. One process does the work of all ranks of the run;
-under torchrun the ranks share it as in the settings. All other flags are those of a run, and replace its settings.
+One process does the work of all ranks of the run; under torchrun the ranks share it as in the settings.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
+from megatron_neobert.cli import option
 from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig, Settings
-from megatron_neobert.errors import CommandParser
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
 
 
-def main() -> None:
-    """Replays the batch; rank 0 prints what is found."""
-    from megatron_neobert.config.cli import run_flags
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """The command line of `neobert replay`, beside the flags of `neobert train`."""
 
-    parser = CommandParser(__doc__, also=run_flags())
-    add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="SAVE", help="folder of the run, its --save")
-    add("--iteration", type=int, required=True, metavar="K", help="whose batch; the first iteration is 1")
-    add(
-        "--checkpoint-iteration", type=int, metavar="N", help="with the weights of iter_N; default: the newest before K"
-    )
-    arguments, flags = parser.parse_known_args()
-    weights, place = choose_origin(arguments.load, arguments.iteration, wanted=arguments.checkpoint_iteration)
-    settings = settings_of(arguments.load, weights, flags)
-    from megatron_neobert.inspection.found_batch import refuse_later_iteration
+    load: Path = option(help="folder of the run, its --save", metavar="SAVE")
+    iteration: int = option(help="whose batch; the first iteration is 1", metavar="K", minimum=1)
+    checkpoint_iteration: int | None = option(None, "with the weights of iter_N; without it the newest before K")
 
-    refuse_later_iteration(settings, arguments.iteration)
+
+def replay(options: ReplayOptions, flags: list[str]) -> None:
+    """Compute losses and gradient of one iteration again; all other flags are those of a run, and replace its settings.
+
+    Settings, weights and the place in the data come from the newest checkpoint before that iteration; the batches
+    between are packed without training on them. Nothing is updated, nothing is written. --checkpoint-iteration takes
+    the weights of another checkpoint: a run that ends because its last updates were skipped saves the very weights
+    that these batches met.
+    """
+    from megatron_neobert.inspection.found_batch import checkpoint_before, refuse_later_iteration
+
+    weights = place = checkpoint_before(options.load, options.iteration)
+    if options.checkpoint_iteration is not None:
+        weights = latest_checkpoint(options.load, iteration=options.checkpoint_iteration)
+    settings = settings_of(options.load, weights, flags)
+    refuse_later_iteration(settings, options.iteration)
     if is_rank_zero():
         for folder in {folder for folder in (weights, place) if folder is not None}:
             verify_files(folder)
-    replay(settings, arguments.iteration, weights=weights, place=place)
-
-
-def choose_origin(load: Path, iteration: int, *, wanted: int | None) -> tuple[Path | None, Path | None]:
-    """The checkpoints of the weights and of the place in the data; None: the start of the run.
-
-    Raises:
-        ConfigError: No iteration has that number.
-        MissingInputError: The checkpoint that is wanted does not exist, or none at all.
-    """
-    from megatron_neobert.inspection.found_batch import checkpoint_before
-
-    place = checkpoint_before(load, iteration)
-    return place if wanted is None else latest_checkpoint(load, iteration=wanted), place
+    compute_batch(settings, options.iteration, weights=weights, place=place)
 
 
 def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
-    """The settings of the run, with what the flags replace; on one process, the layout is that of one rank.
+    """Return the settings of the run, with what the flags replace; on one process, the layout is that of one rank.
 
     Raises:
         ConfigError: Flags that a run would not take either.
@@ -74,8 +64,8 @@ def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
     return replace_by_flags(saved, flags, world_size=world_size())
 
 
-def replay(settings: Settings, iteration: int, *, weights: Path | None, place: Path | None) -> None:
-    """Forward and backward on the batch of an iteration, and what they find. Collective: all ranks."""
+def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, place: Path | None) -> None:
+    """Run forward and backward on the batch of an iteration; rank 0 prints what is found. Collective: all ranks."""
     from megatron_neobert.model.kernels import check_hardware
 
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
@@ -101,7 +91,7 @@ def replay(settings: Settings, iteration: int, *, weights: Path | None, place: P
 
 
 def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | None) -> Any:
-    """This rank's batches from that of the iteration on; loads the weights. Collective: all ranks."""
+    """Load the weights and return this rank's batches from that of the iteration on. Collective: all ranks."""
     from megatron_neobert.checkpoint.load import load_from
 
     if place is not None:
@@ -114,7 +104,7 @@ def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | N
 
 
 def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]], list[str]]:
-    """What all ranks found.
+    """Gather what all ranks found.
 
     Returns:
         Per micro-batch of the global batch, its loss in nats and masked tokens; and the names of parameters whose
@@ -129,7 +119,13 @@ def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]
     # Tensor-parallel ranks report the same, context-parallel ones each their share.
     counts = parallel_state.get_tensor_model_parallel_rank() == 0
     own_sums = {first + number * step: report[:2].tolist() for number, report in enumerate(reports) if counts}
-    own_names = [name for name, param in named_parameters(run) if not bool(param.main_grad.isfinite().all())]
+    stages = parallel_state.get_pipeline_model_parallel_world_size()  # each counts its layers from 0
+    stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}: " if stages > 1 else ""
+    own_names = [
+        f"{stage}{name}"
+        for name, parameter in run.unwrapped_model.named_parameters()
+        if not bool(parameter.main_grad.isfinite().all())
+    ]
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, (own_sums, own_names))  # collective: all ranks
     sums: dict[int, list[float]] = {}
@@ -139,17 +135,8 @@ def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]
     return dict(sorted(sums.items())), list(dict.fromkeys(name for _, names in gathered for name in names))
 
 
-def named_parameters(run: Any) -> list[tuple[str, Any]]:
-    """Of this rank; with the stage in front where each counts its layers from 0."""
-    from megatron.core import parallel_state
-
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}: " if stages > 1 else ""
-    return [(f"{stage}{name}", parameter) for name, parameter in run.unwrapped_model.named_parameters()]
-
-
 def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[str], grad_norm: float) -> None:
-    """One line per micro-batch with its documents below, then the gradient."""
+    """Print one line per micro-batch with its documents below, then the gradient."""
     stream, rows, _ = next(stream.global_batches())
     size = stream.settings.micro_batch_size
     for number, (nats, masked) in sums.items():
@@ -169,7 +156,7 @@ def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[s
 
 
 def documents_of(stream: Any, rows: Any) -> dict[str, list[int]]:
-    """Numbers of the documents in some rows, by corpus."""
+    """Return the numbers of the documents in some rows, by corpus."""
     found: dict[str, dict[int, None]] = {}
     segments = rows.segments
     for component, number in zip(segments.components_n.tolist(), segments.numbers_n.tolist(), strict=True):
