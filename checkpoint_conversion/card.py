@@ -2,8 +2,8 @@
 
 Front matter and text (model_card_template.md) follow from the files of the folder (config.json, conversion_report.json,
 the headers of the weights), from the records of evaluations, and from what only the user knows: licence, data,
-language. Written anew, the card keeps what the user declared or added to its front matter before, and the text below
-its last line.
+language. Written anew, by a conversion or by `neobert model-card`, the card keeps what the user declared or added to
+its front matter before, and the text below its last line.
 """
 
 import json
@@ -22,6 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 
+from megatron_neobert.cli import option
 from megatron_neobert.errors import (
     ConfigError,
     ConversionError,
@@ -31,7 +32,7 @@ from megatron_neobert.errors import (
     short_reason,
 )
 from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder, read_object
-from megatron_neobert.runtime.atomic_files import read_text, replace_file
+from megatron_neobert.runtime.atomic_files import read_text, replace_file, require_folder
 
 CARD = "README.md"
 REPORT = "conversion_report.json"
@@ -78,6 +79,41 @@ class Declared:
                     problems.append(f"{name!r} cannot be the name of a {kind} on the Hub; expected owner/name.")
         if problems:
             raise ConfigError(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """The command line of `neobert model-card`."""
+
+    model: Path = option(help="folder of a converted model", metavar="DIR")
+    name: str | None = option(None, "of the model on the Hub, for the card's examples", metavar="OWNER/NAME")
+    license: str | None = option(None, "the Hub's identifier, such as apache-2.0 (at first: unknown)", metavar="ID")
+    base_model: str | None = option(None, "model on the Hub whose weights training started from", metavar="OWNER/NAME")
+    dataset: tuple[str, ...] = option((), "training data on the Hub", metavar="OWNER/NAME")
+    results: tuple[Path, ...] = option(
+        (), "--output of evaluations of this model: scores of GLUE and named-entity recognition", metavar="DIR"
+    )
+    language: tuple[str, ...] = option((), "ISO 639 codes, such as en", metavar="CODE")
+
+
+def rewrite_model_card(options: CardOptions) -> None:
+    """Write the model card of a converted model anew, with what only its owner knows.
+
+    A flag that is left out keeps what the card has already, and so does the text below the card's last line.
+    """
+    for flag, folders in {"--model": (options.model,), "--results": options.results}.items():
+        for folder in folders:
+            require_folder(flag, folder)
+    declared = Declared(
+        model_id=options.name,
+        license=options.license,
+        base_model=options.base_model,
+        datasets=options.dataset,
+        language=options.language,
+    )
+    results = read_results(options.results, options.model) if options.results else ()
+    write_model_card(options.model, declared, results)
+    print(f"wrote {options.model / CARD}")
 
 
 def write_model_card(folder: Path, declared: Declared | None = None, results: Sequence[EvalResult] = ()) -> None:

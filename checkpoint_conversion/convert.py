@@ -1,15 +1,14 @@
-"""Command: a Megatron checkpoint as a Hugging Face folder, and back; each compared with its source before it appears.
+"""The commands that convert checkpoints: a Megatron checkpoint as a Hugging Face folder, and back.
 
-A folder for Hugging Face is loaded again with transformers and compared with `model/reference.py` holding the same
-weights. A folder from Hugging Face is read by our own rules, and nothing in it is executed; the checkpoint made of it
-is read back from disk and run against the folder's model. Runs on one CPU without GPU, torchrun or Transformer Engine,
-for any number of ranks that wrote the checkpoint. Importing torch waits until the arguments are read, so that --help
-answers at once.
+Each written folder is compared with its source before it gets its name. A folder for Hugging Face is loaded again with
+transformers and compared with `model/reference.py` holding the same weights. A folder from Hugging Face is read by our
+own rules, and nothing in it is executed; the checkpoint made of it is read back from disk and run against the folder's
+model. Runs on one CPU without GPU, torchrun or Transformer Engine, for any number of ranks that wrote the checkpoint.
+
+As a file of the checkout this module is `neobert convert`.
 """
 
-import argparse
 import os
-import re
 import resource
 import sys
 import time
@@ -18,136 +17,106 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from megatron_neobert.errors import CommandParser, ConfigError, ConversionError, OutputError, run_command
+from checkpoint_conversion.options import ExportOptions, ImportOptions, VerifyOptions
+from megatron_neobert import __main__ as neobert
+from megatron_neobert.errors import ConfigError, ConversionError, OutputError, run_command
 from megatron_neobert.runtime.atomic_files import refuse_existing, require_folder
 
 if TYPE_CHECKING:  # --help answers without importing torch
+    from checkpoint_conversion.card import Declared
     from checkpoint_conversion.checkpoint import MegatronCheckpoint
     from checkpoint_conversion.compare import LogitModel
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-VERIFY = """Command: are two models the same?
 
-Each side is a folder that training saved to, or a Hugging Face folder of a masked language model. Both run in fp32 on
-the same fixed prompts, padded and, where B's architecture can, packed into one row, each against A's padded rows. Where
-both have a layout that conversion reads, the settings that decide the function must be equal as well, and every weight
-in every bit, or within the tolerance if one is given. Exit code 0: equal; 1: not.
-"""
+def main() -> int | None:
+    """Run `neobert convert` with the words of this command line."""
+    sys.argv.insert(1, "convert")
+    return neobert.main()
 
 
-def main() -> None:
-    """Read the arguments and convert."""
-    arguments, start = _parse(), time.monotonic()
-    # Not Path.resolve, which raises RuntimeError at a link to itself.
-    if Path(os.path.realpath(arguments.output)).is_relative_to(os.path.realpath(arguments.load)):
-        raise OutputError(
-            f"--output {arguments.output} lies in --load {arguments.load}, which is only read; name a folder elsewhere."
-        )
-    if not arguments.convert(arguments):
-        print("nothing new to convert")
-        return
-    # Of the process so far; Linux counts in KiB.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"wrote {arguments.output} in {time.monotonic() - start:.0f} s with at most {peak:.1f} GiB of memory")
+def megatron_to_hf(options: ExportOptions) -> None:
+    """Write a Megatron checkpoint as a Hugging Face folder and compare it with the reference.
 
-
-def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    commands = parser.add_subparsers(required=True, metavar="megatron-to-hf|hf-to-megatron")
-    export = commands.add_parser("megatron-to-hf", help="write a Hugging Face folder and compare it with the reference")
-    export.set_defaults(convert=_convert_to_huggingface)
-    add = export.add_argument
-    add("--load", required=True, type=Path, metavar="DIR", help="folder that training was given as --save")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
-    layouts = "layout to write (default: eurobert, which needs no remote code; neobert has the published names)"
-    add("--format", choices=["eurobert", "neobert", "llama"], default="eurobert", help=layouts)
-    add("--tokenizer-model", type=Path, metavar="PATH", help="tokenizer to write (default: the checkpoint's own)")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the stored weights (default: float32)")
-    add("--max-shard-size", default="5GB", type=_size, metavar="SIZE", help="cut larger weights (default: 5GB)")
-    add("--sentence-transformers", action="store_true", help="add what SentenceTransformer(DIR) reads: mean pooling")
-    iterations = export.add_mutually_exclusive_group()
-    iterations.add_argument("--iteration", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
-    every = "convert every checkpoint into a subfolder of --output; folders that are there already are kept"
-    iterations.add_argument("--all-iterations", action="store_true", help=every)
-    datasets = "data on the Hub, for the model card"
-    add("--dataset", dest="datasets", nargs="+", default=(), metavar="OWNER/NAME", help=datasets)
-    hub = "upload the folder to this model on the Hub, created private where there is none"
-    add("--push-to-hub", dest="model_id", metavar="OWNER/NAME", help=hub)
-    revision = "branch to upload to (default: main; with --all-iterations each to iteration-N, the newest to main too)"
-    add("--revision", metavar="NAME", help=revision)
-    back = commands.add_parser(
-        "hf-to-megatron",
-        help="write a checkpoint to continue pre-training from and compare it with the folder's model",
-    )
-    back.set_defaults(convert=_convert_to_megatron)
-    add = back.add_argument
-    add("--load", required=True, type=Path, metavar="DIR", help="Hugging Face folder with a masked language model")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder to create, for training's --continue-from")
-    add("--drop-padded-vocabulary", action="store_true", help="cut off rows of zeros behind the tokenizer's last id")
-    for command in (export, back):
-        add, default = command.add_argument, "for the model card (default: as in the source)"
-        add("--license", metavar="ID", help=f"licence of the weights, such as apache-2.0, {default}")
-        add("--base-model", metavar="OWNER/NAME", help=f"model on the Hub that training begins from, {default}")
-        unverified = "do not run the written model against its source"
-        add("--no-verification", dest="verified", action="store_false", help=unverified)
-    return parser.parse_args()
-
-
-def _size(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d{0,5}(KB|MB|GB|TB)", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
-    return text
-
-
-def _convert_to_huggingface(arguments: argparse.Namespace) -> int:
-    """Return the number of folders written."""
+    Raises:
+        ConfigError: Flags exclude each other, or the Hub would refuse a declared value.
+        MissingInputError: There is no checkpoint.
+        ConversionError: The weights do not fit, or the written model computes something else.
+        OutputError: The output is in --load, exists, cannot be created, or cannot be uploaded.
+    """
     from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
 
-    if arguments.revision and (arguments.all_iterations or not arguments.model_id):
-        raise ConfigError(
+    start, problems = time.monotonic(), []
+    refuse_output_in_source(options.load, options.output)
+    if options.all_iterations and options.iteration is not None:
+        problems.append(f"--iteration {options.iteration} and --all-iterations exclude each other; give one of them.")
+    if options.revision and (options.all_iterations or not options.push_to_hub):
+        problems.append(
             "--revision names the branch of one folder on the Hub; give it with --push-to-hub and without "
             "--all-iterations."
         )
-    newest = latest_checkpoint(arguments.load, iteration=arguments.iteration)  # refuses a folder without any
+    if problems:
+        raise ConfigError(problems)
+    newest = latest_checkpoint(options.load, iteration=options.iteration)  # refuses a folder without any
     from checkpoint_conversion.card import Declared, write_model_card
-    from checkpoint_conversion.checkpoint import read_checkpoint
-    from checkpoint_conversion.export import ExportOptions, export, is_export_of, open_hub_model, push_to_hub
+    from checkpoint_conversion.export import is_export_of, open_hub_model, push_to_hub
 
-    declared = {name: getattr(arguments, name) for name in ("license", "base_model", "datasets", "model_id")}
-    options = ExportOptions(
-        layout=arguments.format,
-        dtype=arguments.dtype,
-        max_shard_size=arguments.max_shard_size,
-        sentence_transformers=arguments.sentence_transformers,
-        verified=arguments.verified,
-        declared=Declared(**declared),
+    declared = Declared(
+        license=options.license,
+        base_model=options.base_model,
+        datasets=options.datasets,
+        model_id=options.push_to_hub,
     )
-    wanted = [(newest, arguments.output)]
-    if arguments.all_iterations:
-        wanted = [(one, arguments.output / one.name) for one in reversed(list_checkpoints(arguments.load))]
-    if arguments.model_id:
-        open_hub_model(arguments.model_id)
+    wanted = [(newest, options.output)]
+    if options.all_iterations:
+        wanted = [(one, options.output / one.name) for one in reversed(list_checkpoints(options.load))]
+    if options.push_to_hub:
+        open_hub_model(options.push_to_hub)
     written = 0
     for source, folder in wanted:
         iteration = iteration_of(source)
         if is_export_of(folder, source, options):
             print(f"kept {folder}, which is there already")
-            write_model_card(folder, options.declared)
+            write_model_card(folder, declared)
         else:
-            refuse_existing(folder)
-            checkpoint = read_checkpoint(arguments.load, iteration=iteration)
-            tokenizer = choose_tokenizer(arguments.tokenizer_model, checkpoint)
-            print(f"converting {checkpoint.folder}")
-            if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options):
-                from checkpoint_conversion.compare import to_table
-
-                print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
+            export_iteration(iteration, folder, options, declared)
             written += 1
-        if arguments.model_id and arguments.all_iterations:
-            push_to_hub(folder, arguments.model_id, f"iteration-{iteration}")
-        if arguments.model_id and source == newest:
-            push_to_hub(folder, arguments.model_id, arguments.revision)
-    return written
+        if options.push_to_hub and options.all_iterations:
+            push_to_hub(folder, options.push_to_hub, f"iteration-{iteration}")
+        if options.push_to_hub and source == newest:
+            push_to_hub(folder, options.push_to_hub, options.revision)
+    if written:
+        print_cost(options.output, start)
+    else:
+        print("nothing new to convert")
+
+
+def refuse_output_in_source(load: Path, output: Path) -> None:
+    """Raise OutputError if the output would be written into the folder that is read."""
+    # Not Path.resolve, which raises RuntimeError at a link to itself.
+    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(load)):
+        raise OutputError(f"--output {output} lies in --load {load}, which is only read; name a folder elsewhere.")
+
+
+def print_cost(output: Path, start: float) -> None:
+    """Print the duration of the conversion and the memory of the process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    print(f"wrote {output} in {time.monotonic() - start:.0f} s with at most {peak:.1f} GiB of memory")
+
+
+def export_iteration(iteration: int, folder: Path, options: ExportOptions, declared: "Declared") -> None:
+    """Write the folder of one checkpoint, and print how it compares with the reference."""
+    from checkpoint_conversion.checkpoint import read_checkpoint
+    from checkpoint_conversion.export import export
+
+    refuse_existing(folder)
+    checkpoint = read_checkpoint(options.load, iteration=iteration)
+    tokenizer = choose_tokenizer(options.tokenizer_model, checkpoint)
+    print(f"converting {checkpoint.folder}")
+    if checks := export(checkpoint, folder, tokenizer=tokenizer, options=options, declared=declared):
+        from checkpoint_conversion.compare import to_table
+
+        print(f"{folder} against the reference in plain PyTorch:\n{to_table(checks)}")
 
 
 def choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "Tokenizer":
@@ -165,22 +134,31 @@ def choose_tokenizer(path: Path | None, checkpoint: "MegatronCheckpoint") -> "To
     return tokenizer
 
 
-def _convert_to_megatron(arguments: argparse.Namespace) -> int:
-    """Return the number of checkpoints written."""
-    refuse_existing(arguments.output)
-    require_folder("--load", arguments.load, holding="config.json")
+def hf_to_megatron(options: ImportOptions) -> None:
+    """Write a checkpoint to continue pre-training from and compare it with the model of the Hugging Face folder.
+
+    Raises:
+        ConfigError: The Hub would refuse a declared value.
+        MissingInputError: There is no config.json.
+        ConversionError: The folder holds no model that a checkpoint can hold, or the written one computes another.
+        OutputError: The output is in --load, exists, or cannot be created.
+    """
+    start = time.monotonic()
+    refuse_output_in_source(options.load, options.output)
+    refuse_existing(options.output)
+    require_folder("--load", options.load, holding="config.json")
     from checkpoint_conversion.card import Declared
     from checkpoint_conversion.imports import import_folder
     from megatron_neobert.config.cli import model_flags
 
-    print(f"converting {arguments.load}")
-    given = {name: getattr(arguments, name) for name in ("license", "base_model") if getattr(arguments, name)}
+    given = {name: text for name in ("license", "base_model") if (text := getattr(options, name))}
     Declared(**given)  # refuses what the Hub would
+    print(f"converting {options.load}")
     imported, checks = import_folder(
-        arguments.load,
-        arguments.output,
-        verified=arguments.verified,
-        drop_padding=arguments.drop_padded_vocabulary,
+        options.load,
+        options.output,
+        verified=not options.no_verification,
+        drop_padding=options.drop_padded_vocabulary,
         declared=given,
     )
     for note in imported.notes:
@@ -188,47 +166,40 @@ def _convert_to_megatron(arguments: argparse.Namespace) -> int:
     if checks:
         from checkpoint_conversion.compare import to_table
 
-        print(f"{arguments.output} against the model of {arguments.load}:\n{to_table(checks)}")
+        print(f"{options.output} against the model of {options.load}:\n{to_table(checks)}")
     print(
-        f"{imported.layout} layout; continue pre-training with --continue-from {arguments.output} --tokenizer-model "
-        f"{arguments.load} and the settings of this model: {model_flags(imported.model) or 'the default ones'}"
+        f"{imported.layout} layout; continue pre-training with --continue-from {options.output} --tokenizer-model "
+        f"{options.load} and the settings of this model: {model_flags(imported.model) or 'the default ones'}"
     )
-    return 1
+    print_cost(options.output, start)
 
 
-def verify() -> int:
-    """Compare two models, print a table, and return 0 or 1: the command `neobert verify`."""
-    parser = CommandParser(VERIFY)
-    parser.add_argument("first", type=Path, metavar="A", help="folder of checkpoints, or Hugging Face folder")
-    parser.add_argument("second", type=Path, metavar="B", help="the same")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="largest difference that still counts as equal, over the largest logit, and over the largest value of a "
-        "weight (default: 1e-4 for logits, as after a conversion, and none for weights; rounded to bfloat16 on one "
-        "side, logits differ by 0.015)",
-    )
-    arguments = parser.parse_args()
-    for name, folder in (("A", arguments.first), ("B", arguments.second)):
+def verify(options: VerifyOptions) -> int:
+    """Check whether two models are the same, as checkpoints or Hugging Face folders: exit 0 if they are, else 1.
+
+    Both run in fp32 on the same fixed prompts, padded and, where B's architecture can, packed into one row, each
+    against A's padded rows. Where both have a layout that conversion reads, the settings that decide the function must
+    be equal as well, and every weight in every bit, or within the tolerance if one is given.
+    """
+    for name, folder in (("A", options.first), ("B", options.second)):
         require_folder(name, folder)
 
     import torch
 
     from checkpoint_conversion.compare import TOLERANCES, compare_models, to_table
 
-    first, second = (load_side(folder) for folder in (arguments.first, arguments.second))
+    first, second = (load_side(folder) for folder in (options.first, options.second))
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
             f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
             "only models of one vocabulary can be compared."
         )
     checks = compare_models(first, second)
-    tolerance = TOLERANCES[torch.float32] if arguments.tolerance is None else arguments.tolerance
+    tolerance = TOLERANCES[torch.float32] if options.tolerance is None else options.tolerance
     alike = all(comparison.within(tolerance) for comparison in checks.values())
     print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
     print(f"logits: {'equal' if alike else 'NOT equal'} within {tolerance:g} of the largest")
-    alike &= compare_content(first, second, tolerance=arguments.tolerance or 0.0)
+    alike &= compare_content(first, second, tolerance=options.tolerance or 0.0)
     print("equal" if alike else "NOT equal")
     return 0 if alike else 1
 

@@ -7,7 +7,7 @@ file that the folder carries, `llama` the encoder alone for software that does n
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib import resources
 from importlib.metadata import version
@@ -24,6 +24,7 @@ from checkpoint_conversion.card import REPORT, Declared, write_model_card
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
+from checkpoint_conversion.options import ExportOptions
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import ModelConfig
@@ -44,28 +45,20 @@ _NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this arch
 _REMOTE_CODE = {"specifier": ">=4.48", "reason": "modeling_neobert.py needs its attention interface."}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of an exported folder."""
-
-    layout: str = "eurobert"
-    dtype: str = "float32"
-    max_shard_size: str = "5GB"
-    sentence_transformers: bool = False
-    verified: bool = True
-    declared: Declared = field(default_factory=Declared)
-
-    @property
-    def choices(self) -> dict[str, Any]:
-        """Options that the files depend on besides layout and dtype."""
-        return {name: getattr(self, name) for name in ("max_shard_size", "sentence_transformers")}
-
-
-def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer, options: ExportOptions) -> "Checks":
+def export(
+    checkpoint: MegatronCheckpoint,
+    output: Path,
+    *,
+    tokenizer: Tokenizer,
+    options: ExportOptions,
+    declared: Declared | None = None,
+) -> "Checks":
     """Write and verify the folder.
 
     Args:
+        output: The folder; one of several in `options.output` if all iterations are converted.
         tokenizer: Written beside the weights; encodes as the checkpoint's own.
+        declared: For the card, instead of what the checkpoint has inherited.
 
     Returns:
         Distance of the written model from the reference, empty if it was not verified.
@@ -76,12 +69,12 @@ def export(checkpoint: MegatronCheckpoint, output: Path, *, tokenizer: Tokenizer
     """
     dtype, model, length = getattr(torch, options.dtype), checkpoint.settings.model, checkpoint.trained_length
     spec = FolderSpec(checkpoint.shape, tokenizer, dtype, model_max_length=length)
-    declared, inherited = options.declared, checkpoint.declared
+    declared, inherited = declared or Declared(), checkpoint.declared
     declared = replace(declared, **{name: text for name, text in inherited.items() if not getattr(declared, name)})
     checks: Checks = {}
     with build_folder(output) as folder:
         write_folder(folder, options.layout, spec, checkpoint.tensors, max_shard_size=options.max_shard_size)
-        if options.verified:
+        if not options.no_verification:
             from checkpoint_conversion.compare import checkpoint_model, load_logit_model, verify
 
             source = checkpoint_model(checkpoint, dtype)
@@ -102,7 +95,7 @@ def is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool
     except (OSError, ValueError, KeyError, TypeError):
         return False
     wanted = (sha256_of(checkpoint / MANIFEST), options.layout, options.dtype, options.choices)
-    return found == wanted and is_verified >= options.verified
+    return found == wanted and (is_verified or options.no_verification)
 
 
 # --- files

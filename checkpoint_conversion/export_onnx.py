@@ -1,4 +1,4 @@
-"""Command: a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum.
+"""The command `neobert export-onnx`: a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum.
 
 Writes onnx/model.onnx, in fp32 with batch and sequence of any size, and on request onnx/model_quantized.onnx with 8-bit
 weights, beside config.json and the tokenizer: the places where those libraries look. A graph has the inputs input_ids
@@ -7,17 +7,18 @@ because protobuf ends there. onnxruntime runs every file on padded batches that 
 its name only if the fp32 file computes what PyTorch does. Full size takes a minute and 4 GB of memory.
 """
 
-import argparse
 import json
 import logging
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.errors import CommandParser, ConversionError, MissingInputError, short_reason
+from megatron_neobert.cli import option
+from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
 from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder
 
@@ -46,35 +47,43 @@ _COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.js
 _POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
-def main() -> None:
-    """Read the arguments, export, check and print the figures."""
-    arguments = _parse()
-    require_folder("--model", arguments.model, holding="config.json")
-    refuse_existing(arguments.output)  # before a minute of work
+@dataclass(frozen=True, kw_only=True)
+class OnnxOptions:
+    """The command line of `neobert export-onnx`."""
+
+    model: Path = option(help="Hugging Face folder that neobert convert wrote", metavar="DIR")
+    output: Path = option(help="folder to create", metavar="DIR")
+    task: str = option(
+        "fill-mask",
+        "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state",
+        choices=tuple(TASKS),
+    )
+    int8: bool = option(False, "8-bit weights in model_quantized.onnx; their error is measured")
+
+
+def export_onnx(options: OnnxOptions) -> None:
+    """Write a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum, and check it against PyTorch.
+
+    Raises:
+        MissingInputError: The folder holds no model or no tokenizer.json.
+        ConversionError: The model has no head for the task, or a graph computes something else.
+        OutputError: The output exists or cannot be created.
+    """
+    require_folder("--model", options.model, holding="config.json")
+    refuse_existing(options.output)  # before a minute of work
     import onnx  # noqa: F401 (what is missing is reported before the work)
     import onnxscript  # noqa: F401
 
     from checkpoint_conversion.compare import to_table
 
-    model = load_for_task(arguments.model, arguments.task)
-    with build_folder(arguments.output) as folder:
-        copy_companions(arguments.model, folder, arguments.task)
-        for path, batches in write_graphs(model, folder / "onnx", arguments.task, int8=arguments.int8).items():
+    model = load_for_task(options.model, options.task)
+    with build_folder(options.output) as folder:
+        copy_companions(options.model, folder, options.task)
+        for path, batches in write_graphs(model, folder / "onnx", options.task, int8=options.int8).items():
             size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
             print(f"{path.name}, {size / 1e6:.1f} MB, against PyTorch by rows x tokens:")
             print(f"{to_table(batches)}\n")
-    print(f"wrote {arguments.output}")
-
-
-def _parse() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face folder that neobert convert wrote")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
-    tasks = "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state"
-    add("--task", choices=list(TASKS), default="fill-mask", help=f"{tasks} (default: %(default)s)")
-    add("--int8", action="store_true", help="8-bit weights in model_quantized.onnx; their error is measured")
-    return parser.parse_args()
+    print(f"wrote {options.output}")
 
 
 def load_for_task(folder: Path, task: str) -> Any:

@@ -19,11 +19,12 @@ from megatron_neobert.errors import ConfigError, run_command, suggestion
 
 OWN, DATA = "megatron_neobert.commands", "megatron_neobert.data"
 EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobert.inspection"
+CONVERSION = "checkpoint_conversion"
 COMMANDS = {
     "Data": {
         "sample-corpus": (
             f"{OWN}.sample_corpus:write_sample_corpus",
-            "a small real corpus: documentation of installed packages",
+            "a small real corpus: installed documentation",
         ),
         "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "learn a WordPiece vocabulary"),
         "preprocess": (f"{OWN}.preprocess_data:preprocess_data", "raw text to Megatron's .bin and .idx"),
@@ -43,16 +44,23 @@ COMMANDS = {
     },
     "Training": {
         "train": ("megatron_neobert.launch:train", "train on this node's GPUs, or NPROC_PER_NODE processes"),
-        "plot": (f"{INSPECTION}.plot:plot", "loss, throughput and more as figures, runs side by side"),
+        "plot": (f"{INSPECTION}.plot:plot", "loss, throughput and more as figures, run beside run"),
         "inspect batch": (f"{INSPECTION}.batch:inspect_batch", "the batch of one iteration as the model sees it"),
         "replay": (f"{INSPECTION}.replay:replay", "losses and gradients of one iteration again"),
-        "average": ("checkpoint_conversion.average:average", "the mean of a run's last checkpoints"),
+        "average": (f"{CONVERSION}.average:average", "the mean of a run's last checkpoints"),
     },
     "Models": {
-        "convert": ("checkpoint_conversion.convert", "checkpoints to Hugging Face folders, and back"),
-        "verify": ("checkpoint_conversion.convert:verify", "whether two models are the same"),
-        "model-card": (f"{OWN}.write_model_card", "the model card, with results"),
-        "export-onnx": ("checkpoint_conversion.export_onnx", "a Hugging Face folder as ONNX"),
+        "convert megatron-to-hf": (
+            f"{CONVERSION}.convert:megatron_to_hf",
+            "a checkpoint as a Hugging Face folder",
+        ),
+        "convert hf-to-megatron": (
+            f"{CONVERSION}.convert:hf_to_megatron",
+            "a Hugging Face folder as a checkpoint",
+        ),
+        "verify": (f"{CONVERSION}.convert:verify", "whether two models are the same"),
+        "model-card": (f"{CONVERSION}.card:rewrite_model_card", "the model card, with results"),
+        "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "a Hugging Face folder as ONNX"),
     },
     "Evaluation": {
         "evaluate glue": (f"{EVALUATION}:evaluate_glue", "GLUE by the paper's protocol"),
@@ -71,7 +79,7 @@ COMMANDS = {
             f"{OWN}.environment:check_environment",
             "whether this machine can train, or why not",
         ),
-        "check parity": (f"{OWN}.check_parity", "reference and Megatron model with the same weights"),
+        "check parity": (f"{OWN}.check_parity:check_parity", "reference and Megatron model with the same weights"),
     },
 }
 PLACES = {name: place for group in COMMANDS.values() for name, (place, _) in group.items()}

@@ -1,11 +1,11 @@
-"""Command: is the model that is trained the model that is exported?
+"""The command `neobert check parity`: whether the model that is trained is the model that is exported.
 
 Builds the reference in plain PyTorch, the Megatron model and the Hugging Face export with the same random weights and
 prints how far their logits are apart on the same prompts: in fp32, in bfloat16, and in fp64 with every cast to fp32
 taken out, which leaves nothing but algebra. Two controls are wrong on purpose: figures that they do not exceed by far
 would prove nothing. The default is the full 28 x 768 model: half a minute of one core and 4 GB of memory. --step adds
 loss and gradients of a training step of 1,024 tokens, with every kernel and recipe that this machine has, against the
-reference's in fp32 on the CPU. Exit code 0: as it should be; 1: not.
+reference's in fp32 on the CPU.
 """
 
 import json
@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_neobert.cli import option
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.errors import CommandParser, ConfigError, positive
+from megatron_neobert.errors import ConfigError
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from torch import Tensor
@@ -55,24 +56,34 @@ class StepGap:
 STEP_TOLERANCES = {"float32": StepGap(1e-5, 1e-5), "bfloat16": StepGap(1e-2, 1e-2), "FP8": StepGap(1e-2, 0.3)}
 
 
-def main() -> int:
-    """Measure, print the tables, and return 0 or 1."""
-    parser = CommandParser(__doc__)
-    for flag, default in (("num-layers", 28), ("hidden-size", 768), ("num-attention-heads", 12), ("vocab-size", 30522)):
-        parser.add_argument(f"--{flag}", type=positive, default=default, metavar="N", help="default %(default)s")
-    parser.add_argument("--step", action="store_true", help="also loss and gradients of a step, with every kernel")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    arguments = parser.parse_args()
-    if arguments.hidden_size % (2 * arguments.num_attention_heads):
+@dataclass(frozen=True, kw_only=True)
+class ParityOptions:
+    """The command line of `neobert check parity`."""
+
+    num_layers: int = option(28, minimum=1)
+    hidden_size: int = option(768, minimum=1)
+    num_attention_heads: int = option(12, minimum=1)
+    vocab_size: int = option(30522, minimum=1)
+    step: bool = option(False, "also loss and gradients of a step, with every kernel")
+    json: Path | None = option(None, "write the figures there as well", metavar="FILE")
+
+
+def check_parity(options: ParityOptions) -> int:
+    """Check that the model that is trained is the model that is exported: exit 0 if it is, else 1.
+
+    Raises:
+        ConfigError: Rotary embeddings cannot have heads of this width.
+    """
+    if options.hidden_size % (2 * options.num_attention_heads):
         raise ConfigError(
-            f"--hidden-size {arguments.hidden_size} is not a multiple of 2 x --num-attention-heads "
-            f"{arguments.num_attention_heads}; rotary embeddings need heads of one even width."
+            f"--hidden-size {options.hidden_size} is not a multiple of 2 x --num-attention-heads "
+            f"{options.num_attention_heads}; rotary embeddings need heads of one even width."
         )
     settings = Settings(
         model=ModelConfig(
-            num_layers=arguments.num_layers,
-            hidden_size=arguments.hidden_size,
-            num_attention_heads=arguments.num_attention_heads,
+            num_layers=options.num_layers,
+            hidden_size=options.hidden_size,
+            num_attention_heads=options.num_attention_heads,
         )
     )
 
@@ -80,7 +91,7 @@ def main() -> int:
 
     found: dict[str, Comparison] = {}
     unexpected = []
-    for what, comparison, tolerance in measure_parity(settings, vocab_size=arguments.vocab_size):
+    for what, comparison, tolerance in measure_parity(settings, vocab_size=options.vocab_size):
         found[what] = comparison
         # Equal within the tolerance of its precision; a control differs by a factor of 100 more.
         is_control = what.startswith(CONTROL)
@@ -88,11 +99,11 @@ def main() -> int:
             unexpected.append(what)
     print(f"against the reference, padded:\n{to_table(found)}")
     figures: dict[str, Any] = {what: asdict(comparison) for what, comparison in found.items()}
-    if arguments.step:
+    if options.step:
         figures |= {"step": {}, "not run": {}}
         compared = "against the reference's in fp32 on the CPU: loss, gradient, furthest:"
         print(f"\na step of {sum(LENGTHS):,} tokens {compared}")
-        for what, gap, limit in measure_steps(settings, vocab_size=arguments.vocab_size):
+        for what, gap, limit in measure_steps(settings, vocab_size=options.vocab_size):
             if isinstance(gap, str):
                 figures["not run"][what] = gap
                 print(f"{what}: not run: {gap}")
@@ -102,8 +113,8 @@ def main() -> int:
             if gap.within(100 if is_control else 1, limit) == is_control:
                 unexpected.append(what)
             print(f"{what:<42} {gap.loss:8.1e} {gap.gradient:8.1e}  {gap.tensor}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(f"NOT as expected: {', '.join(unexpected)}" if unexpected else "as expected, the controls included")
     return 1 if unexpected else 0
 

@@ -9,9 +9,10 @@ from ranks import read_metrics, train_on_ranks
 from torch import Tensor
 
 from checkpoint_conversion.checkpoint import read_checkpoint
-from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.export import export
 from checkpoint_conversion.imports import import_folder
 from checkpoint_conversion.mapping import split_halves
+from checkpoint_conversion.options import ExportOptions
 from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import latest_checkpoint
 from megatron_neobert.config.schema import Settings
@@ -25,7 +26,8 @@ def imported(settings: Any, tmp_path: Path) -> str:
     run = settings("first", training={"exit_interval": STOP})
     train_on_ranks(run)
     checkpoint = read_checkpoint(Path(run.checkpoint.save))
-    export(checkpoint, tmp_path / "model", tokenizer=checkpoint.tokenizer, options=ExportOptions())
+    options = ExportOptions(load=Path(run.checkpoint.save), output=tmp_path / "model")
+    export(checkpoint, options.output, tokenizer=checkpoint.tokenizer, options=options)
     import_folder(tmp_path / "model", tmp_path / "imported")
     return str(tmp_path / "imported")
 

@@ -25,7 +25,7 @@ SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     output = tmp_path_factory.mktemp("parity") / "figures.json"
-    result = run_command("megatron_neobert.commands.check_parity", *SMALL, "--step", "--json", output)
+    result = run_command("megatron_neobert.__main__", "check", "parity", *SMALL, "--step", "--json", output)
     assert result.code == 0, result.output
     assert "as expected, the controls included" in result.output
     return json.loads(output.read_text())
@@ -60,6 +60,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_the_reference(figures: Figures
 
 
 def test_heads_of_odd_width_are_refused_before_anything_is_built():
-    result = run_command("megatron_neobert.commands.check_parity", "--hidden-size", 60, "--num-attention-heads", 4)
+    sizes = ("--hidden-size", 60, "--num-attention-heads", 4)
+    result = run_command("megatron_neobert.__main__", "check", "parity", *sizes)
     assert result.refused(2), result.output
     assert "--hidden-size 60 is not a multiple of 2 x --num-attention-heads 4" in result.output

@@ -26,7 +26,7 @@ def read(request: pytest.FixtureRequest, training: list[str], checkpoint: Checkp
     words = {
         "training": ["megatron_neobert.pretrain", *training, "--save", save, "--load", save],
         "convert": ["checkpoint_conversion.convert", "megatron-to-hf", "--load", save, "--output", tmp_path / "hf"],
-        "verify": ["checkpoint_conversion.convert:verify", save, save],
+        "verify": ["megatron_neobert.__main__", "verify", save, save],
     }[request.param]
     return lambda: run_command(*map(str, words))
 

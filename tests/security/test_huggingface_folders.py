@@ -71,7 +71,7 @@ def convert(folder: Path, start: Start = call) -> Ended:
 
 
 def verify(folder: Path) -> Ended:
-    return call("checkpoint_conversion.convert:verify", folder, folder)
+    return call("megatron_neobert.__main__", "verify", folder, folder)
 
 
 def assert_refused(folder: Path, *words: str, code: int = 78, commands: Sequence[Command] = (convert, verify)) -> None:

@@ -125,6 +125,7 @@ def test_every_checkpoint_of_a_run_is_converted_once(saved, tmp_path):
     [
         (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
         (["--load", "loop"], None, 66, "loop holds no checkpoint"),
+        (["--iteration", "30", "--all-iterations"], None, 2, "--iteration 30 and --all-iterations exclude each other"),
         (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
         ([], "MANIFEST.json", 66, "checkpoints holds no checkpoint"),
         ([], "rank_00000.safetensors", 78, "rank_00000.safetensors: missing"),

@@ -136,7 +136,7 @@ def test_report_names_no_path_of_the_machine_that_trained(saved: SavedModel, tmp
     free = [item for item in fields(DataConfig) if "str" in str(item.type) and item.default in (None, ())]
     private = {item.name: "/of/a/machine" if item.default is None else ("/of/a/machine",) for item in free}
     saved.record(Settings(model=MODEL, data=DataConfig(**private)))
-    convert(saved, tmp_path / "model", verified=False)
+    convert(saved, tmp_path / "model", no_verification=True)
     assert "/of/a/machine" in (saved.iteration_folder / "settings.yaml").read_text()
     assert "/of/a/machine" not in (tmp_path / "model" / "conversion_report.json").read_text()
 
@@ -146,7 +146,7 @@ def test_texts_are_truncated_at_the_last_trained_sequence_length(saved: SavedMod
     data, phases = DataConfig(seq_length=32), (PhaseChange(after_iters=20, seq_length=longest),)
     saved.record(Settings(model=MODEL, data=data).with_section("training", phases=phases))
     folder = tmp_path / "model"
-    convert(saved, folder, verified=False, sentence_transformers=True)
+    convert(saved, folder, no_verification=True, sentence_transformers=True)
     assert AutoTokenizer.from_pretrained(folder, trust_remote_code=False).model_max_length == longest
     assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == longest
     assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 64

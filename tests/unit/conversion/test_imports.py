@@ -15,8 +15,9 @@ from unit.tools.commands import call
 
 from checkpoint_conversion import imports
 from checkpoint_conversion.checkpoint import read_checkpoint
-from checkpoint_conversion.export import ExportOptions, export
+from checkpoint_conversion.export import export
 from checkpoint_conversion.imports import import_folder
+from checkpoint_conversion.options import ExportOptions
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.errors import ConversionError
 
@@ -29,9 +30,10 @@ def exported(saved: SavedModel, tmp_path: Path) -> Export:
     """Exports the saved checkpoint, or another one."""
 
     def build(layout: str, *, name: str = "model", save: Path = saved.save, dtype: str = "float32") -> Path:
-        checkpoint, options = read_checkpoint(save), ExportOptions(layout=layout, dtype=dtype)
-        export(checkpoint, tmp_path / name, tokenizer=checkpoint.tokenizer, options=options)
-        return tmp_path / name
+        checkpoint, output = read_checkpoint(save), tmp_path / name
+        options = ExportOptions(load=save, output=output, layout=layout, dtype=dtype)
+        export(checkpoint, output, tokenizer=checkpoint.tokenizer, options=options)
+        return output
 
     return build
 

@@ -100,6 +100,7 @@ FAULTY_PARITY = """
 import sys
 from itertools import islice
 sys.path.insert(0, {repository!r})
+from megatron_neobert import __main__ as neobert
 from megatron_neobert.commands import check_parity
 from megatron_neobert.errors import run_command
 step, logits = check_parity.run_step, check_parity.measure_parity
@@ -108,7 +109,8 @@ def with_wrong_weights(settings, tensors, row, vocab_size):
     return step(settings, {{**tensors, name: 1.02 * tensors[name]}}, row, vocab_size)
 check_parity.run_step = with_wrong_weights
 check_parity.measure_parity = lambda *given, **named: islice(logits(*given, **named), 1)
-run_command(check_parity.main)
+sys.argv[1:1] = ["check", "parity"]
+run_command(neobert.main)
 """
 
 

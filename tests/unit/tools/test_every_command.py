@@ -136,19 +136,20 @@ def typed(monkeypatch):
 
 @pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in PLACES if name != "train")], ids=str)
 def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
+    direction = ["megatron-to-hf"] if str(command).endswith("convert.py") else []
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
-        typed(command, "--hlep")
+        typed(command, *direction, "--hlep")
 
 
 @pytest.mark.parametrize(
     ("command", "words", "problems"),
     [
         (
-            "convert", "megatron-to-hf --laod x --output=y",
+            "convert megatron-to-hf", "--laod x --output=y",
             ["unknown flag --laod; did you mean '--load'?",
-             "the following arguments are required: --load. See --help."],
+             "--load is missing: folder that training was given as --save."],
         ),
-        ("convert", "hf-to-megatron --load x --output y --no-verfication",
+        ("convert hf-to-megatron", "--load x --output y --no-verfication",
          ["unknown flag --no-verfication; did you mean '--no-verification'?"]),
         ("validate", "corpus --xyz", ["unknown flag --xyz; see --help for the list."]),
         ("validate", "corpus another",

@@ -1,7 +1,6 @@
 """ONNX graphs of small folders of each layout, run by onnxruntime; and what is refused, with nothing left behind."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,9 +153,8 @@ def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
 
 def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "LARGEST_BYTES", 0)
-    argv = ["export_onnx.py", "--model", str(folder_of("eurobert")), "--output", str(tmp_path / "graphs"), "--int8"]
-    monkeypatch.setattr(sys, "argv", argv)
-    tool.main()  # runs both graphs
+    options = tool.OnnxOptions(model=folder_of("eurobert"), output=tmp_path / "graphs", int8=True)
+    tool.export_onnx(options)  # runs both graphs
     graphs = ["model.onnx", "model.onnx.data", "model_quantized.onnx", "model_quantized.onnx.data"]
     assert sorted(path.name for path in (tmp_path / "graphs" / "onnx").iterdir()) == graphs
 
@@ -175,10 +173,9 @@ def test_modelling_file_is_ours_or_neither_copied_nor_named(folder_of, tmp_path,
     assert ("auto_map" in json.loads((tmp_path / "config.json").read_text())) == is_ours
 
 
-def test_failed_export_leaves_nothing_behind(folder_of, tmp_path, monkeypatch):
+def test_failed_export_leaves_nothing_behind(folder_of, tmp_path):
     model = folder_of("eurobert")
     (model / "tokenizer.json").unlink()
-    monkeypatch.setattr(sys, "argv", ["export_onnx.py", "--model", str(model), "--output", str(tmp_path / "graphs")])
     with pytest.raises(MissingInputError, match=r"has no tokenizer\.json"):
-        tool.main()
+        tool.export_onnx(tool.OnnxOptions(model=model, output=tmp_path / "graphs"))
     assert list(tmp_path.iterdir()) == []
