@@ -360,7 +360,8 @@ def add_flags(
         if item.metadata.get("repeat"):
             settings["action"] = "append"
         elif typing.get_origin(plain) is tuple and not is_dataclass(kind):
-            settings["nargs"] = "+"
+            # Given twice, the flag of a command adds to its list, and that of a run replaces it, as scripts rely on.
+            settings |= {"nargs": "+", "action": "store" if negatable or not names else "extend"}
         action = container.add_argument(*names, **settings)
         # A shell is told these values. argparse is not: it would report one wrong value and stop.
         if values := item.metadata.get("completed") or legal:
