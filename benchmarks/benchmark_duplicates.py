@@ -23,9 +23,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from benchmarks.benchmark_preprocessing import PR_SET_CHILD_SUBREAPER, REPOSITORY, run_measured, step_command
-from benchmarks.shared import describe_machine, in_turns, print_table, write_figures
+from benchmarks.shared import describe_machine, in_turns, positive, print_table, write_figures
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import DataError, MissingInputError, positive, run_command
+from megatron_neobert.errors import DataError, MissingInputError, run_command
 
 CHANGED = (0.0, 0.005, 0.01, 0.02, 0.04)  # shares of a copy's words that are others
 SHORTEST_WORDS = 50  # of a shorter text one word is more than 2 %

@@ -32,9 +32,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
-from benchmarks.shared import describe_machine, in_turns, print_table, write_figures
+from benchmarks.shared import describe_machine, in_turns, positive, print_table, write_figures
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import ConfigError, DataError, positive, run_command
+from megatron_neobert.errors import ConfigError, DataError, run_command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.05  # between looks at a tool's memory

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
-from megatron_neobert.errors import run_command
+from megatron_neobert.errors import ConfigError, run_command
 
 LEARNING_RATE = 1e-4  # any: neither speed nor memory depends on it
 LAYOUTS = ("packed", "padded", "reference")
@@ -69,6 +69,8 @@ def main() -> int:
     add("--profile", action="store_true", help="also list a packed step's operations, and where it waits for a GPU")
     add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     arguments, flags = parser.parse_known_args()
+    if problems := parser.unknown_flags():
+        raise ConfigError(problems)
     arguments.layouts = sorted({"packed", *arguments.layouts}, key=LAYOUTS.index)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         return measure(arguments, flags, Path(folder))

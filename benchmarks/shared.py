@@ -4,6 +4,7 @@ Imports the standard library alone, so that a benchmark whose tools are processe
 libraries' pages.
 """
 
+import argparse
 import ctypes
 import datetime
 import importlib.metadata
@@ -130,3 +131,10 @@ class Memory:
     def _own_status(name: str) -> int:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1, as a type of argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)

@@ -67,11 +67,10 @@ def run_function(
     options = typing.get_type_hints(function)["options"]
     description = (function.__doc__ or "").partition("\n\n")[0]
     more: dict[str, Any] = {}
-    problems: list[str] = []
     if "flags" in inspect.signature(function).parameters:
         parser = build_parser(options, prog=prog, description=description, also=run_flags())
         parsed, more["flags"] = parser.parse_known_args(words)
-        given = vars(parsed)
+        given, problems = vars(parsed), parser.unknown_flags()
     else:
         given, problems = build_parser(options, prog=prog, description=description).parse_all(words)
     values, wrong = read_values(options, given)
@@ -271,10 +270,7 @@ class Parser(argparse.ArgumentParser):
             Parser._completes = True  # argcomplete calls this method too
             argcomplete.autocomplete(self)  # prints the flags and ends the process
         self._words = list(sys.argv[1:] if args is None else args)
-        parsed = super().parse_known_args(args, namespace)
-        if self._also and (problems := self._unknown_flags()):
-            raise ConfigError(problems)
-        return parsed
+        return super().parse_known_args(args, namespace)
 
     def parse_all(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the given values by name, and a problem for each word that is no flag or value."""
@@ -292,7 +288,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError with every unknown flag, and with what argparse found unless that adds nothing."""
-        problems = self._unknown_flags()
+        problems = self.unknown_flags()
         if not (problems and message.startswith("unrecognized arguments")):
             hint = " Quote a value that has a space." if message.startswith("unrecognized arguments") else ""
             problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}.{hint} See --help.")
@@ -306,7 +302,8 @@ class Parser(argparse.ArgumentParser):
                 actions += [inner for parser in action.choices.values() for inner in parser._actions]
         return [flag for action in actions for flag in action.option_strings]
 
-    def _unknown_flags(self) -> list[str]:
+    def unknown_flags(self) -> list[str]:
+        """Return a problem for each flag in the last command line that neither this parser nor the other knows."""
         known = [*self.all_flags(), *self._also]
         words = self._words[: self._words.index("--")] if "--" in self._words else self._words
         flags = [word.partition("=")[0] for word in words if re.match(r"--?[^\W\d]", word) and " " not in word]
@@ -363,7 +360,8 @@ def add_flags(
         if item.metadata.get("repeat"):
             settings["action"] = "append"
         elif typing.get_origin(plain) is tuple and not is_dataclass(kind):
-            settings["nargs"] = "+"
+            # Given twice, the flag of a command adds to its list, and that of a run replaces it, as scripts rely on.
+            settings |= {"nargs": "+", "action": "store" if negatable or not names else "extend"}
         action = container.add_argument(*names, **settings)
         # A shell is told these values. argparse is not: it would report one wrong value and stop.
         if values := item.metadata.get("completed") or legal:

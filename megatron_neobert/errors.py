@@ -6,10 +6,8 @@ these classes (or an operating-system error) is our own bug and keeps its traceb
 
 from __future__ import annotations  # `neobert check environment` runs on older Pythons too
 
-import argparse
 import difflib
 import os
-import re
 import select
 import signal
 import sys
@@ -18,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 from megatron_neobert.text import visible, without_credentials
 
@@ -134,62 +132,6 @@ class ConversionError(NeoBERTError):
     """A weight or a setting that the target layout cannot hold, or that did not arrive."""
 
     exit_code = 78
-
-
-class CommandParser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are ConfigErrors that name the flag that was probably meant.
-
-    Args:
-        doc: A module's docstring; its first line is the description.
-        also: Flags that another parser reads, out of what parse_known_args leaves.
-    """
-
-    _completes: ClassVar[bool] = False
-
-    def __init__(self, doc: str | None = None, *, also: Iterable[str] = (), **options: Any) -> None:
-        what = (doc or "").partition("\n")[0].removeprefix("Command: ")
-        super().__init__(description=what[:1].upper() + what[1:], allow_abbrev=False, **options)
-        self._also, self._words = tuple(also), [""]
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; with `also`, a flag that neither parser knows is an error here."""
-        if "_ARGCOMPLETE" in os.environ and not CommandParser._completes:  # a shell asks which flags there are
-            import argcomplete
-
-            CommandParser._completes = True  # argcomplete calls this method too
-            argcomplete.autocomplete(self)  # prints them and ends the process
-        self._words = list(sys.argv[1:] if args is None else args)
-        parsed = super().parse_known_args(args, namespace)
-        if self._also and (problems := self._unknown_flags()):
-            raise ConfigError(problems)
-        return parsed
-
-    def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError with every unknown flag, and with what argparse found unless that adds nothing."""
-        problems = self._unknown_flags()
-        if not (problems and message.startswith("unrecognized arguments")):
-            hint = " Quote a value that has a space." if message.startswith("unrecognized arguments") else ""
-            problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}.{hint} See --help.")
-        raise ConfigError(problems)
-
-    def _unknown_flags(self) -> list[str]:
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                actions += [inner for parser in action.choices.values() for inner in parser._actions]
-        known = [flag for action in actions for flag in action.option_strings] + list(self._also)
-        words = self._words[: self._words.index("--")] if "--" in self._words else self._words
-        flags = [word.partition("=")[0] for word in words if re.match(r"--?[^\W\d]", word) and " " not in word]
-        return [
-            f"unknown flag {flag[:80]}{suggestion(flag, known)}" for flag in dict.fromkeys(flags) if flag not in known
-        ]
-
-
-def positive(text: str) -> int:
-    """An argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
 
 
 def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --help for the list.") -> str:

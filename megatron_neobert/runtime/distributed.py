@@ -77,15 +77,12 @@ def initialize(settings: Settings) -> torch.device:
 def _refuse_different_settings(settings: Settings) -> None:
     """Compare the settings of all ranks with those of rank 0. Collective: all ranks."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, (socket.gethostname(), asdict(settings)))
+    started = {flag_of(name): value for section in asdict(settings).values() for name, value in section.items()}
+    started["NPROC_PER_NODE"] = os.environ.get("LOCAL_WORLD_SIZE")
+    torch.distributed.all_gather_object(ranks, (socket.gethostname(), started))
     _, expected = ranks[0]
     for rank, (host, found) in enumerate(ranks):
-        differences = [
-            f"{flag_of(name)} {found[section][name]}, not {value}"
-            for section, values in expected.items()
-            for name, value in values.items()
-            if found[section][name] != value
-        ]
+        differences = [f"{name} {found[name]}, not {value}" for name, value in expected.items() if found[name] != value]
         if differences:
             raise ConfigError(
                 f"rank {rank} on {host} differs from rank 0 ({', '.join(differences)}); start all ranks with the same "
@@ -112,7 +109,7 @@ def _listen_on_one_interface(store: torch.distributed.Store) -> None:
         with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing
             way.connect(master)
             address = way.getsockname()[0]
-        if int(os.environ["RANK"]) >= int(ranks_here):
+        if int(os.environ.get("GROUP_RANK", int(os.environ["RANK"]) // int(ranks_here))) > 0:
             store.set(_NODE_0, str(master[0]))
         elif ipaddress.ip_address(address).is_loopback:
             address = store.get(_NODE_0).decode()

@@ -105,13 +105,15 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
     assert gap <= LAYOUT_LOSS.gate
 
 
-def start_both(first: list[str], second: list[str], *, seconds: int = 60, ports: tuple[int, int]) -> list[Ended]:
-    """Both launchers, each a forked process, to their end."""
+def start_both(
+    first: list[str], second: list[str], *, seconds: int = 60, ports: tuple[int, int], ranks: tuple[int, int] = (1, 1)
+) -> list[Ended]:
+    """Run both launchers, each a forked process, to their end."""
     processes.use_server()  # not by two threads at a time
 
     def launch(rank: int, words: list[str]) -> Ended:
         node = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(ports[rank])}
-        environment = {**node, "RENDEZVOUS_TIMEOUT_SECONDS": str(seconds)}
+        environment = {**node, "RENDEZVOUS_TIMEOUT_SECONDS": str(seconds), "NPROC_PER_NODE": str(ranks[rank])}
         return processes.run_command("megatron_neobert.launch", SCRIPT, *words, environment=environment)
 
     with ThreadPoolExecutor(2) as threads:
@@ -141,12 +143,19 @@ def test_node_that_cannot_reach_node_0_ends_when_the_wait_is_over(tiny_corpus):
     assert "Traceback" not in second.output
 
 
-def test_nodes_with_different_settings_end_before_training_with_both_values(tiny_corpus, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "ranks", "difference"),
+    [(["--lr", "0.5"], (1, 1), "--lr 0.5, not "), ([], (1, 2), "NPROC_PER_NODE 2, not 1")],
+)
+def test_nodes_that_were_started_differently_end_before_training_with_both_values(
+    tiny_corpus, tmp_path, flags, ranks, difference
+):
     words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
+    words += ["--micro-batch-size", "1", "--global-batch-size", "12"]  # for 2, 3 and 4 ranks
     port = free_port()
-    for ended in start_both(words, [*words, "--lr", "0.5"], ports=(port, port)):
+    for ended in start_both(words, [*words, *flags], ports=(port, port), ranks=ranks):
         assert ended.code == 2, ended.output
-    assert "rank 1 on " in ended.output and " differs from rank 0 (--lr 0.5, not " in ended.output
+    assert "rank 1 on " in ended.output and f" differs from rank 0 ({difference}" in ended.output
     assert not list((tmp_path / "run").glob("iter_*"))
 
 

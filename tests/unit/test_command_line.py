@@ -53,7 +53,7 @@ def call(*words: str, function=command):
 
 
 def test_words_become_values_of_the_fields_types():
-    words = "in --output out --names a --names b --sizes 1 1e3 --kind exact --verbose --no-checked --share 0.25"
+    words = "in --output out --names a --names b --sizes 1 --sizes 1e3 --kind exact --verbose --no-checked --share 0.25"
     assert call(*words.split()) == Options(
         source=Path("in"),
         output=Path("out"),

@@ -156,7 +156,8 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
          ["'another' is not the value of any flag; check the spelling before it, and quote a value that has a space."]),
         (
             "replay", "--load x --iteratoin=5 --micro-batch-size 2",
-            ["unknown flag --iteratoin; did you mean '--iteration'?"],
+            ["unknown flag --iteratoin; did you mean '--iteration'?",
+             "--iteration is missing: whose batch; the first iteration is 1."],
         ),
         ("inspect batch", "--iteration 5 --micro-batch-sise 2 --rowz -1",
          ["unknown flag --micro-batch-sise; did you mean '--micro-batch-size'?",
