@@ -58,6 +58,8 @@ def _refused(node: ast.expr, depth: int) -> Iterator[ast.expr]:
             yield from _refused(condition, depth - 1)
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[ast.List(elts=values)]) if values:
             yield from (operand for operand in (left, *values) if not _is_operand(operand))
+            if not isinstance(left, ast.Name):
+                yield node
         case ast.Compare(left=left, ops=operators, comparators=others) if all(
             isinstance(operator, _COMPARISONS) for operator in operators
         ):
@@ -74,7 +76,9 @@ def _is_operand(node: ast.expr) -> bool:
     match node:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
             return _is_operand(node.operand)
-        case ast.Constant(value=str() | bool() | float()) | ast.Name():
+        case ast.Constant(value=str(text)):
+            return not any("\ud800" <= character <= "\udfff" for character in text)  # no attribute has one
+        case ast.Constant(value=bool() | float()) | ast.Name():
             return True
         case ast.Constant(value=int(number)):
             return number <= _LARGEST_NUMBER

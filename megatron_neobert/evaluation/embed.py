@@ -88,7 +88,8 @@ def finetune(options: FinetuneOptions) -> None:
         "texts": {key: digest_of(rows, ("query", "positive", "negatives")) for key, rows in pairs.items()},
     }
     with open_ledger(places.ledger) if first else nullcontext(Ledger(places.ledger)) as ledger:
-        if ledger.find(settings) is not None and places.final.exists():
+        done = ledger.find(settings)
+        if done is not None and places.final.exists() and fingerprint(places.final) == done["fingerprint"]:
             print(f"{places.final} is there already")
             return
         if first:

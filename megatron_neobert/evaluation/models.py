@@ -4,6 +4,8 @@ Folders in NeoBERT's own layout are loaded with this project's class. No code of
 """
 
 import hashlib
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,10 @@ import transformers
 from numpy.typing import NDArray
 from torch import nn
 
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, NeoBERTError
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
-from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,8 +43,7 @@ _FILES_OF_OUTPUT = (
     "added_tokens.json",
     "modules.json",
     "*sentence*.json",
-    "*/config.json",
-    "*/*.safetensors",
+    "model.safetensors.index.json",
 )
 _ATTENTION = (*TORCH_ATTENTION, "flash_attention_2", "flash_attention_3", "flex_attention")
 ABSURD_LENGTH = 1 << 30  # a tokenizer without a longest input has a limit beyond this
@@ -194,12 +195,24 @@ def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
     return min((at_most, *(limit for limit in limits if limit is not None)))
 
 
+def _module_folders(folder: Path) -> list[str]:
+    """Return the names of the subfolders in sentence-transformers' modules.json, which loading checks."""
+    try:
+        paths = [str(module["path"]) for module in json.loads(read_text(folder / "modules.json"))]
+    except (OSError, ValueError, TypeError, KeyError, NeoBERTError):
+        return []
+    return [path for path in paths if re.fullmatch(r"[\w-]+", path)]
+
+
 def fingerprint(folder: Path) -> str:
     """Return twelve digits that change with every file that influences outputs.
 
     These are weights, config and tokenizer, and sentence-transformers' modules, pooling and prompts.
     """
     check_folder(folder, attention=_ATTENTION)
-    files = {path.relative_to(folder): path for pattern in _FILES_OF_OUTPUT for path in folder.glob(pattern)}
+    # Of subfolders only those of modules: an export to ONNX, for one, changes no output.
+    of_modules = [f"{name}/{file}" for name in _module_folders(folder) for file in ("config.json", "*.safetensors")]
+    patterns = (*_FILES_OF_OUTPUT, *of_modules)
+    files = {path.relative_to(folder): path for pattern in patterns for path in folder.glob(pattern)}
     lines = [f"{name} {sha256_of(files[name])}\n" for name in sorted(files) if files[name].is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]

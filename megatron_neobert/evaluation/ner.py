@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import transformers
@@ -109,7 +110,7 @@ def evaluate(options: NerOptions, on_progress: Progress = show_progress) -> Path
     load_tokenizer(options.model)
     model = fingerprint(options.model)
     for task in tasks:
-        with open_ledger(folder / "ner" / task.replace("/", "_")) as ledger:
+        with open_ledger(folder / "ner" / quote(task, safe="")) as ledger:
             splits = ("", "test_")[: len(data[task].sentences) - 1]
             sweep = Sweep(
                 run=NerRun,

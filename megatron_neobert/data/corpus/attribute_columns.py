@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Plain = bool | int | float | str | None  # a value as it is kept
 DERIVED = ("length", "input")  # attributes that need no column
 _ROW_GROUP = 1 << 17  # documents
 _LONGEST_TEXT = 1000  # characters of a text that are kept
@@ -42,10 +43,13 @@ def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
 
 
 def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
-    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document."""
+    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document.
+
+    Workers may hand over values that `plain_value` has shortened already.
+    """
     import pyarrow as pa
 
-    table = pa.table({attribute_name(key): _typed(values) for key, values in columns.items()})
+    table = pa.table({attribute_name(key): _typed([*map(plain_value, values)]) for key, values in columns.items()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
@@ -73,7 +77,7 @@ def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np
         held = schema.empty_table()
         for chunk, is_chosen in zip(chunks, chosen, strict=True):
             with pa.memory_map(str(chunk)) as source:
-                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen)).cast(schema)
+                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen)).cast(schema, safe=False)
             held = pa.concat_tables([held, table])
             whole = len(held) - len(held) % _ROW_GROUP
             if whole:
@@ -83,32 +87,33 @@ def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np
             writer.write_table(held.combine_chunks(), _ROW_GROUP)
 
 
-def _typed(values: Sequence[object]) -> "pa.Array":
+def _typed(values: Sequence[Plain]) -> "pa.Array":
     import pyarrow as pa
 
-    plain = [_plain(value) for value in values]
-    kinds = {type(value) for value in plain if value is not None}
-    if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in plain):  # type: ignore[operator]
-        return pa.array(plain, pa.int64())
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int}:
+        return pa.array(values, pa.int64())
     if kinds and kinds <= {int, float}:
-        return pa.array([None if value is None else float(value) for value in plain], pa.float64())
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds <= {bool}:
-        return pa.array(plain, pa.bool_() if kinds else pa.null())
+        return pa.array(values, pa.bool_() if kinds else pa.null())
     words = {True: "true", False: "false"}
     return pa.array(
-        [words[value] if isinstance(value, bool) else value if value is None else str(value) for value in plain],
+        [words[value] if isinstance(value, bool) else value if value is None else str(value) for value in values],
         pa.string(),
     )
 
 
-def _plain(value: object) -> bool | int | float | str | None:
-    """Return a value as it is kept."""
+def plain_value(value: object) -> Plain:
+    """Return a field of a record as it is kept: NaN, lists and objects become None."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, list | dict):
+    if value is None or isinstance(value, list | dict) or value != value:
         return None
+    if isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and abs(value) < 10**308:
+        return value if -(2**63) <= value < 2**63 else float(value)
     return str(value)[:_LONGEST_TEXT].encode(errors="replace").decode()  # no lone surrogates
 
 

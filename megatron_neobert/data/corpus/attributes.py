@@ -215,6 +215,11 @@ def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dic
             f"{ast.unparse(left)} is {types[0]} and {ast.unparse(right)} is {types[1]}, which "
             f"{ast.unparse(ast.Compare(left, [operator], [right]))} cannot compare; correct the expression."
         )
+    if any(pa.types.is_floating(arrow_type) or arrow_type == pa.uint64() for arrow_type in arrow_types):
+        # As Python compares; Arrow refuses whole numbers from 2^53 beside a float.
+        operands = [
+            side.cast(pa.float64(), safe=False) if isinstance(side, pa.Array) else float(side) for side in operands
+        ]
     compare = getattr(pc, _COMPARE[type(operator)])
     for side, text in (operands, operands[::-1]):
         if isinstance(side, pa.DictionaryArray) and isinstance(text, str):  # compared once for each distinct text

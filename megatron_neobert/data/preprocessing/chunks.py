@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.attribute_columns import pack_columns
+from megatron_neobert.data.corpus.attribute_columns import pack_columns, plain_value
 from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
 from megatron_neobert.data.inputs.find import InputVersion, input_sha256, input_version
 from megatron_neobert.data.inputs.recognise import read_chunk
@@ -181,8 +181,8 @@ class _ChunkWriter:
             texts = (batch.texts[place].encode() for place in kept)
             hashes = b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts)
             self._files["hashes"].write(hashes)
-        for key, values in self.columns.items():
-            values += (batch.origins[place].fields[key] for place in kept)
+        for key, values in self.columns.items():  # shortened at once: a record may hold a whole page beside its text
+            values += (plain_value(batch.origins[place].fields[key]) for place in kept)
         counts.dropped.update(dropped)
         counts.documents, counts.tokens = encoded.lengths.size, encoded.ids.size
         counts.unknown_tokens = int(np.count_nonzero(encoded.ids == self._unknown))

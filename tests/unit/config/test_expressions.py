@@ -22,6 +22,8 @@ def test_names_of_an_expression_are_its_attributes():
         ("score>=3\x00", "is not an expression"),
         ("__import__('os').system('true')", "is refused"),
         ("a.b == 3", "'a.b' is refused"),
+        ("'a' in ['a']", "is refused"),
+        (r"a == '\ud800x'", "is refused"),
         ("a[0] == 3", "'a[0]' is refused"),
         ("a == b'x'", "is refused"),
         ("a == f'{b}'", "is refused"),

@@ -1,6 +1,7 @@
 """Models under evaluation are loaded from local folders, none of whose code runs, and known by their weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,11 @@ def test_folder_without_a_tokenizer_is_refused_though_transformers_makes_an_empt
         models.load_tokenizer(folder)
 
 
-def test_fingerprint_changes_with_weights_or_tokenizer_and_not_with_the_card(folder: Path, tmp_path: Path):
+def test_fingerprint_changes_with_weights_or_tokenizer_and_not_with_the_card_or_an_export(folder: Path, tmp_path: Path):
     first = models.fingerprint(folder)
     (folder / "README.md").write_text("a card")
+    (folder / "onnx").mkdir()
+    shutil.copy(folder / "config.json", folder / "onnx")  # as an export to ONNX leaves it
     assert models.fingerprint(folder) == first
     other = write_model(tmp_path / "other", "Bert", seed=1)
     assert models.fingerprint(other) != first

@@ -93,6 +93,7 @@ def rows_of():
         ("input=='dump-7*'", lambda d: "dump-7" in d["input"]),
         ("input=='y/dump*' and not input!='*-b'", lambda d: d["input"] == "y/dump-7-b"),
         ("input=='dump-8[a]'", lambda d: d["input"] == "y/dump-8[a]"),
+        ("score < 1152921504606846977 and score < 1e999", lambda d: d["score"] is not None),
         ("length < score", lambda d: d["score"] is not None and d["length"] < d["score"]),
         ("length>=4 and length<=9", lambda d: 4 <= d["length"] <= 9),
         ("length>=400", lambda d: False),
