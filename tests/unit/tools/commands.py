@@ -121,7 +121,7 @@ def make_place(folder: Path, pieces: Sequence[str]) -> Path:
 def arguments_of(place: Path, *more: object) -> tuple[object, ...]:
     """Of a preprocess_data that writes place/run_content_document."""
     given = {"--input": place / "shards", "--output-prefix": place / "run", "--tokenizer-model": place / "vocab.txt"}
-    return (*(word for pair in given.items() for word in pair), *more)
+    return (*(word for pair in given.items() if pair[0] not in more for word in pair), *more)
 
 
 def corpus_bytes(place: Path, name: str = "run") -> list[bytes]:
