@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 from benchmarks.shared import describe_machine, in_turns, positive, print_table, write_figures
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import ConfigError, DataError, run_command
+from megatron_neobert.text import parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.05  # between looks at a tool's memory
@@ -151,7 +152,7 @@ def run_step(step: str, **arguments: Any) -> Any:
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:
         sys.exit(result.returncode)
-    return json.loads(result.stdout)
+    return parse_json(result.stdout)
 
 
 def our_command(backend: str, job: Job, output: str, workers: int) -> list[str]:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout be
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import ConfigError, DataError, run_command
+from megatron_neobert.text import parse_json
 
 BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
 SAMPLE_DOCUMENTS = 64  # of the warm-up
@@ -31,7 +32,7 @@ DTYPE_BYTES = {4: 4, 8: 2}  # Megatron's codes of int32 and uint16
 def main() -> None:
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=STEPS)
-    parser.add_argument("arguments", type=json.loads, metavar="JSON", help="the step's arguments by name")
+    parser.add_argument("arguments", type=parse_json, metavar="JSON", help="the step's arguments by name")
     given = parser.parse_args()
     print(json.dumps(STEPS[given.step](**given.arguments)))
 
@@ -88,7 +89,7 @@ def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
 
     load_tokenizer(model).save_tokenizer_files(folder, model_max_length=512)
     path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_text(encoding="utf-8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     special_tokens = len(tokenizers.Tokenizer.from_file(str(path)).encode(""))

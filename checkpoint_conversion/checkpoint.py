@@ -43,6 +43,7 @@ from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import TrainState
+from megatron_neobert.text import parse_json
 
 PROVENANCE = "provenance.json"
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
@@ -191,7 +192,7 @@ def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
     for path in candidates:
         if path.is_file() and path.stat().st_size <= _LARGEST_PROVENANCE_BYTES:
             try:
-                content = json.loads(read_text(path))
+                content = parse_json(read_text(path))
             except ValueError as error:
                 raise CheckpointError(f"{path}: not JSON ({error}); convert the weights again.") from error
             if isinstance(content, dict):

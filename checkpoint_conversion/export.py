@@ -32,7 +32,7 @@ from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import ConfigError, OutputError, short_reason
 from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
 from megatron_neobert.runtime.atomic_files import build_folder, read_text, sha256_of
-from megatron_neobert.text import listed
+from megatron_neobert.text import listed, parse_json
 
 if TYPE_CHECKING:  # its module imports transformers: seconds, which an export without verification does not need
     from checkpoint_conversion.compare import Checks
@@ -89,7 +89,7 @@ def export(
 def is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
     """Return whether the folder was made of this checkpoint with these options, and verified if that is wanted."""
     try:
-        report = json.loads(read_text(folder / REPORT))
+        report = parse_json(read_text(folder / REPORT))
         found = (report["source"]["manifest_sha256"], report["format"], report["dtype"], report["options"])
         is_verified = bool(report["verification"])
     except (OSError, ValueError, KeyError, TypeError):

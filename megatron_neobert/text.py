@@ -5,9 +5,13 @@ look like another. The two joiners stay: whole scripts and many emoji are writte
 resemble each other stay too.
 """
 
+from __future__ import annotations  # `neobert check environment` runs on older Pythons too
+
+import json
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 _JOINERS = ("\u200c", "\u200d")
 # The `@` of an Azure address follows the name of the container, which is no secret.
@@ -37,6 +41,21 @@ def visible(text: str, *, keep: str = "") -> str:
 def without_credentials(text: str) -> str:
     """Return the text without the user, password and query of its URLs. A query may hold a signature."""
     return _QUERY.sub(r"\1", _USER.sub("", text)) if "/" in text else text
+
+
+def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        pairs: Makes an object of its keys and values; without it, an object is a dict with the last value of each key.
+
+    Raises:
+        ValueError: The text is not JSON, not UTF-8, nested too deeply, or has a number of thousands of digits.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs)  # noqa: TID251
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:

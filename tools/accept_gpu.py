@@ -29,6 +29,7 @@ from megatron_neobert import __version__
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import OutputError, run_command, short_reason
 from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.text import parse_json
 from tools.acceptance.phases import CUDA_ALONE, PHASES, Failed, Phase
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
@@ -73,7 +74,7 @@ def describe_machine(device: str) -> dict[str, str]:
     asked = subprocess.run(
         [sys.executable, "-c", MACHINE], env=environment, capture_output=True, text=True, check=False
     )
-    found = json.loads(asked.stdout) if asked.returncode == 0 else {}
+    found = parse_json(asked.stdout) if asked.returncode == 0 else {}
     installed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
     versions = {
         "project": __version__,
@@ -117,7 +118,7 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
 def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, Any]]:
     """The phases that have ended on this machine, in their order; those of another are not looked at."""
     files = ((name, output / "phases" / f"{name}.json") for name in PHASES)
-    found = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files if file.exists()}
+    found = {name: parse_json(file.read_text(encoding="utf-8")) for name, file in files if file.exists()}
     return {name: result for name, result in found.items() if result["machine"] == machine}
 
 

@@ -25,6 +25,7 @@ from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import TrainState
+from megatron_neobert.text import parse_json
 
 OPTIMIZER_PREFIX = "optimizer."
 # torch.distributed.checkpoint's names for where the parts begin, torch/distributed/checkpoint/_hf_utils.py.
@@ -76,7 +77,7 @@ class StoredTensors:
         for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file() and not path.is_symlink()):
             try:
                 self._list_parts(path)
-            except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CheckpointError(
                     f"{path}: cannot be read ({short_reason(error)}); use another checkpoint."
                 ) from error
@@ -91,7 +92,7 @@ class StoredTensors:
 
     def _list_parts(self, path: Path) -> None:
         file = self._files[path] = safe_open(path, framework="pt")
-        places = json.loads((file.metadata() or {})[_SHARDING])
+        places = parse_json((file.metadata() or {})[_SHARDING])
         for name in file.keys():  # noqa: SIM118  not a dict
             stored = file.get_slice(name)
             offsets, shape = tuple(places[name][_OFFSETS]), tuple(stored.get_shape())
@@ -171,7 +172,7 @@ def read_train_state(folder: Path) -> SavedState:
     """
     path = folder / TRAIN_STATE
     try:
-        content = json.loads(read_text(path))
+        content = parse_json(read_text(path))
         optimizer, found = content.get("optimizer"), dict(content["progress"])
         found["iteration"]  # which has a default, and is never left out
         found["cursor"] = Cursor(**found["cursor"])
@@ -188,7 +189,7 @@ def read_train_state(folder: Path) -> SavedState:
             raise ValueError("recent_updates holds more than numbers")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not of a run of this program ({short_reason(error)}); use another checkpoint."
         ) from error

@@ -35,6 +35,7 @@ from megatron_neobert.runtime.atomic_files import (
     sha256_of,
     sync_to_disk,
 )
+from megatron_neobert.text import parse_json
 
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
@@ -261,11 +262,11 @@ def verify_files(checkpoint: Path, *, with_tensors: bool = True) -> None:
 
 def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
     try:
-        listed = json.loads(read_text(manifest))["files"]
+        listed = parse_json(read_text(manifest))["files"]
         files = {
             name: Fingerprint(bytes=int(file["bytes"]), sha256=str(file["sha256"])) for name, file in listed.items()
         }
-    except (FileNotFoundError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
     for name in files:
         if name.startswith("/") or ".." in PurePosixPath(name).parts or not name.isprintable():

@@ -1,6 +1,5 @@
 """Checks before any rank exists: the checkpoint that a start would continue, and room for its own. Needs no torch."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, NeoBERTError, SaveError
 from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.runtime.atomic_files import existing_parent, read_text
-from megatron_neobert.text import in_bytes
+from megatron_neobert.text import in_bytes, parse_json
 
 
 def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
@@ -42,7 +41,7 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
     try:
         verify_files(folder, with_tensors=False)
         tokenizer = load_tokenizer(folder / "tokenizer")
-        state = json.loads(read_text(folder / TRAIN_STATE))
+        state = parse_json(read_text(folder / TRAIN_STATE))
         progress = state["progress"]
         saved = SavedRun(
             folder=folder,
@@ -51,7 +50,7 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
             data_identity=str(progress["corpus_sha256"]),
             weights_only=state.get("optimizer") is None,
         )
-    except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     own = inputs[phase_at(settings, saved.iteration).number]
     refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=resumed is None)

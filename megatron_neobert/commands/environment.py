@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import EXIT_UNAVAILABLE
+from megatron_neobert.text import parse_json
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"  # of a checkout
@@ -209,7 +209,7 @@ def run_probe(*flags: str) -> list[Any]:
             end = f"the process was ended by {signal.Signals(-ended.returncode).name}"
     except subprocess.TimeoutExpired as late:
         output, end = (late.stdout or b"").decode(errors="replace"), f"no answer after {SECONDS} s"
-    found = [json.loads(line[1:]) for line in output.splitlines() if line.startswith("@")]
+    found = [parse_json(line[1:]) for line in output.splitlines() if line.startswith("@")]
     if end:
         remedy = "install the torch of constraints.txt in the build for this machine; see nvidia-smi -q for a GPU"
         found.append([PROBLEM, " ".join(["torch", *flags]), end, remedy])

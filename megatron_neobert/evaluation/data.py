@@ -21,6 +21,7 @@ from pyarrow import json as arrow_json
 
 from megatron_neobert.errors import DataError, NeoBERTError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
+from megatron_neobert.text import parse_json
 
 _CARDS = ("README.md", ".huggingface.yaml")  # whose data_files `datasets` obeys
 _TABLES = (".parquet", ".jsonl", ".csv")
@@ -68,7 +69,7 @@ def check_data(path: Path) -> None:
             configs = content.get("configs") if isinstance(content, dict) else None
             _check_names(card, [config.get("data_files") for config in configs or [] if isinstance(config, dict)])
     for state in path.rglob("state.json"):
-        entries = json.loads(read_text(state)).get("_data_files") or []
+        entries = parse_json(read_text(state)).get("_data_files") or []
         _check_names(state, [str(entry.get("filename")) for entry in entries])
 
 

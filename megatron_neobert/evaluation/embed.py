@@ -47,6 +47,7 @@ from megatron_neobert.evaluation.options import FinetuneOptions
 from megatron_neobert.evaluation.pages import to_csv
 from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.runtime.atomic_files import own_name, replace_file
+from megatron_neobert.text import parse_json
 
 _OVERRIDES = ("steps", "batch_size", "learning_rate", "instructions", "max_length", "save_interval")
 
@@ -161,7 +162,7 @@ def prepare_folder(places: Places, ledger: Ledger, settings: Unit, *, resume: bo
     if there is not None and not resume:
         raise OutputError(f"{there} is there already; resume with --resume, or name another --output.")
     if there is not None and key_of(started) != key_of(settings):
-        now = json.loads(json.dumps(settings))
+        now = parse_json(json.dumps(settings))
         changed = sorted(name for name in {*started, *now} if started.get(name) != now.get(name))
         raise ConfigError(
             f"{there} was made with other settings or data ({', '.join(changed)}); use those, or name another --output."
@@ -182,7 +183,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def _steps(checkpoint: Path) -> int:
     """Return the number of its last step; 0 if it was cut off."""
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        state = parse_json((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return 0
     return int(state["global_step"])
@@ -293,7 +294,7 @@ def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
         model.tokenizer.backend_tokenizer.no_truncation()
         model.tokenizer.backend_tokenizer.no_padding()
     model.save_pretrained(str(temporary), create_model_card=False)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = parse_json((source / "config.json").read_text(encoding="utf-8"))
     for name in {str(path).split("--")[-1].split(".")[0] for path in config.get("auto_map", {}).values()}:
         if (source / f"{name}.py").is_file():  # users without this project need it; nothing here has run it
             shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")

@@ -26,6 +26,7 @@ import megatron_neobert
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.evaluation.models import choose_device, fingerprint
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
+from megatron_neobert.text import parse_json
 
 LEDGER = "ledger.jsonl"
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "seqeval")
@@ -58,7 +59,7 @@ class Ledger:
         self.whole_bytes = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self.whole_bytes].splitlines(), 1):
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
                 self._put({"key": entry["key"], "unit": dict(entry["unit"]), "result": dict(entry["result"])})
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(
@@ -72,7 +73,7 @@ class Ledger:
 
     def add(self, unit: Unit, result: Mapping[str, Any]) -> dict[str, Any]:
         """Append a finished unit, on disk when this returns, and return its result as it would be read again."""
-        entry = json.loads(json.dumps({"key": key_of(unit), "unit": unit, "result": result}))
+        entry = parse_json(json.dumps({"key": key_of(unit), "unit": unit, "result": result}))
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
@@ -143,7 +144,7 @@ def write_record(
 
 def read_record(path: Path) -> dict[str, Any]:
     """Return a record as it was written."""
-    content: dict[str, Any] = json.loads(read_text(path))
+    content: dict[str, Any] = parse_json(read_text(path))
     return content
 
 

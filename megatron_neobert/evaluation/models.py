@@ -4,7 +4,6 @@ Folders in NeoBERT's own layout are loaded with this project's class. No code of
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from torch import nn
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, NeoBERTError
 from megatron_neobert.huggingface.auto_classes import loading
-from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
-from megatron_neobert.runtime.atomic_files import read_text, sha256_of
+from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder, read_json
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -198,8 +197,8 @@ def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
 def _module_folders(folder: Path) -> list[str]:
     """Return the names of the subfolders in sentence-transformers' modules.json, which loading checks."""
     try:
-        paths = [str(module["path"]) for module in json.loads(read_text(folder / "modules.json"))]
-    except (OSError, ValueError, TypeError, KeyError, NeoBERTError):
+        paths = [str(module["path"]) for module in read_json(folder / "modules.json")]
+    except (OSError, TypeError, KeyError, NeoBERTError):
         return []
     return [path for path in paths if re.fullmatch(r"[\w-]+", path)]
 

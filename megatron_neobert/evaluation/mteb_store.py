@@ -22,6 +22,7 @@ from mteb.abstasks.abstask import AbsTask
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.data import reading
 from megatron_neobert.runtime.atomic_files import own_name, read_text, sha256_of, sync_to_disk
+from megatron_neobert.text import parse_json
 
 _ABOUT = "task.json"
 _NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subsets"}
@@ -58,7 +59,7 @@ def digest_of_files(data_dir: Path, task: AbsTask) -> str:
 
 def _read_about(folder: Path) -> dict[str, Any]:
     with reading(folder):
-        about = json.loads(read_text(folder / _ABOUT))
+        about = parse_json(read_text(folder / _ABOUT))
         return {name: about[name] for name in ("revision", "parts", "settings")}
 
 
@@ -108,7 +109,7 @@ def load_task(data_dir: Path, task: AbsTask) -> None:
             place, judged = folder / str(number), folder / str(number) / "judged.json"
             content: Any = None
             if judged.exists():  # of retrieval
-                content = json.loads(judged.read_text(encoding="utf-8"))
+                content = parse_json(judged.read_text(encoding="utf-8"))
                 content |= {name: load_from_disk(place / name) for name in ("corpus", "queries")}
             splits[part["split"]] = load_from_disk(place) if content is None else content
     plain = all(part["subset"] is None for part in about["parts"])

@@ -7,14 +7,13 @@ belongs to, and to attention kernels on the network. Those are refused here.
 The files themselves may be symbolic links, as they are in Hugging Face's cache.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.runtime.atomic_files import read_text
-from megatron_neobert.text import listed
+from megatron_neobert.text import listed, parse_json
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -115,8 +114,8 @@ def read_json(path: Path) -> Any:
     if (size := path.stat().st_size) > _LARGEST_JSON_BYTES:
         raise ConversionError(f"{path}: {size:,} bytes are more than {_LARGEST_JSON_BYTES:,}; fetch it again.")
     try:
-        return json.loads(read_text(path), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
+        return parse_json(read_text(path), pairs=_without_duplicates)
+    except ValueError as error:
         raise ConversionError(f"{path}: not JSON ({error}); fetch it again.") from error
 
 

@@ -5,7 +5,6 @@ line that a kill has cut is left out, also where the next start has written on b
 writes: its name, which will stand in files and on terminals, is no word, or its number cannot be drawn.
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.text import parse_json
 
 _LOG = "metrics.jsonl"
 _BEGINNING = '{"iteration"'  # of every line
@@ -95,8 +95,8 @@ def read_run(path: Path, *, name: str) -> RunLog:
 def _parse(line: str) -> dict[str, float] | None:
     """The numbers of a line; None if it has none."""
     try:
-        content = json.loads(line[max(line.rfind(_BEGINNING), 0) :])
-    except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
+        content = parse_json(line[max(line.rfind(_BEGINNING), 0) :])
+    except ValueError:
         return None
     iteration = content.get("iteration") if isinstance(content, dict) else None
     if type(iteration) is not int or not 0 <= iteration <= _LARGEST:

@@ -5,7 +5,6 @@ gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; witho
 
 import datetime
 import ipaddress
-import json
 import os
 import re
 import socket
@@ -20,6 +19,7 @@ from megatron_neobert.cli import flag_of
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches
+from megatron_neobert.text import parse_json
 
 _NODE_0 = "address of node 0"  # key of the store
 # Of gloo, which has no class for them; NCCL and the store raise torch.distributed.DistError.
@@ -131,7 +131,7 @@ def pending_collective() -> str:
     dump = getattr(recorder, "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json", None)
     if dump is None:  # another release of torch
         return ""
-    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    entries = parse_json(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     return next((str(entry["profiling_name"]) for entry in entries if not entry["retired"]), "")
 
 

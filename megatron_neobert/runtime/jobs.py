@@ -29,6 +29,7 @@ from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, open_regular, replace_file, sha256_of
 from megatron_neobert.runtime.executors import RayCluster, Report, WorkerPool
 from megatron_neobert.runtime.new_file import FileRecord, NewFile
+from megatron_neobert.text import parse_json
 
 _SETTINGS = "job.json"
 _POLL_SECONDS = 0.1  # between two looks at the reports of workers
@@ -94,7 +95,7 @@ def read_finished(job: Job[Result]) -> Finished[Result] | None:
     """Return the record of a job that is finished, or None if it has to be done."""
     try:
         with open_regular(job.file("done")) as stream:
-            content = json.loads(stream.read())
+            content = parse_json(stream.read())
         finished: Finished[Result] = msgspec.convert(
             content,
             Finished[job.result_type],  # type: ignore[name-defined]
@@ -102,7 +103,7 @@ def read_finished(job: Job[Result]) -> Finished[Result] | None:
             dec_hook=_decode_counter,
         )
         matches = all(sha256_of(job.file(kind)) == finished.files[kind].sha256 for kind in job.kinds)
-    except (OSError, ValueError, KeyError, RecursionError, msgspec.ValidationError):
+    except (OSError, ValueError, KeyError, msgspec.ValidationError):
         return None
     return finished if matches and finished.key == job.key else None
 
@@ -232,7 +233,7 @@ class JobFolder:
             OutputError: Jobs are finished, and neither resume nor overwrite is set.
             ConfigError: Jobs are finished that belong to a run with other settings.
         """
-        settings = json.loads(json.dumps(settings))
+        settings = parse_json(json.dumps(settings))
         earlier = self._read_settings()
         if earlier == settings and resume:
             return
@@ -283,6 +284,6 @@ class JobFolder:
         """Return the settings of the run that began here, or {} if there is none or its file is damaged."""
         try:
             with open_regular(self.path / _SETTINGS) as stream:
-                return msgspec.convert(json.loads(stream.read()), dict[str, Any])
-        except (OSError, ValueError, RecursionError, msgspec.ValidationError):
+                return msgspec.convert(parse_json(stream.read()), dict[str, Any])
+        except (OSError, ValueError, msgspec.ValidationError):
             return {}

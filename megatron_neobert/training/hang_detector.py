@@ -24,7 +24,7 @@ from megatron_neobert.errors import EXIT_UNAVAILABLE
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.distributed import is_lost_connection, pending_collective
 from megatron_neobert.runtime.store import connect_to_store
-from megatron_neobert.text import visible
+from megatron_neobert.text import parse_json, visible
 
 _TICK_SECONDS = 1.0  # between heartbeats, and between looks at the others'
 _SILENCE_SECONDS = 3.0  # three heartbeats missed: a living rank has written one
@@ -175,7 +175,7 @@ class HangDetector:
         if self._store is None:
             return []
         keys = [key for rank in range(self._ranks) if self._store.check([key := f"rank/{rank}"])]
-        return [Heartbeat(*json.loads(text)) for text in self._store.multi_get(keys)]
+        return [Heartbeat(*parse_json(text)) for text in self._store.multi_get(keys)]
 
     def _ask(self, question: Any) -> Any:
         return signals.ask_within(_ANSWER_SECONDS, question)

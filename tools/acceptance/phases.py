@@ -1,6 +1,5 @@
 """The phases of tools/accept_gpu.py: which commands each starts, and the limits that their figures are held against."""
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from megatron_neobert.text import parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS_PER_PHASE = 600  # one that hangs must not keep the others from running
@@ -150,7 +151,7 @@ class Phase:
         model = (*sizes.model, "--vocab-size", sizes.vocab_size, *self.precision)
         command = ("benchmarks/benchmark_step.py", *model, *batches, "--layouts", "packed", "--seq-length", *lengths)
         self.run(name, *command, "--output", figures, *flags)
-        return dict(json.loads(figures.read_text(encoding="utf-8")))
+        return dict(parse_json(figures.read_text(encoding="utf-8")))
 
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
         """A run on the sample corpus into runs/NAME, which resumes from what is there; its record."""
@@ -162,7 +163,7 @@ class Phase:
         length = ("--train-iters", iterations, "--eval-iters", 0)
         start = ("examples/pretrain_neobert.sh", *sizes.model, *(self.precision if bf16 else ()))
         self.run(name, *start, *data, *rate, *batch, *length, "--save", folder, "--load", folder, *flags, device=device)
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        lines = map(parse_json, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         return {line["iteration"]: line for line in lines if "loss" in line}
 
     def start_anew(self, *names: str) -> None:
@@ -241,7 +242,7 @@ def check_parity(phase: Phase) -> None:
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
     phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)
-    found = json.loads(figures.read_text(encoding="utf-8"))
+    found = parse_json(figures.read_text(encoding="utf-8"))
     logits = found["Megatron model, packed"]
     phase.tables["logits in fp32"] = [{name: logits[name] for name in ("tokens", "relative", "argmax_agreement")}]
     phase.tables["a step"] = [

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import replacing
+from megatron_neobert.text import parse_json
 
 _FORMAT = "megatron_neobert drop list 1"
 _DAMAGED = "it is damaged; copy it again, or run neobert find-duplicates again"
@@ -53,12 +54,12 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
     with path.open("rb") as stream:
         header = stream.readline(_LONGEST_HEADER)
     try:
-        content: dict[str, Any] = json.loads(header)
+        content: dict[str, Any] = parse_json(header)
         if content["format"] != _FORMAT:
             raise ValueError(f"format {str(content['format'])[:80]!r}")
         corpora = [DroppedOf(**entry) for entry in content["corpora"]]
         sizes = [_mask_bytes(int(corpus.documents)) for corpus in corpora]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is not a drop list that begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name the "
             "file that neobert find-duplicates has written"

@@ -25,7 +25,7 @@ from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.runtime.new_file import FileRecord
-from megatron_neobert.text import percent
+from megatron_neobert.text import parse_json, percent
 
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -276,8 +276,8 @@ def read_manifest(path: Path) -> Manifest:
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:
         raise DataError(f"{path}: {size:,} bytes are more than a manifest has; {DAMAGED}")
     try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(read_text(path))
+    except ValueError as error:
         raise DataError(f"{path}: not a manifest ({error}); {DAMAGED}") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:

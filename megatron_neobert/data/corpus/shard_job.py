@@ -4,7 +4,6 @@ Memory: some megabytes of one chunk, and a count per length that occurs.
 """
 
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from megatron_neobert.data.corpus.volumes import write_index
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job
 from megatron_neobert.runtime.new_file import NewFile
+from megatron_neobert.text import parse_json
 
 KEPT, HELD_OUT, DROPPED = 0, 1, 2  # what becomes of a document
 CHOICES = "choices"  # a file with one of these bytes for each document of all chunks
@@ -185,4 +185,4 @@ class ShardJob(Job[ShardCounts]):
 def _read_layout(path: Path, sha256: str) -> Layout:
     content = path.read_bytes()
     assert hashlib.sha256(content).hexdigest() == sha256, path
-    return msgspec.convert(json.loads(content), Layout)
+    return msgspec.convert(parse_json(content), Layout)

@@ -54,7 +54,7 @@ from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of, sync_to_disk
 from megatron_neobert.runtime.jobs import Finished, read_all_finished, run_job, run_jobs
-from megatron_neobert.text import listed
+from megatron_neobert.text import listed, parse_json
 
 _VALIDATION = "held_out"  # name of the job that writes the corpus for validation
 
@@ -306,7 +306,7 @@ def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> N
             unit, before = chunk.records_before or ("", 0)
             with (folder / f"{chunk.name}.rejects").open("rb") as rejects:
                 for line in rejects if before else ():
-                    entry = json.loads(line)
+                    entry = parse_json(line)
                     stream.write(reject_line(entry | {unit: entry[unit] + before}))
                 shutil.copyfileobj(rejects, stream, 1 << 20)
     sync_to_disk(target)

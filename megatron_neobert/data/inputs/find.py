@@ -1,7 +1,6 @@
 """Find input files by paths, globs, folders, URLs and lists, and tell whether one has changed."""
 
 import glob
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron_neobert.data.inputs.stream import BYTE_ORDER_MARK, is_url, named_errors, open_input
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.text import without_credentials
+from megatron_neobert.text import parse_json, without_credentials
 
 # Found in folders of input files, and read only if they are named themselves.
 _ABOUT_THE_DATA = re.compile(
@@ -200,9 +199,9 @@ def _data_among(top: str, names: Sequence[str], read: Callable[[str], bytes]) ->
 def _saved_files(path: PurePosixPath, state: bytes) -> list[str]:
     """The files that the state.json of a saved data set names; none if it is another file of that name."""
     try:
-        entries = json.loads(state)["_data_files"]
+        entries = parse_json(state)["_data_files"]
         names = [entry["filename"] for entry in entries]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return []
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:

@@ -40,6 +40,7 @@ from megatron_neobert.data.inputs.stream import (
     named_errors,
     open_input,
 )
+from megatron_neobert.text import parse_json
 
 _READ_BYTES = 64 << 10  # at a time, in search of separators
 
@@ -96,10 +97,10 @@ def _read_object(batch: RecordBatch, line: bytes | TooLong, number: int, setting
         return None
     decoded, repaired = decode(line)
     try:
-        record = json.loads(decoded)
+        record = parse_json(decoded)
     except json.JSONDecodeError as error:
         return reject(batch, MALFORMED_JSON, number, f"column {error.colno}: {error.msg}", line)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
+    except ValueError as error:
         return reject(batch, MALFORMED_JSON, number, str(error), line)
     if not isinstance(record, dict):
         return reject(batch, MALFORMED_JSON, number, f"expected an object, found {type(record).__name__}", line)

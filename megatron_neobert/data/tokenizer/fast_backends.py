@@ -16,6 +16,7 @@ from tokenizers import models
 
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
 from megatron_neobert.errors import ConfigError, NeoBERTError
+from megatron_neobert.text import parse_json
 
 Backend = Literal["auto", "fast", "reference"]
 Result = TypeVar("Result")
@@ -209,7 +210,7 @@ def _json_without_special_tokens(tokenizer: Tokenizer) -> str:
         plain.normalizer = backend.normalizer
         plain.pre_tokenizer = backend.pre_tokenizer
         return plain.to_str()
-    state = json.loads(backend.to_str())
+    state = parse_json(backend.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
     return json.dumps(state)
 

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.text import parse_json
 
 # Names of the special tokens where no tokenizer_config.json gives others: BERT's, then RoBERTa's.
 STANDARD_NAMES = {
@@ -268,14 +269,14 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_whole(path).decode())
+        content = parse_json(read_whole(path).decode())
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); cut off? Fetch it again"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; fetch it again") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or as many open brackets
+    except ValueError as error:
         raise DataError(f"{path}: not readable as JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch it again")

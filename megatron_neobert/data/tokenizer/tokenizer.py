@@ -31,6 +31,7 @@ from megatron_neobert.data.tokenizer.files import (
 from megatron_neobert.data.tokenizer.sentencepiece_files import read_sentencepiece
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.text import parse_json
 
 # The backend holds about 130 bytes of memory per character that it is given at once (12 MB: 1.6 GB), and is fastest so.
 _ENCODE_CHARACTERS = 1 << 16
@@ -103,7 +104,7 @@ class Tokenizer:
         tokenizer.json of the same vocabulary have one fingerprint. Null and false entries are left out (but one):
         they are the defaults of settings that later versions of the backend add.
         """
-        state = json.loads(self.backend.to_str())
+        state = parse_json(self.backend.to_str())
         if state["model"]["type"] == "Unigram":  # reading a tokenizer.json may change the last bits of a score
             pieces, scores = zip(*state["model"]["vocab"], strict=True)
             state["model"]["vocab"] = list(zip(pieces, np.array(scores, dtype=np.float32).tolist(), strict=True))
@@ -188,7 +189,7 @@ class Tokenizer:
         except OSError as error:
             raise OutputError(f"{folder}: the folder cannot be created ({error.strerror}); choose another") from error
         if self.is_bert_wordpiece:  # vocab.txt alone, with these settings beside it, is then the same tokenizer
-            normalizer = json.loads(self.backend.to_str())["normalizer"]
+            normalizer = parse_json(self.backend.to_str())["normalizer"]
             config["do_lower_case"] = normalizer["lowercase"]
             config["strip_accents"] = normalizer["strip_accents"]
             config["tokenize_chinese_chars"] = normalizer["handle_chinese_chars"]
