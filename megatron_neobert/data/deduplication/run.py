@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.drop_list import write_drop_list
+from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.data.deduplication.minhash import (
@@ -37,11 +37,11 @@ from megatron_neobert.data.deduplication.minhash import (
     minima,
     shingles,
 )
-from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job, JobFolder, read_all_finished, run_job, run_jobs
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import percent
+from megatron_neobert.text import parse_json, percent
 
 CHUNK_DOCUMENTS = 1 << 18  # what a kill makes a worker do again
 _BATCH_TOKENS = 1 << 20  # read at a time; a longer document, or pair, is read whole
@@ -79,6 +79,10 @@ def print_duplicates(options: FindSettings) -> None:
     Of documents that are alike the first one stays. Training reads the list with --data-path PREFIX:drop=FILE; nothing
     is copied.
     """
+    if options.resume and is_complete(options):
+        _job_folder(options).sweep()
+        print(f"{options.output} is complete; nothing to do")
+        return
     found = find_duplicates(options, on_progress=lambda text: print(text, file=sys.stderr, flush=True))
     for corpus in found["corpora"]:
         documents, tokens = corpus["dropped_documents"], corpus["dropped_tokens"]
@@ -257,8 +261,8 @@ def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None
             f"--threshold {settings.minhash.threshold} is not above 0 and at most 1, as a Jaccard index is; change it."
         )
     corpora = _open_corpora(settings.prefixes)
-    path = settings.output.absolute().with_name(f"{settings.output.name}.partial")  # workers have other folders
-    with JobFolder(path) as folder:
+    with _job_folder(settings) as folder:
+        path = folder.path
         continued = settings.overwrite or (settings.resume and folder.has_begun)
         if settings.output.exists() and not continued:
             raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
@@ -288,6 +292,29 @@ def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None
         found = _write(settings, corpora, clusters)
         folder.remove()
     return found
+
+
+def is_complete(settings: FindSettings) -> bool:
+    """Return True if the list of these corpora and settings exists, whole, so that --resume has nothing left to do."""
+    if _job_folder(settings).has_begun:
+        return False
+    corpora = _open_corpora(settings.prefixes)
+    try:
+        for corpus in corpora:
+            read_drop_list(settings.output, corpus.manifest, corpus.prefix)
+    except (MissingInputError, DataError):
+        return False
+    with settings.output.open("rb") as stream:
+        header = parse_json(stream.readline())
+    wanted = {**asdict(settings.minhash), "corpora": [corpus.manifest.documents_sha256 for corpus in corpora]}
+    return wanted == {name: header.get(name) for name in wanted} | {
+        "corpora": [entry["documents_sha256"] for entry in header["corpora"]]
+    }
+
+
+def _job_folder(settings: FindSettings) -> JobFolder:
+    """Return OUTPUT.partial, not yet entered, by an absolute path: workers have other folders."""
+    return JobFolder(settings.output.absolute().with_name(f"{settings.output.name}.partial"))
 
 
 def join(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:
