@@ -83,7 +83,7 @@ def sentencepiece_corpus(tiny_corpus: Any, tmp_path_factory: pytest.TempPathFact
     )
     model = str(folder / "tokenizer.model")
     settings = PreprocessSettings(inputs=(str(shard),), output_prefix=str(folder / "tiny"), tokenizer_model=model)
-    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    preprocess(plan_preprocessing(settings))
     return tiny_corpus._replace(
         prefix=str(folder / "tiny_content_document"),
         tokenizer=model,

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import count_lengths
 from megatron_neobert.data.corpus.volumes import write_index
-from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import parse_json
@@ -112,18 +111,15 @@ class ShardJob(Job[ShardCounts]):
     def key(self) -> str:
         return f"{self.layout_sha256} {self.chunks.start} {self.chunks.stop}"
 
-    def work(self, files: Mapping[str, NewFile], report: Report) -> ShardCounts:
+    def work(self, files: Mapping[str, NewFile]) -> ShardCounts:
         counts, dtype = ShardCounts(), np.dtype(self._layout.dtype)
         if (chunk := self._only_chunk()) is not None:
             files["bin"].link(self._file(chunk, "ids"), sha256=chunk.sha256["ids"])
             counts.unknown_tokens = chunk.unknown_tokens
         else:
-            done = 0
             for ids in self._read_ids():
                 files["bin"].write(ids)
                 counts.unknown_tokens += int(np.count_nonzero(np.frombuffer(ids, dtype) == self._layout.unknown_id))
-                done += len(ids)
-                report((self.name, done))
         for window in self._windows():
             lengths = window.lengths[window.chosen]
             counts.lengths.update(count_lengths(lengths))

@@ -42,13 +42,6 @@ def test_resuming_a_finished_list_does_nothing_and_reports_so_but_another_list_i
     assert run_forked(*command).refused(73)
 
 
-def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_path):
-    write_corpus(tmp_path / "Q", random_documents([30, 70], 1000)[1:], numbered_tokenizer(1000))
-    code, output = run_forked("find_duplicates", prefix, tmp_path / "Q", "--output", tmp_path / "list")
-    assert code == 0 and output.count("warning") == 1
-    assert f"warning: the list drops all 1 documents of {tmp_path / 'Q'}, and training refuses a corpus" in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
