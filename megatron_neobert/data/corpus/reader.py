@@ -176,6 +176,16 @@ class Corpus:
             [self.volumes[number].lengths[max(first - begin, 0) : stop - begin] for number, begin in begins]
         )
 
+    def attributes_file(self) -> Path:
+        """Return the path of the attributes, fetched if the corpus is remote. DataError if it is not the manifest's."""
+        path, recorded = self.files.attributes, self.manifest.attributes
+        assert recorded is not None, f"{self.prefix} has no attributes"
+        if self.storage is not None:
+            self.storage.copy(f"{self.prefix}.attributes.parquet", path, recorded)
+        else:
+            _compare_sha256(path, recorded.sha256, sha256_of(path))
+        return path
+
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Raises DataError where the corpus was written with another tokenizer than the run uses."""
         manifest = self.manifest
@@ -223,17 +233,18 @@ def check_content(corpus: Corpus) -> None:
 
     check_indexes(corpus)
 
-    def compare(path: Path | RemoteFile, expected: str, found: str) -> None:
-        if found != expected:
-            raise damage(path, 0, f"sha256 {expected} as in {corpus.files.manifest.name}", found)
-
-    if (attributes := corpus.manifest.attributes) is not None:
-        compare(corpus.files.attributes, attributes.sha256, sha256_of(corpus.files.attributes))
+    if corpus.manifest.attributes is not None:
+        corpus.attributes_file()
     volumes = list(zip(corpus.volumes, corpus.manifest.volumes, strict=True))
     for volume, recorded in tqdm(volumes, "volumes", unit="volume", leave=False, disable=None):  # on a terminal
         bin_sha256, _ = corpus.allowed.scan(volume, eod_id=corpus.manifest.eod_id)
-        compare(volume.bin, recorded.bin.sha256, bin_sha256)
-        compare(volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
+        _compare_sha256(volume.bin, recorded.bin.sha256, bin_sha256)
+        _compare_sha256(volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
+
+
+def _compare_sha256(path: Path | RemoteFile, expected: str, found: str) -> None:
+    if found != expected:
+        raise damage(path, 0, f"sha256 {expected} as in the manifest", found)
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
@@ -260,6 +271,8 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     expected += [files.attributes] if manifest.attributes is not None else []
     if missing := [path for path in expected if not path.is_file()]:
         raise _incomplete(prefix, missing)
+    if (attributes := manifest.attributes) and (found := files.attributes.stat().st_size) != attributes.bytes:
+        raise damage(files.attributes, 0, f"{attributes.bytes} bytes as in the manifest", f"a file of {found} bytes")
     return manifest
 
 

@@ -227,7 +227,7 @@ def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings,
     layout = Layout(list(chunks), settings, draft.dtype, draft.special_tokens["unk"], has_choices)
     content = json.dumps(msgspec.to_builtins(layout))
     file = work / "layout.json"
-    if file.exists() and file.read_text() == content:
+    if file.exists() and file.read_bytes() == content.encode():
         for other in work.iterdir():
             if other.suffix not in (".bin", ".idx", ".done", ".json") and other.name != CHOICES:
                 other.unlink()  # it was being written
@@ -328,7 +328,7 @@ def _remove_old(files: CorpusFiles) -> None:
 
 
 def _old_files(files: CorpusFiles) -> list[Path]:
-    """Return the .bin, .idx and attributes of a corpus, the last corpus shard first.
+    """Return the .bin, .idx, attributes and former .sources of a corpus, the last corpus shard first.
 
     Its manifest lists them. If that cannot be read, it was of version 1, in one corpus shard, or a run was killed while
     it replaced the corpus: shards are removed from the last and moved from the first, so numbers have no gap then.
@@ -338,4 +338,5 @@ def _old_files(files: CorpusFiles) -> list[Path]:
     except (DataError, OSError):
         numbered = (volume_name(files.name, number, volumes=2) for number in count())
         names = list(takewhile(lambda name: any(file.exists() for file in files.volume_files(name)), numbered))
-    return [files.attributes, *(file for name in (*reversed(names), files.name) for file in files.volume_files(name))]
+    others = [files.attributes, files.attributes.with_name(f"{files.name}.sources")]
+    return [*others, *(file for name in (*reversed(names), files.name) for file in files.volume_files(name))]
