@@ -118,7 +118,7 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     elif change == "attributes":
         same["record_keys"] = ("from",)
     elif change == "filters":
-        same["min_tokens"] = 1
+        same["max_document_bytes"] = 100
     elif change == "more inputs":
         place.add_texts("c.jsonl", "hello")
         same["inputs"] = (*inputs, str(place.shards / "c.jsonl"))
@@ -159,9 +159,9 @@ def test_corpus_whose_validation_documents_are_missing_is_not_complete(place, en
 def test_overwriting_run_that_is_resumed_is_not_complete_before_its_end(place, done):
     add_mixed_shards(place)
     place.run()
-    stop_after(place, done, 3, overwrite=True, min_tokens=2)
-    again = {"overwrite": True, "resume": True, "min_tokens": 2}
+    stop_after(place, done, 3, overwrite=True, max_document_bytes=1000)
+    again = {"overwrite": True, "resume": True, "max_document_bytes": 1000}
     assert not is_complete(plan_preprocessing(place.settings(**again)))
     place.run(**again)
     assert len(done) == 4
-    assert place.corpus().manifest.filters["min_tokens"] == 2
+    assert place.corpus().manifest.filters["max_document_bytes"] == 1000

@@ -15,7 +15,7 @@ from megatron_neobert.data.tokenizer.fast_backends import (
     BackendMismatch,
     Encoder,
     EncodeTexts,
-    find_mismatch,
+    check_on_probe,
     open_encoder,
 )
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
@@ -134,10 +134,10 @@ def test_ordinary_added_tokens_keep_their_ids_with_gigatoken():
 
 def test_probe_finds_a_back_end_with_another_vocabulary(two_tokenizers):
     right, wrong = two_tokenizers
-    assert find_mismatch(right, fast_encode(right)) is None
-    difference = find_mismatch(right, fast_encode(wrong))
+    check_on_probe("fast", right, fast_encode(right))
     wrong_id, right_id = (tokenizer.backend.token_to_id("world") for tokenizer in (wrong, right))
-    assert difference is not None and str(wrong_id) in difference and str(right_id) in difference
+    with pytest.raises(BackendMismatch, match=rf"it gives .*\b{wrong_id}\b.* the reference .*\b{right_id}\b"):
+        check_on_probe("fast", right, fast_encode(wrong))
 
 
 def test_probe_finds_a_memory_that_is_wrong_only_the_second_time(two_tokenizers):
@@ -147,7 +147,8 @@ def test_probe_finds_a_memory_that_is_wrong_only_the_second_time(two_tokenizers)
     def encode(texts):
         return next(encodes)(texts)
 
-    assert find_mismatch(right, encode) is not None
+    with pytest.raises(BackendMismatch):
+        check_on_probe("fast", right, encode)
     assert next(encodes, None) is None  # control: both were asked
 
 
