@@ -39,7 +39,7 @@ def average(options: AverageOptions) -> None:
 
     mean = read_mean(options.load, iterations)
     with build_folder(options.output) as temporary:
-        write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer, declared=mean.declared)
+        write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer)
     numbers = ", ".join(map(str, iterations))
     print(f"wrote {options.output}: the mean of iterations {numbers}, for --continue-from or neobert convert")
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,46 +169,16 @@ def test_tokenizer_with_its_own_code_is_refused(folder: Path, canary: Canary):
     assert canary.has_run
 
 
-def test_pickled_weights_are_refused(folder: Path, canary: Canary):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "state_dict.pt"])
+def test_pickled_weights_are_refused_unread(folder: Path, canary: Canary, name: str):
     (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.bias": canary}, folder / "pytorch_model.bin")
-    assert_refused(folder, "pytorch_model.bin", "Save the weights as model.safetensors")
+    torch.save({"lm_head.bias": canary}, folder / name)
+    assert_refused(folder, name, "save the state dict as model.safetensors")
     (folder / "model.safetensors").write_bytes(pickle.dumps(canary))
     assert_refused(folder, "model.safetensors: not a safetensors file")
     assert not canary.has_run
-    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    torch.load(folder / name, weights_only=False)
     assert canary.has_run
-
-
-def test_state_dict_of_training_code_that_runs_code_is_refused(folder: Path, canary: Canary):
-    (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.bias": canary}, folder / "state_dict.pt")
-    assert_lie_refused(folder, "state_dict.pt", "cannot be read safely", "posix.mkdir")
-    assert not canary.has_run
-    torch.load(folder / "state_dict.pt", weights_only=False)
-    assert canary.has_run
-
-
-def test_compressed_state_dict_is_refused_before_it_fills_the_memory(folder: Path):
-    (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.bias": torch.zeros(1 << 20)}, folder / "whole.pt")
-    with (
-        zipfile.ZipFile(folder / "whole.pt") as whole,
-        zipfile.ZipFile(folder / "state_dict.pt", "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
-        for entry in whole.namelist():
-            packed.writestr(entry, whole.read(entry))
-    (folder / "whole.pt").unlink()
-    assert_lie_refused(folder, "state_dict.pt", "compressed")
-    state = torch.load(folder / "state_dict.pt", weights_only=True)  # the control: torch does unpack it
-    assert state["lm_head.bias"].nbytes > 100 * (folder / "state_dict.pt").stat().st_size
-
-
-@pytest.mark.parametrize("state", [torch.zeros(3), {"a": 1}, {"lm_head.bias": torch.zeros(4).to_sparse()}, {}], ids=str)
-def test_pickle_of_something_else_than_plain_tensors_is_refused(folder: Path, state: object):
-    (folder / "model.safetensors").unlink()
-    torch.save(state, folder / "state_dict.pt")
-    assert_lie_refused(folder, "state_dict.pt: holds no state dict of plain tensors")
 
 
 def test_adapter_that_belongs_to_another_model_is_refused(folder: Path):
@@ -344,7 +313,7 @@ def test_name_of_a_tensor_cannot_command_the_terminal(folder: Path):
         ({"hidden_size": 10**40}, "a whole number from 1 to 2,147,483,647"),
         ({"hidden_size": 2**30, "head_dim": 2**30}, "give it"),
         ({"intermediate_size": 2**31 - 1}, "give it (8, 2147483647)"),
-        ({"vocab_size": 10**9}, "the tokenizer has 16 ids and the embedding 1000000000 rows"),
+        ({"vocab_size": 10**9}, "give it (1000000000,)"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_theta is inf"),
         ({"num_labels": 10**6}, "num_labels is 1000000"),  # transformers gives each of them a name
         ({"hidden_act": "\x1b[31m"}, "hidden_act is '\\x1b[31m'"),

@@ -53,12 +53,6 @@ def add_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
 
 
-def rename(weights: dict[str, Tensor], change: Callable[[str], str]) -> None:
-    renamed = {change(name): tensor for name, tensor in weights.items()}
-    weights.clear()
-    weights |= renamed
-
-
 def cut_into_shards(folder: Path, **listed: str | None) -> None:
     """Two files and their index in the place of one; what the index says of some tensors may be given."""
     weights = load_file(folder / "model.safetensors")
@@ -125,23 +119,6 @@ def test_llama_that_transformers_wrote_is_read_with_the_head_beside_it(tmp_path:
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("layout", "change"),
-    [
-        ("llama", lambda name: name if name in HEAD else f"model.{name}"),
-        ("neobert", lambda name: name.removeprefix("model.")),
-        ("neobert", lambda name: f"model.{name}" if name in HEAD else name),
-        ("eurobert", lambda name: name.removeprefix("model.")),
-    ],
-    ids=["llama with", "neobert without", "neobert with a second", "eurobert without"],
-)
-def test_prefix_of_names_may_be_missing_or_one_too_many(
-    write: WriteFolder, internal: dict[str, Tensor], layout: str, change: Callable[[str], str]
-):
-    found = read_folder(write(layout, lambda weights: rename(weights, change)))
-    assert found.weights.keys() == to_published(internal, SHAPE, TABLES[layout]).keys()
-
-
 def test_rotary_tables_of_older_code_are_left_out_with_a_note(write: WriteFolder):
     def add(weights: dict[str, Tensor]) -> None:
         weights["model.freqs_cis"] = torch.zeros(64, 4, dtype=torch.complex64)
@@ -183,10 +160,6 @@ def unchanged(weights: dict[str, Tensor]) -> None:
     pass
 
 
-def add_a_second_spelling(weights: dict[str, Tensor]) -> None:
-    weights["layer_norm.weight"] = weights["model.layer_norm.weight"].clone()
-
-
 def put_a_classifier(weights: dict[str, Tensor]) -> None:
     for name in [name for name in weights if name.startswith(("lm_head.", "decoder."))]:
         del weights[name]
@@ -200,7 +173,6 @@ def lose_a_bias(weights: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("layout", "spoil", "fields", "said"),
     [
-        ("neobert", add_a_second_spelling, {}, "'layer_norm.weight' and 'model.layer_norm.weight' are one weight"),
         ("eurobert", put_a_classifier, {}, "there is no lm_head.weight, but 'classifier.weight'. Pre-training"),
         ("neobert", put_a_classifier, {}, "there is no decoder.weight, but 'classifier.weight'. Pre-training"),
         ("eurobert", lose_a_bias, {}, "the files lack 'lm_head.bias'; a eurobert folder of 2 layers holds 28 tensors"),

@@ -40,7 +40,13 @@ def test_card_carries_every_flag(model):
     ("arguments", "code", "said"),
     [
         (("--model", "nowhere"), 66, "--model nowhere: no such folder"),
-        (("--model", ".", "--license", "My License"), 2, "license 'My License' is no identifier of the Hub"),
+        (
+            ("--model", ".", "--base-model", "runs/stage 1"),
+            2,
+            "'runs/stage 1' cannot be a name on the Hub",
+        ),
+        (("--model", ".", "--dataset", "a/b/c"), 2, "--dataset 'a/b/c' cannot be a name on the Hub"),
+        (("--model", ".", "--name", '"); import os'), 2, "cannot be a name on the Hub; expected owner/name."),
     ],
 )
 def test_command_that_cannot_work_ends_with_one_sentence(arguments, code, said, tmp_path, monkeypatch):
