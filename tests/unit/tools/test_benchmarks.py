@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_memory, benchmark_preprocessing, benchmark_step, step_profile
+from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step, step_profile
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
@@ -288,27 +288,3 @@ def test_loading_ratios_are_taken_within_a_round_and_the_median_counts():
     assert (other["x rows"], other["x tokens"]) == (pytest.approx(10), pytest.approx(10 * 99 / 33))
     assert (other["rows/cpu-s"], other["real tokens/cpu-s"]) == (2, 66)
     assert (ours["% unused"], other["% unused"]) == (pytest.approx(1), pytest.approx(67))
-
-
-# --- checkpoints and memory
-
-
-@pytest.mark.slow
-def test_the_table_of_checkpoints_shows_what_each_way_of_saving_costs_and_the_speed_of_verifying(tmp_path):
-    options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
-    code, output, complaints = run("benchmark_checkpoint", *options, "--folder", tmp_path)
-    assert code == 0, complaints
-    rows = [line.split(" | ") for line in output.splitlines() if " | " in line]
-    assert [row[0].strip() for row in rows] == ["checkpoint", "none", "synchronous", "asynchronous"]
-    assert float(rows[1][3]) == 0.0, "the round without a checkpoint costs nothing"
-    assert "MiB/s" in output
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("no_process_group_left")
-def test_memory_benchmark_shows_the_planned_bytes_beside_those_that_autograd_keeps(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark_memory, "DOCUMENTS", 64)
-    toy = benchmark_memory.Case(1, 128, 1, 128)
-    planned, kept = benchmark_memory.measure(toy, tmp_path, on_gpu=False)["kept"]
-    # Measured (November 2026): torch's CPU kernels of norm and SwiGLU are not fused; most of it are the logits.
-    assert kept / planned == pytest.approx(1.198, rel=0.005)

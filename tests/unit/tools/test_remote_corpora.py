@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from commands import run_forked
+from object_server import ObjectServer
 from processes import run_command
 from unit.data.corpus.memory_corpus import contents
 
-from benchmarks.benchmark_object_storage import ObjectServer
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.stream import BatchStream
