@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from commands import call
 from saved_model import MODEL, assert_nothing_written, convert
-from unit.tools.commands import call
 
 from checkpoint_conversion import export
 from megatron_neobert.config.schema import Settings

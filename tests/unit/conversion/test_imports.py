@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import call
 from safetensors.torch import load_file, save_file
 from saved_model import WORDS, SavedModel, build_reference, change_config
 from torch import Tensor
-from unit.tools.commands import call
 
 from checkpoint_conversion import imports
 from checkpoint_conversion.checkpoint import read_checkpoint

@@ -9,8 +9,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from commands import call
 from saved_model import assert_nothing_written, convert
-from unit.tools.commands import call
 
 from megatron_neobert.errors import OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder

@@ -22,7 +22,7 @@ def folders(tmp_path_factory):
 def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them(folders, tmp_path):
     output = tmp_path / "results"
     asked = ("--model", *folders, "--output", output, *SIZES, "--layout", "both", "--backward")
-    _, said, _ = call("benchmark_throughput", *asked, "--batch-sizes", 1, 2)
+    _, said, _ = call("evaluate throughput", *asked, "--batch-sizes", 1, 2)
     assert f"bert, 40: has learned positions for {POSITIONS} tokens only" in said
     assert "bert, float32, sdpa, packed: its forward takes no cu_seqlens" in said
 
@@ -47,7 +47,7 @@ def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them
 
     ledger = output / "throughput" / "ledger.jsonl"
     steps = ledger.read_text()
-    call("benchmark_throughput", *asked, "--batch-sizes", 1, 2, 3)  # one more: the others stay as they are
+    call("evaluate throughput", *asked, "--batch-sizes", 1, 2, 3)  # one more: the others stay as they are
     added = ledger.read_text().removeprefix(steps)
     assert [json.loads(line)["unit"]["batch_size"] for line in added.splitlines()] == [3, 3]
 
@@ -65,10 +65,10 @@ def test_a_model_without_a_head_is_measured_forward_and_refused_backward(tmp_pat
     save_folders(tmp_path)
     NeoBERT.from_pretrained(tmp_path / "neobert").save_pretrained(folder)
     asked = ("--model", folder, "--output", tmp_path / "results", *SIZES, "--batch-sizes", 1)
-    _, _, errors = call("benchmark_throughput", *asked, "--backward")
+    _, _, errors = call("evaluate throughput", *asked, "--backward")
     assert re.search(r"decoder\.\w+ is not there.*AutoModelForMaskedLM would have random weights", errors)
     assert not (tmp_path / "results").exists()
-    assert call("benchmark_throughput", *asked)[0] == 0
+    assert call("evaluate throughput", *asked)[0] == 0
     assert (tmp_path / "results" / "headless" / "throughput.json").exists()
 
 
@@ -86,6 +86,6 @@ def test_a_model_without_a_head_is_measured_forward_and_refused_backward(tmp_pat
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(folders, tmp_path, monkeypatch, flags, reason):
     monkeypatch.chdir(folders[0].parent)
-    code, _, errors = call("benchmark_throughput", "--output", tmp_path / "results", "--batch-sizes", 1, *flags)
+    code, _, errors = call("evaluate throughput", "--output", tmp_path / "results", "--batch-sizes", 1, *flags)
     assert code == 2 and reason in errors
     assert not (tmp_path / "results").exists()

@@ -173,7 +173,7 @@ def test_preprocessing_compares_median_wall_times_of_as_many_workers():
     ],
 )
 def test_preprocessing_that_cannot_be_measured_is_refused(inputs, arguments, words):
-    ended = run_forked("benchmark_preprocessing", *inputs.flags, *arguments)
+    ended = run_forked("benchmarks/benchmark_preprocessing.py", *inputs.flags, *arguments)
     assert ended.code == ConfigError.exit_code and "Traceback" not in ended.output
     assert [word for word in words if word not in ended.output] == []
 
@@ -188,7 +188,7 @@ def test_all_layouts_train_on_the_same_tokens_and_get_the_same_loss(tmp_path):
     model = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 256, "--global-batch-tokens", 512, "--median-tokens", 30)
     code, _, complaints = run(
-        "benchmark_step", *model, *batches, "--seq-length", 64, 128, "--rounds", 2, "--output", file
+        "benchmarks/benchmark_step.py", *model, *batches, "--seq-length", 64, 128, "--rounds", 2, "--output", file
     )
     assert code == 0, complaints
     figures = json.loads(file.read_text())
@@ -229,7 +229,7 @@ def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled
     model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
     flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--output", file, "--recompute-granularity", "full")
-    ended = run_forked("benchmark_step", *model, *batches, *flags)
+    ended = run_forked("benchmarks/benchmark_step.py", *model, *batches, *flags)
     assert ended.code == 0, ended.output
     figures = json.loads(file.read_text())
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [(64, "packed")]
@@ -261,7 +261,7 @@ def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
     """300 documents, mean 640 tokens, in rows of 256."""
     file = tmp_path / "figures.json"
     small = ("--documents", 300, "--seq-length", 256, "--batch-size", 8, "--rounds", 2, "--seconds", 0.05)
-    code, _, complaints = run("benchmark_loader", *small, "--output", file)
+    code, _, complaints = run("benchmarks/benchmark_loader.py", *small, "--output", file)
     assert code == 0, complaints
     figures = json.loads(file.read_text())
     ours, padded, full = benchmark_loader.OURS, "transformers, padded", "transformers, full rows"

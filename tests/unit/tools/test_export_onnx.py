@@ -44,7 +44,7 @@ def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """A folder of the eurobert layout, what the command made of it, and what the command shown."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
     write_sentence_transformers_files(model, "eurobert", MODEL, max_seq_length=64)
-    code, shown, complaints = run("export_onnx", "--model", model, "--output", output, "--int8")
+    code, shown, complaints = run("export-onnx", "--model", model, "--output", output, "--int8")
     assert code == 0, complaints
     assert complaints == ""
     return model, output, shown

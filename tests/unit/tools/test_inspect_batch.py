@@ -4,8 +4,8 @@ import shutil
 from dataclasses import asdict
 
 import pytest
+from commands import call
 from unit.inspection.batch_places import settings_of, write_checkpoint, write_place
-from unit.tools.commands import call
 
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.inspection.found_batch import find_batch
@@ -24,7 +24,7 @@ def place(tmp_path_factory):
 
 def inspect(*arguments):
     """What the command prints."""
-    code, said, errors = call("inspect_batch", *arguments)
+    code, said, errors = call("inspect batch", *arguments)
     assert (code, errors) == (0, "")
     return said
 
@@ -62,7 +62,7 @@ def test_a_page_is_written_whole_and_the_numbers_are_printed(place, tmp_path):
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_the_reason(place, arguments, code, message):
-    ended, _, errors = call("inspect_batch", "--load", place / "run", *arguments)
+    ended, _, errors = call("inspect batch", "--load", place / "run", *arguments)
     assert ended == code and message in errors
 
 
@@ -71,6 +71,6 @@ def test_settings_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path):
     folder = tmp_path / "run" / "iter_0000004"
     shutil.copytree(place / "run" / "iter_0000004", folder)
     (folder / "settings.yaml").write_text('model: {normalization: "\\e]0;owned\\a"}')
-    code, said, errors = call("inspect_batch", "--load", tmp_path / "run", "--iteration", 6)
+    code, said, errors = call("inspect batch", "--load", tmp_path / "run", "--iteration", 6)
     assert (code, said) == (78, "")
     assert "owned" in errors and not {"\x1b", "\x07"} & set(errors)

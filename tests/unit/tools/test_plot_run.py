@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from unit.tools.commands import call
+from commands import call
 
 
 def write_run(folder, *, last=40, killed_at=None):
@@ -18,7 +18,7 @@ def write_run(folder, *, last=40, killed_at=None):
 
 def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", last=30, killed_at=10)
-    code, said, errors = call("plot_run", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
+    code, said, errors = call("plot", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
     assert (code, errors) == (0, "")
     assert said.splitlines()[:2] == [
         "a: iteration 40 | 4,000 tokens | loss 0.2500 nats",
@@ -30,7 +30,7 @@ def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
 
 def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path):
     runs = [write_run(tmp_path / parent / "run") for parent in "ab"]
-    _, said, _ = call("plot_run", *runs, "--output", tmp_path)
+    _, said, _ = call("plot", *runs, "--output", tmp_path)
     assert [line.split(":")[0] for line in said.splitlines()[:2]] == ["a/run", "b/run"]
 
 
@@ -38,7 +38,7 @@ def test_unreadable_lines_are_warned_of(tmp_path):
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write("\n\n")
-    _, _, errors = call("plot_run", folder, "--output", tmp_path)
+    _, _, errors = call("plot", folder, "--output", tmp_path)
     assert errors == "warning: a: unreadable lines that were left out: 1\n"
 
 
@@ -47,9 +47,9 @@ def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_th
     hostile = {"iteration": 50, "loss": 1.0, "consumed_tokens": 5000, "\x1b]0;owned\x07": 1.0, "a\ud800b": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(hostile) + "\n")
     with pytest.warns(UserWarning, match="Glyph 23455 .* missing from font"):
-        _, said, _ = call("plot_run", folder, "--output", tmp_path)
+        _, said, _ = call("plot", folder, "--output", tmp_path)
     assert said.startswith(r"\x1b[31mred\udc80") and "\x1b" not in said
-    _, _, errors = call("plot_run", folder, "--output", tmp_path, "--metrics", "nope")
+    _, _, errors = call("plot", folder, "--output", tmp_path, "--metrics", "nope")
     assert "they have loss, consumed_tokens" in errors
 
 
@@ -66,6 +66,6 @@ def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_th
 def test_what_cannot_be_drawn_is_refused_with_the_reason(tmp_path, monkeypatch, words, code, reason):
     write_run(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
-    ended, _, errors = call("plot_run", "--output", "p", *words)
+    ended, _, errors = call("plot", "--output", "p", *words)
     assert ended == code and reason in errors
     assert not (tmp_path / "p").exists()

@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 def test_card_carries_every_flag(model):
     flags = "--name ann/neobert --license mit --base-model ann/first --dataset ann/web ann/books --language en de"
-    code, output, errors = call("write_model_card", "--model", model, *flags.split())
+    code, output, errors = call("model-card", "--model", model, *flags.split())
     assert (code, errors) == (0, "")
     assert output == f"wrote {model / 'README.md'}\n"
     card = ModelCard.load(model / "README.md")
@@ -51,7 +51,7 @@ def test_card_carries_every_flag(model):
 )
 def test_command_that_cannot_work_ends_with_one_sentence(arguments, code, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ended, output, errors = call("write_model_card", *arguments)
+    ended, output, errors = call("model-card", *arguments)
     assert (ended, output) == (code, "")
     assert said in errors
     assert errors.count("\n") == 1
