@@ -117,9 +117,6 @@ def read_folder(folder: Path) -> ImportedModel:
                 )
             weights[name] = weights[name][:ids].clone()
         notes.append(f"dropped {rows - ids} rows of zeros, for which the tokenizer has no ids, from the vocabulary")
-    if config.mask_token_id not in (None, tokenizer.mask_id):  # what text is masked with is the tokenizer's business
-        stated = f"mask_token_id {quote(config.mask_token_id)} of config.json"
-        notes.append(f"{stated} is not kept: the tokenizer's mask token is {tokenizer.mask_id}")
     return ImportedModel(config.layout, config.model, tokenizer, weights, (*config.notes, *notes))
 
 
@@ -149,7 +146,6 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
     if left_out := [name for name in stored if name not in tensors]:
         notes.append(f"left out {quote_names(left_out)}: rotary angles follow from the base")
     embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
-    tied = [decoder] if config.tied and decoder not in tensors else []
     zero = find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -162,17 +158,9 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
                 f"{folder}: {quote(name)} has shape {tuple(tensor.shape)}; the sizes in config.json give it "
                 f"{shapes[name]}. One of the files belongs to another model."
             )
-    if config.tied and not tied and (differing := int((tensors[decoder] != tensors[embedding]).sum())):
-        raise ConversionError(
-            f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
-            f"{differing:,} of {tensors[embedding].numel():,} values; set it to false, or remove the tensor."
-        )
-    if halves := [name for name, tensor in tensors.items() if tensor.dtype == torch.float16]:
-        tensors |= {name: tensors[name].float() for name in halves}  # exactly: nothing here stores float16
-        notes.append(
-            f"{len(halves)} of {len(tensors)} tensors were float16 and are float32 now, their values unchanged"
-        )
-    if tied:
+    # Exactly: nothing here stores float16.
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype == torch.float16}
+    if config.tied:
         notes.append(f"{decoder} is a copy of the embedding; training does not keep them equal")
         tensors[decoder] = tensors[embedding].clone()
     if zero:
