@@ -34,7 +34,7 @@ def test_every_byte_of_the_count_has_a_part(layers, column):
 
 def test_time_is_the_work_over_the_rates():
     """Bandwidth without end leaves the operations, at the rates of documents of 1,024 tokens."""
-    step = roofline.steps()[1]
+    step = roofline.steps()[0]
     parts = roofline.microseconds(step, 1024, bandwidth=1e30)
     flops = training_flops_per_token(Settings(), vocab_size=roofline.VOCAB_PADDED, document_tokens=1024)
     attention = 12 * 28 * 1024 * 768

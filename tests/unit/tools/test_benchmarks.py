@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step, step_profile
+from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
@@ -249,7 +249,7 @@ def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
         warnings.warn("something else", stacklevel=1)
 
     line = step.__code__.co_firstlineno + 2
-    assert step_profile.find_waits(step) == {f"{Path(__file__).name}:{line}": 2}
+    assert benchmark_step.find_waits(step) == {f"{Path(__file__).name}:{line}": 2}
     assert modes == ["warn", "default"]
 
 
