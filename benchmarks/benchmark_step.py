@@ -14,7 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ LEARNING_RATE = 1e-4  # any: neither speed nor memory depends on it
 LAYOUTS = ("packed", "padded", "reference")
 DOCUMENTS = 4096  # one window: as well packed as a large corpus
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
+_WAITED = "called a synchronizing CUDA operation"  # what torch warns of
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,6 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
 
     from benchmarks.step_layouts import Reference
-    from benchmarks.step_profile import find_waits, profile_step
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
 
@@ -194,6 +196,55 @@ class Bench:
             loss=loss,
             peak_bytes=self.memory.peak_bytes,
         )
+
+
+def find_waits(step: Callable[[], Any]) -> dict[str, int]:
+    """Return how often a step waits for the GPU by line of Python; calls named synchronize are not among them."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lines = (f"{Path(one.filename).name}:{one.lineno}" for one in caught if _WAITED in str(one.message))
+    return dict(Counter(lines))
+
+
+def profile_step(step: Callable[[], Any], *, on_gpu: bool, rows: int = 30) -> list[dict[str, Any]]:
+    """Return the operations that take longest in a step, those that start no other counted alone.
+
+    Returns:
+        Name, calls, milliseconds of the GPU (of the CPU without one) and percent of all, the longest first; on a GPU
+        also the calls of CUDA's own functions that wait for it.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as found:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = found.key_averages()
+
+    def microseconds(event: Any) -> float:
+        return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+
+    total = sum(map(microseconds, events)) or 1.0
+    longest = sorted(events, key=microseconds, reverse=True)[:rows]
+    waiting = [event for event in events if on_gpu and event.key.startswith("cuda") and "ynchronize" in event.key]
+    return [
+        {
+            "operation": event.key[:100],
+            "calls": event.count,
+            "ms": microseconds(event) / 1e3,
+            "% of all": 100 * microseconds(event) / total,
+        }
+        for event in dict.fromkeys([*longest, *waiting])
+    ]
 
 
 def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:

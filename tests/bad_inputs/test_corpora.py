@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from bad_inputs.refusals import assert_refused, start_checks
+from commands import ENVIRONMENT, run
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
-from unit.tools.commands import ENVIRONMENT, run
 
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.errors import DataError
@@ -124,5 +124,5 @@ def test_corpus_whose_path_is_no_text_is_checked_and_named_with_escapes(corpus, 
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     shutil.copytree(corpus.folder, folder)
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
-    code, output, errors = run("validate_data", folder / "small", env=environment)
+    code, output, errors = run("validate", folder / "small", env=environment)
     assert (code, errors) == (0, "") and "caf\\udce9/small is sound" in output

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+from commands import call, run
 from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
-from unit.tools.commands import call, run
 
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.cli import write_record
@@ -76,9 +76,7 @@ def files_of(folder: Path) -> dict[Path, int]:
 @pytest.mark.slow
 def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_that_are_not_finite(trained):
     before = files_of(trained.save)
-    code, said, errors = run(
-        "replay_batch", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST
-    )
+    code, said, errors = run("replay", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST)
     assert code == 0, errors
     expected = [RARE_TOKEN in tokens for tokens in trained.batches[LAST - 1]]
     assert set(expected) == {True, False}
@@ -148,5 +146,5 @@ def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_ba
     ],
 )
 def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, words, code, message):
-    ended, _, errors = call("replay_batch", "--load", trained.save, *words)
+    ended, _, errors = call("replay", "--load", trained.save, *words)
     assert ended == code and message in errors

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests_tiny import tiny_settings
 
-from benchmarks.benchmark_memory import count_saved_bytes
 from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.rows import usual_masked
@@ -16,6 +16,28 @@ from megatron_neobert.training.setup import build_run, join
 
 VOCAB = 30_522  # google-bert/bert-base-uncased
 FULL = {"recompute_granularity": "full"}
+
+
+def count_saved_bytes(run: Any, batch: Any) -> int:
+    """Return the bytes that autograd keeps of one micro-batch: every storage once, weights not counted.
+
+    Collective: all ranks.
+    """
+    weights = {weight.untyped_storage().data_ptr() for weight in run.model.parameters()}
+    kept: dict[int, Any] = {}  # the tensors as well: a freed one's place would be taken by another
+
+    def keep(tensor: Any) -> Any:
+        tensor = tensor.detach()  # or it would keep its graph, and this graph it, for ever
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor
+        return tensor
+
+    batch = batch.to(run.device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model = run.model
+        model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 BERT = {"model": {"normalization": "LayerNorm", "swiglu": False, "position_embedding_type": "learned_absolute"}}

@@ -32,7 +32,7 @@ def results_of(output: Path) -> dict[str, dict]:
 
 def start_and_interrupt(output: Path) -> int:
     """Ends the command as a machine that is taken away would, when it has finished its first phase; the exit code."""
-    command = command_line("accept_gpu", "--output", output, "--device", "cpu", "--phases", *QUICK)
+    command = command_line("tools/accept_gpu.py", "--output", output, "--device", "cpu", "--phases", *QUICK)
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (output / "logs" / "resume_corpus.txt").exists() and process.poll() is None:
         time.sleep(0.05)

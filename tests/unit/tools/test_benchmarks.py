@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_memory, benchmark_preprocessing, benchmark_step, step_profile
+from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
@@ -173,7 +173,7 @@ def test_preprocessing_compares_median_wall_times_of_as_many_workers():
     ],
 )
 def test_preprocessing_that_cannot_be_measured_is_refused(inputs, arguments, words):
-    ended = run_forked("benchmark_preprocessing", *inputs.flags, *arguments)
+    ended = run_forked("benchmarks/benchmark_preprocessing.py", *inputs.flags, *arguments)
     assert ended.code == ConfigError.exit_code and "Traceback" not in ended.output
     assert [word for word in words if word not in ended.output] == []
 
@@ -188,7 +188,7 @@ def test_all_layouts_train_on_the_same_tokens_and_get_the_same_loss(tmp_path):
     model = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 256, "--global-batch-tokens", 512, "--median-tokens", 30)
     code, _, complaints = run(
-        "benchmark_step", *model, *batches, "--seq-length", 64, 128, "--rounds", 2, "--output", file
+        "benchmarks/benchmark_step.py", *model, *batches, "--seq-length", 64, 128, "--rounds", 2, "--output", file
     )
     assert code == 0, complaints
     figures = json.loads(file.read_text())
@@ -229,7 +229,7 @@ def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled
     model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
     flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--output", file, "--recompute-granularity", "full")
-    ended = run_forked("benchmark_step", *model, *batches, *flags)
+    ended = run_forked("benchmarks/benchmark_step.py", *model, *batches, *flags)
     assert ended.code == 0, ended.output
     figures = json.loads(file.read_text())
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [(64, "packed")]
@@ -249,7 +249,7 @@ def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
         warnings.warn("something else", stacklevel=1)
 
     line = step.__code__.co_firstlineno + 2
-    assert step_profile.find_waits(step) == {f"{Path(__file__).name}:{line}": 2}
+    assert benchmark_step.find_waits(step) == {f"{Path(__file__).name}:{line}": 2}
     assert modes == ["warn", "default"]
 
 
@@ -261,7 +261,7 @@ def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
     """300 documents, mean 640 tokens, in rows of 256."""
     file = tmp_path / "figures.json"
     small = ("--documents", 300, "--seq-length", 256, "--batch-size", 8, "--rounds", 2, "--seconds", 0.05)
-    code, _, complaints = run("benchmark_loader", *small, "--output", file)
+    code, _, complaints = run("benchmarks/benchmark_loader.py", *small, "--output", file)
     assert code == 0, complaints
     figures = json.loads(file.read_text())
     ours, padded, full = benchmark_loader.OURS, "transformers, padded", "transformers, full rows"
@@ -290,25 +290,13 @@ def test_loading_ratios_are_taken_within_a_round_and_the_median_counts():
     assert (ours["% unused"], other["% unused"]) == (pytest.approx(1), pytest.approx(67))
 
 
-# --- checkpoints and memory
-
-
 @pytest.mark.slow
 def test_the_table_of_checkpoints_shows_what_each_way_of_saving_costs_and_the_speed_of_verifying(tmp_path):
     options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
-    code, output, complaints = run("benchmark_checkpoint", *options, "--folder", tmp_path)
+    code, output, complaints = run("benchmarks/benchmark_checkpoint.py", *options, "--folder", tmp_path)
     assert code == 0, complaints
     rows = [line.split(" | ") for line in output.splitlines() if " | " in line]
     assert [row[0].strip() for row in rows] == ["checkpoint", "none", "synchronous", "asynchronous"]
     assert float(rows[1][3]) == 0.0, "the round without a checkpoint costs nothing"
     assert "MiB/s" in output
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("no_process_group_left")
-def test_memory_benchmark_shows_the_planned_bytes_beside_those_that_autograd_keeps(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark_memory, "DOCUMENTS", 64)
-    toy = benchmark_memory.Case(1, 128, 1, 128)
-    planned, kept = benchmark_memory.measure(toy, tmp_path, on_gpu=False)["kept"]
-    # Measured (November 2026): torch's CPU kernels of norm and SwiGLU are not fused; most of it are the logits.
-    assert kept / planned == pytest.approx(1.198, rel=0.005)

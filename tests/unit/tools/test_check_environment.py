@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from commands import ENVIRONMENT, REPOSITORY, run
 from processes import run_on_ranks
-from unit.tools.commands import ENVIRONMENT, REPOSITORY, run
 
 from megatron_neobert.commands import environment as check_environment
 from megatron_neobert.commands import environment_probe as probe
@@ -165,11 +165,11 @@ def test_this_machine_can_train_and_no_variable_but_a_trap_is_printed(tmp_path):
     (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     variables = {**ENVIRONMENT, "MY_TOKEN": "do-not-tell", "CUDA_LAUNCH_BLOCKING": "1"}
-    code, output, errors = run("check_environment", "--save", tmp_path / "run", env=variables)
+    code, output, errors = run("check environment", "--save", tmp_path / "run", env=variables)
     assert (code, errors) == (0, "") and "Training can start; " in output
     assert "warning CUDA_LAUNCH_BLOCKING 1: waits for every kernel" in output and "do-not-tell" not in output
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    code, output, _ = run("check_environment", env={**variables, "PATH": path})
+    code, output, _ = run("check environment", env={**variables, "PATH": path})
     assert code == 69 and "problem GPU: nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but" in output
 
 
@@ -184,7 +184,7 @@ def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, s
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)
     modules = f"{tmp_path}{os.pathsep}{REPOSITORY}"
-    code, output, errors = run("check_environment", cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": modules})
+    code, output, errors = run("check environment", cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": modules})
     assert (code, errors) == (69, "")
     assert words in output
     assert "problem(s) keep training from starting as it should" in output

@@ -44,7 +44,7 @@ def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """A folder of the eurobert layout, what the command made of it, and what the command shown."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
     write_sentence_transformers_files(model, "eurobert", MODEL, max_seq_length=64)
-    code, shown, complaints = run("export_onnx", "--model", model, "--output", output, "--int8")
+    code, shown, complaints = run("export-onnx", "--model", model, "--output", output, "--int8")
     assert code == 0, complaints
     assert complaints == ""
     return model, output, shown
@@ -152,7 +152,7 @@ def test_graph_that_runs_with_one_size_alone_is_refused(exported, tmp_path):
 
 
 def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "LARGEST_BYTES", 0)
+    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
     options = tool.OnnxOptions(model=folder_of("eurobert"), output=tmp_path / "graphs", int8=True)
     tool.export_onnx(options)  # runs both graphs
     graphs = ["model.onnx", "model.onnx.data", "model_quantized.onnx", "model_quantized.onnx.data"]

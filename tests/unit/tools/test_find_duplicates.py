@@ -23,7 +23,7 @@ def prefix(tmp_path):
 
 
 def test_summary_has_documents_clusters_and_shares(prefix, tmp_path):
-    code, output = run_forked("find_duplicates", prefix, "--output", tmp_path / "list")
+    code, output = run_forked("find-duplicates", prefix, "--output", tmp_path / "list")
     assert code == 0
     assert f"{prefix}: 1 of 3 documents dropped (33.33 %), with 23.08 % of the tokens" in output
     assert "1 clusters of near-duplicates, the largest of 2 documents" in output
@@ -32,7 +32,7 @@ def test_summary_has_documents_clusters_and_shares(prefix, tmp_path):
 
 def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_path):
     write_corpus(tmp_path / "Q", random_documents([30, 70], 1000)[1:], numbered_tokenizer(1000))
-    code, output = run_forked("find_duplicates", prefix, tmp_path / "Q", "--output", tmp_path / "list")
+    code, output = run_forked("find-duplicates", prefix, tmp_path / "Q", "--output", tmp_path / "list")
     assert code == 0 and output.count("warning") == 1
     assert f"warning: the list drops all 1 documents of {tmp_path / 'Q'}, and training refuses a corpus" in output
 
@@ -46,7 +46,7 @@ def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_pa
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(prefix, tmp_path, arguments, code, message):
-    ended = run_forked("find_duplicates", prefix, *arguments, "--output", tmp_path / "list")
+    ended = run_forked("find-duplicates", prefix, *arguments, "--output", tmp_path / "list")
     assert ended.refused(code) and message in ended.output
     assert not list(tmp_path.glob("list*"))
 
@@ -72,7 +72,9 @@ def test_benchmark_finds_planted_copies_in_the_documents_that_it_reads(tmp_path)
     texts = [" ".join(rng.choices(words, k=200)) for _ in range(100)]
     pq.write_table(pa.table({"content": texts}), tmp_path / "shard.parquet")
     flags = ["--tokenizer-model", write_vocabulary(tmp_path / "vocab.txt", words), "--output", tmp_path / "figures"]
-    ended = run_forked("benchmark_duplicates", "--input", tmp_path / "shard.parquet", *flags, "--rounds", 1)
+    ended = run_forked(
+        "benchmarks/benchmark_duplicates.py", "--input", tmp_path / "shard.parquet", *flags, "--rounds", 1
+    )
     assert ended.code == 0, ended.output
     assert "120 documents, 20 of them copies" in ended.output
     (row,) = (row for row in json.loads((tmp_path / "figures").read_text())["table"] if row["tool"] == OURS)

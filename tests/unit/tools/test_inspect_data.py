@@ -15,7 +15,7 @@ TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly he
 
 
 def inspect(*arguments):
-    return call("inspect_data", *arguments)
+    return call("inspect data", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
     vocab = write_vocabulary(tmp_path / "vocab.txt", ["hello", "world", "word"])
     shards = ("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "P")
-    assert call("preprocess_data", *shards, "--tokenizer-model", vocab)[0] == 0
+    assert call("preprocess", *shards, "--tokenizer-model", vocab)[0] == 0
     code, output, errors = inspect(tmp_path / "P_content_document", "--inputs")
     assert (code, errors) == (0, "")
     a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b.jsonl"])

@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 def test_card_carries_every_flag(model):
     flags = "--name ann/neobert --license mit --base-model ann/first --dataset ann/web ann/books --language en de"
-    code, output, errors = call("write_model_card", "--model", model, *flags.split())
+    code, output, errors = call("model-card", "--model", model, *flags.split())
     assert (code, errors) == (0, "")
     assert output == f"wrote {model / 'README.md'}\n"
     card = ModelCard.load(model / "README.md")
@@ -40,12 +40,18 @@ def test_card_carries_every_flag(model):
     ("arguments", "code", "said"),
     [
         (("--model", "nowhere"), 66, "--model nowhere: no such folder"),
-        (("--model", ".", "--license", "My License"), 2, "license 'My License' is no identifier of the Hub"),
+        (
+            ("--model", ".", "--base-model", "runs/stage 1"),
+            2,
+            "'runs/stage 1' cannot be a name on the Hub",
+        ),
+        (("--model", ".", "--dataset", "a/b/c"), 2, "--dataset 'a/b/c' cannot be a name on the Hub"),
+        (("--model", ".", "--name", '"); import os'), 2, "cannot be a name on the Hub; expected owner/name."),
     ],
 )
 def test_command_that_cannot_work_ends_with_one_sentence(arguments, code, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ended, output, errors = call("write_model_card", *arguments)
+    ended, output, errors = call("model-card", *arguments)
     assert (ended, output) == (code, "")
     assert said in errors
     assert errors.count("\n") == 1

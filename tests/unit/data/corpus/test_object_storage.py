@@ -7,11 +7,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from object_server import ObjectServer
 from unit.data.corpus.made_up_chunks import Place
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_attributes, write_corpus
 
-from benchmarks.benchmark_object_storage import ObjectServer
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.batches.stream import BatchStream, Source

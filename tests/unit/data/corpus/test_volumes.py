@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+from commands import ENVIRONMENT
 from unit.data.small_corpus import numbered_tokenizer, put, random_documents, write_corpus
-from unit.tools.commands import ENVIRONMENT
 
 from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.corpus.reader import Corpus, check_content

@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+from commands import ENVIRONMENT, command_line
 from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
-from unit.tools.commands import ENVIRONMENT, LETTERS, arguments_of, command_line, corpus_bytes, make_place
+from unit.data.command_place import LETTERS, arguments_of, corpus_bytes, make_place
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def place(tmp_path):
 def start(place, *more, **options):
     slow_enough = ("--tokenizer-backend", "reference")  # to be caught in the act
     return subprocess.Popen(
-        command_line("preprocess_data", *arguments_of(place, *slow_enough, *more)),
+        command_line("preprocess", *arguments_of(place, *slow_enough, *more)),
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
