@@ -17,12 +17,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 import yaml
-from hostile import Canary, Checkpoint
+from hostile import Canary, Spoil, change_json, each, edit_json, in_place_of, pipe_in_place_of
+from safetensors.torch import load_file, save_file
 
 SECRET = "text of another folder"
 ESCAPE = "\x1b]0;owned\x07"
-
-Spoil = Callable[[Path, Canary], object]
 
 
 class Hostile(NamedTuple):
@@ -33,56 +32,35 @@ class Hostile(NamedTuple):
     spoil: Spoil
 
 
-def each(*patterns: str, change: Callable[[Path, Canary], object]) -> Spoil:
-    """Return a change of all files that match; a checkpoint gets a new manifest, as an attacker would write it."""
-
-    def spoil(folder: Path, canary: Canary) -> None:
-        found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-        assert found, patterns
-        for path in found:
-            change(path, canary)
-        for path in folder.glob("iter_*"):
-            Checkpoint(path).seal()
-
-    return spoil
-
-
-def in_place_of(*patterns: str, content: Callable[[Canary], bytes]) -> Spoil:
-    return each(*patterns, change=lambda path, canary: path.write_bytes(content(canary)))
-
-
-def edit_json(pattern: str, change: Callable[[dict[str, Any]], object]) -> Spoil:
-    def edit(path: Path, canary: Canary) -> None:
-        content = json.loads(path.read_text())
-        change(content)
-        good.write_json(path, content)
-
-    return each(pattern, change=edit)
-
-
-def change_json(pattern: str, **changes: object) -> Spoil:
-    return edit_json(pattern, lambda content: content.update(changes))
-
-
 def forge_optimizer(change: Callable[[dict[str, Any]], object]) -> Spoil:
     return edit_json(
         "iter_*/train_state.json", lambda state: change(state["optimizer"].get("optimizer", state["optimizer"]))
     )
 
 
-def pipe_in_place_of(*names: str) -> Spoil:
-    def spoil(folder: Path, canary: Canary) -> None:
-        for name in names:
-            for path in sorted(folder.glob(name)) or [folder / name]:
-                path.unlink(missing_ok=True)
-                os.mkfifo(path)
-
-    return spoil
-
-
 def link_elsewhere(path: Path, canary: Canary) -> None:
     path.rename(canary.mark.parent / path.name)
     path.symlink_to(canary.mark.parent / path.name)
+
+
+def change_places(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """Return a change of the places that tensors of a checkpoint have in the whole tensors."""
+
+    def edit(path: Path, canary: Canary) -> None:
+        tensors = load_file(path)
+        places: dict[str, Any] = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+        change(places)
+        save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+
+    return each("iter_*/rank_*.safetensors", change=edit)
+
+
+def add_extra_state(path: Path, canary: Canary) -> None:
+    """Write bytes that megatron.core 0.16.1 unpickles when Transformer Engine's modules load them."""
+    state = torch.frombuffer(bytearray(pickle.dumps(canary)), dtype=torch.uint8)
+    name = "decoder.layers.0.self_attention.linear_qkv._extra_state"
+    places = json.dumps({name: {"saved_offsets": [0]}})
+    save_file({name: state}, path / "rank_00001.safetensors", metadata={"DCP_SHARDING_INFO": places})
 
 
 def nested(_: Canary) -> bytes:
@@ -354,6 +332,11 @@ HOSTILE = (
         lambda state, step=step: state["param_groups"][0].update(step=step))) for step in ("2", {})),
     Hostile("checkpoint", "format of megatron.core", each(
         "iter_*", change=lambda path, canary: (path / ".metadata").write_bytes(pickle.dumps(canary)))),
+    *(Hostile("checkpoint", f"tensors that begin at {offset}", change_places(
+        lambda places, offset=offset: places["output_layer.bias"].update(saved_offsets=[offset])))
+      for offset in (10**15, -1)),
+    Hostile("checkpoint", "tensors without a place", change_places(lambda places: places.pop("output_layer.bias"))),
+    Hostile("checkpoint", "tensors that are pickles of extra state", each("iter_*", change=add_extra_state)),
     Hostile("checkpoint", "tensors elsewhere", each("iter_*/*.safetensors", change=link_elsewhere)),
     Hostile("checkpoint", "pointer out of the folder", in_place_of(
         "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc")),
