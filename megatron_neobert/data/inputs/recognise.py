@@ -24,7 +24,7 @@ from megatron_neobert.data.inputs.stream import (
     named_errors,
     open_input,
 )
-from megatron_neobert.data.inputs.tables import RowGroup, read_column, row_groups
+from megatron_neobert.data.inputs.tables import find_row_cuts, read_column
 from megatron_neobert.data.inputs.text_files import find_cuts, read_lines, read_text
 from megatron_neobert.data.inputs.web_archives import read_archive
 from megatron_neobert.errors import DataError
@@ -80,28 +80,14 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
         ConfigError: The file has no column for a --record-key.
     """
     whole = recognise(path, settings)
-    cuts: list[int] = []  # rows of a table, bytes of uncompressed lines or separated texts
-    separator = {"jsonl": "\n", "text": settings.text_separator}.get(whole.format)
+    cuts: list[int] = []  # rows of a table, bytes of uncompressed lines
+    has_lines = whole.format == "jsonl" or (whole.format == "text" and settings.text_separator == "\n")
     if whole.format in ("parquet", "arrow"):
-        cuts = row_cuts(row_groups(whole, settings), chunk_bytes=chunk_bytes)
-    elif whole.compression is None and separator is not None:
-        cuts = find_cuts(path, separator.encode(), chunk_bytes=chunk_bytes)
+        cuts = find_row_cuts(whole, settings, chunk_bytes=chunk_bytes)
+    elif whole.compression is None and has_lines:
+        cuts = find_cuts(path, chunk_bytes=chunk_bytes)
     edges = [0, *cuts, None]
     return [Chunk(path, whole.format, whole.compression, start or 0, end) for start, end in pairwise(edges)]
-
-
-def row_cuts(groups: list[RowGroup], *, chunk_bytes: int) -> list[int]:
-    """Rows at which to cut: between row groups, and inside those that are too large themselves."""
-    cuts, row, held = [], 0, 0  # held: bytes since the latest cut
-    for group in groups:
-        if held and held + group.text_bytes > chunk_bytes:
-            cuts.append(row)
-            held = 0
-        pieces = max(1, min(-(-group.text_bytes // chunk_bytes), group.rows))
-        cuts += [row + group.rows * piece // pieces for piece in range(1, pieces)]
-        held = group.text_bytes // pieces + (held if pieces == 1 else 0)
-        row += group.rows
-    return cuts
 
 
 def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:

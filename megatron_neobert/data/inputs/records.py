@@ -144,13 +144,15 @@ def add_value(
         add_text(batch, value, repaired=repaired, origin=origin)
 
 
-def add_text(batch: RecordBatch, text: str, *, repaired: bool = False, origin: Origin | None = None) -> None:
-    """Adds a text; one of white space only is dropped, and lone surrogates become U+FFFD."""
+def add_text(
+    batch: RecordBatch, text: str, *, repaired: bool = False, origin: Origin | None = None, size: int | None = None
+) -> None:
+    """Add a text of `size` bytes of UTF-8, None: unknown. White space is dropped, lone surrogates become U+FFFD."""
     if not text or text.isspace():
         batch.dropped[EMPTY_TEXT] += 1
         return
     try:
-        size = utf8_size(text)
+        size = size or utf8_size(text)
     except UnicodeEncodeError:
         text, repaired = _SURROGATE.sub("\ufffd", text), True
         size = utf8_size(text)

@@ -44,7 +44,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")
 class Chunk:
     """Piece of an input file that one task reads: the whole file, or its range [start, end).
 
-    The range counts rows of a parquet or Arrow file, bytes of an uncompressed file of lines or separated texts.
+    The range counts rows of a parquet file, bytes of an uncompressed file of lines.
     """
 
     path: str  # or URL

@@ -134,8 +134,8 @@ def test_column_with_a_dot_in_its_name_comes_before_the_nested_one(tmp_path, wri
 
 
 @pytest.mark.parametrize("rows", [7, 100, None])
-def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, write, rows):
-    write(tmp_path / "shard", mixed_table(), rows)
+def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, rows):
+    write_parquet(tmp_path / "shard", mixed_table(), rows)
     whole = read(tmp_path / "shard")
     assert len(whole.parts) == 1
     assert [record.number for record in whole.rejected] == list(range(7, 300, 30))
