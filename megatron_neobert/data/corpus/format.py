@@ -107,6 +107,10 @@ class Statistics(_Entry, frozen=True):
     documents_above: dict[str, float]  # by cut: share of the documents that are longer
     tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
 
+    def __post_init__(self) -> None:
+        if self.documents_above.keys() != self.tokens_above.keys():
+            raise ValueError("documents_above and tokens_above are for different cuts")
+
     def describe(self) -> dict[str, str]:
         """Return rows of a table: name and value."""
         percentiles = ", ".join(
