@@ -217,18 +217,17 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise damage(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
     with path.open("rb") as stream:
         magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
-    if magic != MAGIC:
-        raise damage(path, 0, f"magic {MAGIC!r}", f"{magic!r}")
-    if version != 1:
-        raise damage(path, 9, "version 1", version)
-    if code not in DTYPES:
-        raise damage(path, 17, "dtype code 8 (uint16) or 4 (int32)", code)
-    if sequences == 0:
-        raise damage(path, 18, "at least one document", "0")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
-    if size != expected:
-        wanted = f"{expected} bytes for {sequences} sequences and {boundaries} boundaries"
-        raise damage(path, 18, wanted, f"a file of {size} bytes")
+    size_wanted = f"{expected} bytes for {sequences} sequences and {boundaries} boundaries"
+    for offset, wanted, found, is_right in (
+        (0, f"magic {MAGIC!r}", f"{magic!r}", magic == MAGIC),
+        (9, "version 1", version, version == 1),
+        (17, "dtype code 8 (uint16) or 4 (int32)", code, code in DTYPES),
+        (18, "at least one document", sequences, sequences > 0),
+        (18, size_wanted, f"a file of {size} bytes", size == expected),
+    ):
+        if not is_right:
+            raise damage(path, offset, wanted, found)
     return DTYPES[code], sequences, boundaries
 
 
