@@ -1,6 +1,6 @@
 """Texts out of the text column of parquet and Arrow files, a little at a time.
 
-Neither a row group nor a mapped file stays in memory. Damage is a DataError. Memory: parquet takes some three times the
+A row group is not held whole. Damage is a DataError. Memory: parquet takes some three times the
 largest page of the column, decompressed, and _DECODED_ROWS values; Arrow with compressed buffers one record batch of
 the column, and all dictionaries of the file.
 """
@@ -188,8 +188,10 @@ def _open_arrow(path: str) -> Iterator[tuple["pa.Schema", Callable[[list[str]], 
         if not is_file and file.read() != _END_OF_STREAM:
             raise pa.ArrowInvalid("the mark of its end is missing")
         file.seek(0)
-        mapping = None if is_url(path) else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        source = pa.PythonFile(file, "r") if mapping is None else pa.BufferReader(pa.py_buffer(mapping))
+        if is_url(path):
+            source = pa.PythonFile(file, "r")
+        else:
+            source = pa.BufferReader(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
         open_reader = pa.ipc.open_file if is_file else pa.ipc.open_stream
         schema = open_reader(source).schema
 
@@ -204,8 +206,6 @@ def _open_arrow(path: str) -> Iterator[tuple["pa.Schema", Callable[[list[str]], 
                 _check_offsets(column)
                 for first in range(0, len(column), _ROWS):
                     yield column[first : first + _ROWS], source.tell() / size
-                    if mapping is not None:
-                        mapping.madvise(mmap.MADV_DONTNEED)  # gives back the memory; the file still has it
 
         yield schema, read
 

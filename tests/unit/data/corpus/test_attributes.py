@@ -16,7 +16,7 @@ from unit.data.small_corpus import (
     write_corpus,
 )
 
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, attribute_types, choose_documents
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
@@ -128,11 +128,6 @@ def test_unknown_attributes_and_types_that_cannot_be_compared_are_refused(corpor
     assert message in caught.value.problems[0]
 
 
-def test_corpus_without_attributes_has_length_alone(corpora):
-    assert list(attribute_types(corpora[1])) == ["length"]
-    assert numbers(choose_documents(corpora[1], ["length>3"], None), range(3)) == [1, 2]
-
-
 @pytest.mark.parametrize("damage", ["rows", "page", "end", "other"])
 def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, damage):
     for name in "CD":
@@ -167,17 +162,6 @@ def drop_list(corpora, tmp_path):
     entries = [(str(corpus.prefix), corpus.manifest, mask, 0) for corpus, mask in masks]
     write_drop_list(tmp_path / "list", entries, {"threshold": 0.8})
     return tmp_path / "list", dropped
-
-
-def test_first_line_describes_the_list_and_each_corpus_finds_its_own_bits(corpora, drop_list):
-    path, dropped = drop_list
-    header = json.loads(path.read_bytes().split(b"\n", 1)[0])
-    assert header["threshold"] == 0.8
-    assert [entry["dropped_documents"] for entry in header["corpora"]] == [dropped.sum(), 1]
-    for corpus, expected in zip(corpora, (dropped, np.array([False, True, False])), strict=True):
-        _, mask = read_drop_list(path, corpus.manifest, corpus.prefix)
-        assert np.array_equal(np.unpackbits(mask, count=len(corpus), bitorder="little"), expected)
-    assert path.stat().st_size == len(json.dumps(header)) + 1 + 188 + 1, "a bit each"
 
 
 @pytest.mark.parametrize("conditions", [[], ["length>=5 # tokens", "length<=15"]])

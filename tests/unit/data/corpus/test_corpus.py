@@ -49,12 +49,6 @@ def test_item_type_follows_megatrons_rule_at_its_threshold():
     assert (token_dtype(65_499), token_dtype(65_500)) == (np.uint16, np.int32)
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 4), (2, 2), (-1, 1)])
-def test_gather_refuses_a_segment_that_leaves_its_document(prefix, start, length):
-    with pytest.raises(AssertionError, match="segment 1 does not lie inside its document"):
-        Corpus(prefix).gather(np.array([2, 0]), np.array([0, start]), np.array([4, length]))
-
-
 @pytest.mark.parametrize(
     ("end", "change", "message"),
     [

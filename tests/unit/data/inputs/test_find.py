@@ -12,7 +12,6 @@ import pytest
 from unit.data.inputs.reading import TEXTS, texts_of
 
 from megatron_neobert.data.inputs.find import find_inputs, input_label, input_version
-from megatron_neobert.data.inputs.stream import open_input
 from megatron_neobert.errors import ConfigError, MissingInputError, MissingPackageError
 
 
@@ -102,14 +101,6 @@ def test_list_gives_the_patterns_in_its_lines(tmp_path):
     assert find_inputs([f"@file://{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
 
 
-def test_list_that_is_missing_or_names_a_missing_file_is_missing_input(tmp_path):
-    with pytest.raises(MissingInputError, match=r"@.*no\.txt: there is no file .*no\.txt with"):
-        find_inputs([f"@{tmp_path}/no.txt"])
-    (tmp_path / "list.txt").write_text(f"{tmp_path}/gone.jsonl\n")
-    with pytest.raises(MissingInputError, match=r"gone\.jsonl: no file matches"):
-        find_inputs([f"@{tmp_path}/list.txt"])
-
-
 @pytest.mark.parametrize("start", ["", "file://"])
 def test_folder_of_a_saved_dataset_gives_its_shards_alone(tmp_path, start):
     shards = ["test/data-00000-of-00001.arrow", "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
@@ -156,12 +147,6 @@ def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
         assert texts_of(url) == texts_of(path) == TEXTS
         assert texts_of(url, chunk_bytes=20) == TEXTS  # in several parts, where the format has them
-
-
-def test_url_without_content_is_missing_input(memory):
-    memory.pipe("/bucket/shard", b"")
-    with pytest.raises(MissingInputError, match="memory://bucket/gone: no such file"):
-        open_input("memory://bucket/gone")
 
 
 def test_kind_of_address_that_nothing_can_open_is_a_setting_to_fix():

@@ -152,11 +152,6 @@ def test_records_are_the_same_wherever_the_blocks_end(separator):
                 assert whole.startswith(record) if too_long else whole == record
 
 
-def test_compressed_shard_is_one_part(tmp_path):
-    (tmp_path / "shard").write_bytes(gzip.compress(b'{"content": "text"}\n' * 100))
-    assert len(split_into_chunks(str(tmp_path / "shard"), ReadSettings(), chunk_bytes=10)) == 1
-
-
 def test_too_long_line_is_rejected_with_its_beginning_and_the_others_are_kept(tmp_path):
     long = b'{"content": "' + b"x" * 200_000 + b'"}'
     short = b'{"content": "short"}'

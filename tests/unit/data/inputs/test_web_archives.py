@@ -1,13 +1,11 @@
 """Web archives in, texts of pages and an account of every other record out."""
 
 import gzip
-import io
 import sys
 
 import pytest
-from unit.data.inputs.reading import peak_of, read
+from unit.data.inputs.reading import read
 
-from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import (
     EMPTY_TEXT,
     HTTP_STATUS,
@@ -15,9 +13,7 @@ from megatron_neobert.data.inputs.records import (
     NOT_A_RESPONSE,
     NOT_HTML,
     TOO_LONG,
-    ReadSettings,
 )
-from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
 pytest.importorskip("fastwarc")
@@ -255,39 +251,3 @@ def test_truncated_archive_is_refused_wherever_it_is_cut(tmp_path, packed):
             read(tmp_path / "shard", input_format="warc")
     (tmp_path / "shard").write_bytes(content[:start])  # control: cut between two records, which nobody can notice
     assert len(read(tmp_path / "shard").texts) == 2
-
-
-def test_archives_of_another_writer_are_read(tmp_path):
-    """fastwarc's own, compressed record by record and with all headers and digests."""
-    from fastwarc.stream_io import GzipWriter
-    from fastwarc.warc import WarcRecord, WarcRecordType
-
-    written = io.BytesIO()
-    writer = GzipWriter(written)
-    for number in range(100):
-        each = WarcRecord()
-        each.init_headers(record_type=WarcRecordType.response)
-        each.headers["WARC-Target-URI"] = f"https://example.org/{number}"
-        each.headers["Content-Type"] = HTTP.decode()
-        each.set_bytes_content(http(f"<p>Page {number}.</p>".encode()))
-        each.write(writer, checksum_data=True)
-    writer.close()
-    (tmp_path / "shard").write_bytes(written.getvalue())
-    reading = read(tmp_path / "shard")
-    assert reading.texts == [f"Page {number}." for number in range(100)]
-    assert not reading.rejected
-    assert not reading.dropped
-
-
-def test_memory_does_not_grow_with_the_archive(tmp_path):
-    peaks = []
-    records = page("word " * 2000) + record("request", b"x" * 20_000)
-    for count in (200, 800):  # 6 and 24 MB
-        with gzip.open(tmp_path / "shard", "wb", 1) as stream:
-            for _ in range(count):
-                stream.write(records)
-        batches = read_chunk(Chunk(str(tmp_path / "shard"), "warc", "gzip"), ReadSettings())
-        peak, read_texts = peak_of(len(batch.texts) for batch in batches)
-        peaks.append(peak)
-        assert sum(read_texts) == count
-    assert peaks[1] < 1.3 * peaks[0] < 16 << 20
