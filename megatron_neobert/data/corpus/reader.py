@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.volumes import HEADER, AllowedIds, MappedFiles, MappedVolume, damage
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, suggestion
+from megatron_neobert.errors import DataError, MissingInputError, suggestion
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed
 
@@ -54,7 +54,6 @@ class Corpus:
         MissingInputError: None of the files exists.
         StorageError: A remote file cannot be read.
         DataError: One is missing, or they are damaged or contradict each other; names file, byte, expected and found.
-        ConfigError: There are more volumes than this process may have files open.
     """
 
     def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
@@ -68,7 +67,7 @@ class Corpus:
             ]
         else:
             self.files, self.manifest, bins = storage.open_corpus(str(prefix))
-        _allow_open_files(self.files, 2 * len(self.manifest.volumes))
+        _allow_open_files(2 * len(self.manifest.volumes))
         self.volumes = [
             MappedVolume(
                 bin_,
@@ -287,16 +286,11 @@ def _incomplete(prefix: Path, missing: Sequence[Path], *, of_megatron: bool = Fa
     )
 
 
-def _allow_open_files(files: CorpusFiles, count: int) -> None:
-    """A mapped file stays open; 1,024 at a time is a common limit that a process may raise for itself."""
+def _allow_open_files(count: int) -> None:
+    """Raise the limit of open files: a mapped file stays open, and 1,024 at a time is a common limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE_OPEN_FILES
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise ConfigError(
-            f"{files.manifest} lists {count // 2:,} volumes, which take {wanted:,} open files with those of the "
-            f"program, but this machine allows {hard:,} (ulimit -Hn); raise that, or preprocess again with fewer "
-            "volumes (--shard-size)"
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

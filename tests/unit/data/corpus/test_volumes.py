@@ -44,19 +44,15 @@ def test_documents_are_read_from_any_number_of_volumes(tmp_path, vocab_size, vol
     assert np.array_equal(pickle.loads(pickled).gather(chosen, starts, lengths), found)
 
 
-@pytest.mark.parametrize(("hard_limit", "outcome"), [(1000, "50 documents"), (120, "ConfigError")])
-def test_more_volumes_than_open_files_raise_the_limit_or_are_refused_with_numbers(tmp_path, hard_limit, outcome):
+def test_limit_of_open_files_is_raised_for_many_volumes(tmp_path):
     write_corpus(tmp_path / "corpus", random_documents([3] * 50, 100), numbered_tokenizer(100), shard_bytes=6)
     script = (
         "import resource, sys\n"
         "from megatron_neobert.data.corpus.reader import Corpus\n"
-        "from megatron_neobert.errors import ConfigError\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (60, int(sys.argv[2])))\n"
-        "try: print(len(Corpus(sys.argv[1])), 'documents')\n"
-        "except ConfigError as error: print('ConfigError', error)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 1000))\n"
+        "print(len(Corpus(sys.argv[1])), 'documents')\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "corpus"), str(hard_limit)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
-    assert output.startswith(outcome)
-    if outcome == "ConfigError":
-        assert "lists 50 volumes, which take 300 open files" in output and "this machine allows 120" in output
+    command = [sys.executable, "-c", script, str(tmp_path / "corpus")]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout == "50 documents\n"
+    )
