@@ -39,11 +39,7 @@ class DroppedOf:
 
 
 def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[DroppedOf, NDArray[np.uint8]]:
-    """Return what a drop list takes from one corpus: the entry of its header, and one bit per document, mapped.
-
-    Args:
-        path: Path of the file.
-        manifest: Manifest of the corpus, which messages call `prefix`.
+    """Return what a drop list takes from one corpus, called `prefix`: its entry, and one bit per document, mapped.
 
     Raises:
         MissingInputError: No such file.
@@ -86,7 +82,7 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
 def write_drop_list(
     path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_], int]], found: dict[str, Any]
 ) -> list[DroppedOf]:
-    """Writes a drop list, whole or not at all.
+    """Write a drop list, whole or not at all, and return its entries.
 
     Args:
         corpora: Prefix, manifest, True for each document that is dropped, and the tokens in these.

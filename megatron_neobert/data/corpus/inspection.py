@@ -73,12 +73,7 @@ class InspectDataOptions:
 
 
 def inspect_data(options: InspectDataOptions) -> None:
-    """Show what is in a corpus: a summary, or documents as text and token ids.
-
-    Raises:
-        ConfigError: Flags exclude each other, or name a document that does not exist.
-        DataError: The corpus is damaged, or does not count its inputs.
-    """
+    """Show what is in a corpus: a summary, or documents as text and token ids."""
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     given = [name for name in ("document", "random", "inputs") if getattr(options, name)]
@@ -117,11 +112,7 @@ def _open(prefix: str, cache_path: str | None) -> "Corpus":
 
 
 def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[int] | None:
-    """Return the numbers of the documents to show; None if the command line asks for none.
-
-    Raises:
-        ConfigError: A number that the corpus does not have.
-    """
+    """Return the numbers of the documents to show; None if the command line asks for none."""
     documents = len(corpus)
     if options.document is not None:
         if outside := [number for number in options.document if not 0 <= number < documents]:
@@ -162,7 +153,7 @@ def print_summary(corpus: "Corpus") -> None:
 
 
 def print_inputs(corpus: "Corpus") -> None:
-    """A line for each input in the order of the corpus, with the number of its first document."""
+    """Print a line for each input in the order of the corpus, with the number of its first document."""
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():
@@ -185,7 +176,7 @@ def print_document(corpus: "Corpus", number: int, tokenizer: "Tokenizer", *, tok
 
 
 def print_rows(rows: dict[str, str]) -> None:
-    """Names to the left, values to the right of them, their lines wrapped. What a stranger put there is escaped."""
+    """Print names and values in two columns, wrapped. What a stranger put there is escaped."""
     width = _WIDTH - _NAME_WIDTH - 3
     for name, value in rows.items():
         name = visible(name)

@@ -82,12 +82,7 @@ class WrittenCorpus(NamedTuple):
 
 
 class _Corpus:
-    """One of the two corpora of a split, as it is finished in the folder of work.
-
-    Attributes:
-        shards: Records by the name of the job, in order, of those that have a document.
-        total: Their counts.
-    """
+    """One of the two corpora of a split, as it is finished in the folder of work; empty shards are left out."""
 
     def __init__(self, name: str, files: CorpusFiles, records: Mapping[str, Finished[ShardCounts]]) -> None:
         self.name, self.files = name, files

@@ -50,7 +50,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def input_version(path: str) -> InputVersion:
-    """Size, and time of the latest change or what a server has instead of it."""
+    """Return size, and time of the latest change or what a server has instead of it."""
     if not is_url(path):
         status = Path(path).stat()
         return InputVersion(status.st_size, str(status.st_mtime_ns))
@@ -61,7 +61,7 @@ def input_version(path: str) -> InputVersion:
 
 
 def version_in(facts: dict[str, Any], url: str) -> InputVersion:
-    """That of a URL, of what its file system says about it."""
+    """Return the version of a URL from the facts that its file system has about it."""
     if facts.get("size") is None:
         raise DataError(f"{url}: its server does not report its size; copy it to a disk and name that file")
     versions = (str(facts[key]) for key in _VERSION_KEYS if facts.get(key))
@@ -69,7 +69,7 @@ def version_in(facts: dict[str, Any], url: str) -> InputVersion:
 
 
 def input_sha256(path: str) -> str | None:
-    """Reads a local file; None for a URL, since what is transferred twice is paid for twice."""
+    """Hash a local file; None for a URL, since what is transferred twice is paid for twice."""
     return None if is_url(path) else sha256_of(Path(path))
 
 
@@ -112,12 +112,7 @@ def _walk(top: Path) -> Iterator[str]:
 
 
 def file_system_of(url: str) -> tuple[Any, str]:
-    """What fsspec reads a URL with, and the path for it; the same in all threads of a process.
-
-    Raises:
-        ConfigError: Nothing reads such URLs.
-        MissingPackageError: What reads them is not installed.
-    """
+    """Return the fsspec file system of a URL, the same in all threads of a process, and the path for it."""
     with named_errors(url):
         import fsspec
 

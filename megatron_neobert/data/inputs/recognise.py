@@ -86,15 +86,9 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
 
 
 def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Read all records of a chunk, in order.
+    """Read all records of a chunk, in order. Raise DataError if the file is damaged or has no text column of that name.
 
-    Args:
-        digest: Receives the bytes if they are read in order; of a table, only some columns are read.
-
-    Raises:
-        DataError: The file is damaged, or a parquet or Arrow file has no text column of that name.
-        MissingPackageError: A package that the address needs is not installed.
-        ModuleNotFoundError: A package that the format needs is not installed.
+    `digest` receives the bytes if they are read in order; of a table, only some columns are read.
     """
     numbers = 0
     try:
@@ -112,11 +106,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
 
 def recognise(path: str, settings: ReadSettings) -> Chunk:
-    """Return a whole input file as one chunk.
-
-    Raises:
-        DataError: The bytes belong to a format that is not read here.
-    """
+    """Return a whole input file as one chunk. Raise DataError if its bytes belong to a format that is not read here."""
     with named_errors(path), open_input(path) as file:
         head = file.read(_HEAD_BYTES)
     if not head and PurePosixPath(path).suffix.lower() in _NEVER_EMPTY:

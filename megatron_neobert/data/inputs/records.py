@@ -119,7 +119,7 @@ class RecordBatch:
 
 
 def decode(raw: bytes) -> tuple[str, bool]:
-    """The text, and whether invalid UTF-8 in it became U+FFFD."""
+    """Return the text, and whether invalid UTF-8 in it became U+FFFD."""
     try:
         return raw.decode(), False
     except UnicodeDecodeError:
@@ -135,7 +135,7 @@ def add_value(
     repaired: bool = False,
     origin: Origin | None = None,
 ) -> None:
-    """Adds what a record has under the text key; `raw` is the record, for the case that it is rejected."""
+    """Add what a record has under the text key; `raw` is the record, for the case that it is rejected."""
     if value is None:
         reject(batch, NULL_TEXT, number, "null", raw)
     elif not isinstance(value, str):

@@ -41,11 +41,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off betwe
 def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> list[int]:
     """Return the rows at which to cut a parquet file: between row groups, and inside those that are too large.
 
-    An Arrow file is one chunk.
-
-    Raises:
-        DataError: The file is damaged, or has no text column of that name.
-        ConfigError: The file has no column for --record-key.
+    An Arrow file is one chunk. Raises DataError or ConfigError if a column is missing.
     """
     with _named_damage(chunk), ExitStack() as stack:
         if chunk.format == "arrow":
@@ -72,11 +68,7 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
 
 
 def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
-    """Read the texts of the rows [start, end) of a parquet or Arrow file.
-
-    Raises:
-        DataError: The file is damaged, or has no such text column.
-    """
+    """Read the texts of the rows [start, end) of a parquet or Arrow file."""
     read = _parquet_rows if chunk.format == "parquet" else _arrow_rows
     with _named_damage(chunk):
         # Each field in a reading of its own.
@@ -217,9 +209,9 @@ def _arrow_rows(chunk: Chunk, key: str, *, of_text: bool = True) -> "Iterator[tu
 
 
 def _check_offsets(column: "pa.Array") -> None:
-    """Raises ArrowInvalid where damage would let values be taken from outside of the column.
+    """Raise ArrowInvalid if damage would let values be taken from outside of the column.
 
-    Parquet is decoded, so its values lie where they should; Arrow is taken as it is, and would end the process.
+    Parquet is decoded, so its values are where they should be; Arrow is taken as it is, and would end the process.
     """
     import pyarrow as pa
 
@@ -257,14 +249,10 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
 
 
 def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = True) -> "tuple[list[str], pa.DataType]":
-    """The names that lead to the column (its own, or those of the structs around it before it), and its type.
+    """Return the names that lead to the column (those of the structs around it, and its own), and its type.
 
-    Of a column that is called `a.b` and one `b` within the struct `a`, the first is meant.
-
-    Raises:
-        DataError: There is no text column of that name, or it holds something else than strings.
-        ConfigError: There is no column of that name for --record-key. Not a DataError, which
-            --quarantine would answer by leaving the file out.
+    Of a column that is called `a.b` and one `b` within the struct `a`, the first is meant. A missing column of
+    --record-key is a ConfigError, not a DataError, which --quarantine would answer by leaving the file out.
     """
     import pyarrow as pa
 

@@ -67,7 +67,7 @@ def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
 
 def _read_objects(records: Records, first_number: int, settings: ReadSettings) -> RecordBatch:
-    """The texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
+    """Read the texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
     batch = RecordBatch(numbers=len(records))
     key, texts, size = settings.text_key, batch.texts, 0
     keys = settings.record_keys
@@ -91,7 +91,7 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
 
 
 def _read_object(batch: RecordBatch, line: bytes | TooLong, number: int, settings: ReadSettings) -> None:
-    """Adds what the standard library reads, or why it is no text."""
+    """Add what the standard library reads, or why it is no text."""
     if isinstance(line, TooLong):
         return reject(batch, TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
     if not line or line.isspace():
@@ -136,7 +136,7 @@ def _look_up(record: dict[str, object], key: str) -> object:
 
 
 def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """What is blank between two separators is no record, just as a blank line among JSON lines is none."""
+    """Read plain text. What is blank between two separators is no record, just as a blank line among JSON lines."""
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     too_long = f"more than {limit:,} bytes"
     with ChunkStream(chunk, digest) as stream:
@@ -170,7 +170,7 @@ def _without_fields(number: int, settings: ReadSettings) -> Origin | None:
 
 
 def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:
-    """What lies between the separators, in groups of about BATCH_BYTES.
+    """Yield what is between the separators, in groups of about BATCH_BYTES.
 
     No record of more than `limit` bytes is held, and the rest after the last separator is a record unless empty.
     """
@@ -196,7 +196,7 @@ def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterat
 
 
 def group_records(records: Records, limit: int) -> Iterator[Records]:
-    """The same in groups of about BATCH_BYTES, in which those above `limit` bytes are TooLong."""
+    """Yield the same in groups of about BATCH_BYTES, in which those above `limit` bytes are TooLong."""
     if sum(map(len, records)) <= min(2 * BATCH_BYTES, limit):
         yield records
         return

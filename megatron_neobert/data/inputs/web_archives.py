@@ -50,12 +50,7 @@ class ArchiveRecord(NamedTuple):
 
 
 def read_archive(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """The texts of pages that were fetched with success, and of WET records.
-
-    Raises:
-        ModuleNotFoundError: fastwarc or resiliparse is not installed.
-        DamagedStream: The archive ends within a record, or a length in it is wrong.
-    """
+    """Read the texts of pages that were fetched, and of WET records. DamagedStream if a length is wrong."""
     batch, number, held = RecordBatch(), 0, 0
     with ChunkStream(chunk, digest) as stream:
         try:
@@ -96,11 +91,7 @@ def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings
 
 
 def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, origin: Origin | None) -> None:
-    """Adds the text of an HTTP response, or counts why it has none; a body above `limit` bytes is too long.
-
-    Raises:
-        ModuleNotFoundError: fastwarc or resiliparse is not installed.
-    """
+    """Add the text of an HTTP response, or count why it has none; a body above `limit` bytes is too long."""
     from fastwarc.warc import WarcRecord
 
     try:
@@ -131,7 +122,7 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
 
 
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str, bool]:
-    """The page, and whether something of it became U+FFFD.
+    """Return the page, and whether something of it became U+FFFD.
 
     What is valid UTF-8 is UTF-8, even where server or page declare another: no other encoding gives that by chance, and
     many declare the default of their software. Else the byte order mark counts, then the server, the page, a guess.
@@ -153,10 +144,9 @@ def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str
 
 
 def main_text(html: str) -> str:
-    """The text of a page without navigation, forms and the like, a paragraph or list item to a line.
+    """Return the text of a page without navigation, forms and the like, a paragraph or list item to a line.
 
-    Raises:
-        ValueError: The page cannot be parsed.
+    Raises ValueError if the page cannot be parsed.
     """
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.html import HTMLTree
@@ -171,10 +161,9 @@ def main_text(html: str) -> str:
 
 
 def cut_records(archive: BinaryIO, *, limit: int) -> Iterator[ArchiveRecord]:
-    """All records of an archive; of one above `limit` bytes only the beginning is held.
+    """Yield all records of an archive; of one above `limit` bytes only the beginning is held.
 
-    Raises:
-        DamagedStream: The archive ends within a record, or none begins where one should.
+    Raises DamagedStream if the archive ends within a record, or none begins where one should.
     """
     while line := archive.readline(_HEADER_BYTES):
         if not line.strip():  # between two records
