@@ -59,47 +59,31 @@ def test_item_type_follows_megatrons_rule_at_its_threshold():
 @pytest.mark.parametrize(
     ("end", "change", "message"),
     [
-        pytest.param("idx", put("<9s", 0, b"NOTANIDX1"), r"byte 0: expected magic b'MMIDIDX.*NOTANIDX1", id="magic"),
-        pytest.param("idx", put("<Q", 9, 7), "byte 9: expected version 1, found 7;", id="version"),
-        pytest.param(
-            "idx", put("<B", 17, 9), r"byte 17: expected dtype code 8 \(uint16\) or 4 .*, found 9;", id="dtype"
-        ),
-        pytest.param(
+        ("idx", put("<9s", 0, b"NOTANIDX1"), r"byte 0: expected magic b'MMIDIDX.*NOTANIDX1"),
+        ("idx", put("<Q", 9, 7), "byte 9: expected version 1, found 7;"),
+        ("idx", put("<B", 17, 9), r"byte 17: expected dtype code 8 \(uint16\) or 4 .*, found 9;"),
+        (
             "idx",
             put("<B", 17, 4),
             f"expected 24 bytes for 6 tokens of int32, as small.idx has it, found a file of {BIN_BYTES} bytes",
-            id="dtype lies",
         ),
-        pytest.param("idx", cut(20), "byte 20: expected at least 34 bytes of header, found a file of 20", id="header"),
-        pytest.param("idx", put("<Q", 18, 0), "byte 18: expected at least one document, found 0", id="count 0"),
-        pytest.param(
-            "idx", put("<QQ", 18, 1 << 40, (1 << 40) + 1), f"found a file of {IDX_BYTES} bytes", id="count 2^40"
-        ),
-        pytest.param("idx", put("<Q", 26, 4), "byte 18: .* 4 sequences and 4 boundaries", id="boundary count"),
-        pytest.param(
-            "idx", put("<i", AT_LENGTHS + 4, -1), f"byte {AT_LENGTHS + 4}: .* document 1, found -1", id="negative"
-        ),
-        pytest.param(
-            "idx", put("<i", AT_LENGTHS, 4), f"byte {AT_POINTERS + 8}: .* 1 to be 8 bytes, .* found 6", id="length"
-        ),
-        pytest.param(
-            "idx", put("<q", AT_POINTERS + 24, 99), "expected 103 bytes for 51 tokens of uint16", id="past end"
-        ),
-        pytest.param(
-            "idx", put("<q", AT_BOUNDARIES + 8, 2), f"byte {AT_BOUNDARIES + 8}: .* 1 .* 1, found 2", id="boundary"
-        ),
-        pytest.param("bin", cut(0), f"expected {BIN_BYTES} bytes for 10 tokens of uint16.* of 0 bytes", id="empty bin"),
-        pytest.param("bin", cut(-2), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 2} bytes", id="bin cut"),
-        pytest.param("json", replaced(b'"documents": 4', b'"documents": 5'), "records 5, .* found 4", id="sum"),
-        pytest.param(
+        ("idx", cut(20), "byte 20: expected at least 34 bytes of header, found a file of 20"),
+        ("idx", put("<Q", 18, 0), "byte 18: expected at least one document, found 0"),
+        ("idx", put("<QQ", 18, 1 << 40, (1 << 40) + 1), f"found a file of {IDX_BYTES} bytes"),
+        ("idx", put("<Q", 26, 4), "byte 18: .* 4 sequences and 4 boundaries"),
+        ("idx", put("<i", AT_LENGTHS + 4, -1), f"byte {AT_LENGTHS + 4}: .* document 1, found -1"),
+        ("idx", put("<i", AT_LENGTHS, 4), f"byte {AT_POINTERS + 8}: .* 1 to be 8 bytes, .* found 6"),
+        ("idx", put("<q", AT_POINTERS + 24, 99), "expected 103 bytes for 51 tokens of uint16"),
+        ("idx", put("<q", AT_BOUNDARIES + 8, 2), f"byte {AT_BOUNDARIES + 8}: .* 1 .* 1, found 2"),
+        ("bin", cut(0), f"expected {BIN_BYTES} bytes for 10 tokens of uint16.* of 0 bytes"),
+        ("bin", cut(-2), f"expected {BIN_BYTES} bytes .* of {BIN_BYTES - 2} bytes"),
+        ("json", replaced(b'"documents": 4', b'"documents": 5'), "records 5, .* found 4"),
+        (
             "json",
             replaced(b'"documents": 4', b'"documents": 5', b'"records": 4', b'"records": 5'),
             r"expected documents 4 as in small\.idx, found 5",
-            id="documents",
         ),
-        pytest.param(
-            "json", replaced(b'"tokens": 10', b'"tokens": 9'), r"tokens 10 as in small\.idx, found 9", id="tokens"
-        ),
+        ("json", replaced(b'"tokens": 10', b'"tokens": 9'), r"tokens 10 as in small\.idx, found 9"),
     ],
 )
 def test_damage_is_found_by_the_check_of_the_indexes_and_named_with_its_numbers(prefix, end, change, message):
@@ -117,23 +101,11 @@ def test_damage_is_found_by_the_check_of_the_indexes_and_named_with_its_numbers(
     ("change", "wrong", "others"),
     [
         (put("<i", AT_LENGTHS + 4, 2), 1, [0, 2, 3]),
-        (put("<i", AT_LENGTHS + 4, -1), 1, [0, 2, 3]),
         (put("<q", AT_POINTERS + 8, 1 << 40), 1, [2, 3]),
-        (put("<q", AT_POINTERS + 8, 2), 0, [2, 3]),
         (put("<qq", AT_POINTERS, -6, 0), 0, [2, 3]),
         (put("<q", AT_POINTERS + 16, 10), 2, [0, 3]),
         (put("<qq", AT_POINTERS + 8, 1 << 40, (1 << 40) + 2), 1, [3]),
         (put("<qq", AT_POINTERS + 8, (1 << 63) - 2, -1 << 63), 1, [3]),
-    ],
-    ids=[
-        "length",
-        "negative length",
-        "pointer",
-        "pointer behind",
-        "two pointers",
-        "into another",
-        "beyond",
-        "overflow",
     ],
 )
 def test_a_wrong_place_in_an_index_is_found_by_the_first_look_at_its_document(tmp_path, volumes, change, wrong, others):

@@ -177,17 +177,12 @@ def test_shard_on_a_web_server_is_read(server, tmp_path):
     ("url", "label"),
     [
         ("https://me:secret@host.org:80/a/b.jsonl", "https://host.org:80/a/b.jsonl"),
-        ("https://token@host.org/b.jsonl", "https://host.org/b.jsonl"),
         ("https://host.org/b.jsonl?X-Amz-Signature=0123", "https://host.org/b.jsonl"),
         ("https://me:sec@ret@host.org/b?sig=a@b/c?d", "https://host.org/b"),
         ("s3://key:secret@bucket/b.jsonl?versionId=1", "s3://bucket/b.jsonl"),
-        ("gs://bucket/b@c.jsonl?x=y", "gs://bucket/b@c.jsonl"),
         ("abfs://container@account.dfs.core.windows.net/b?sig=x", "abfs://container@account.dfs.core.windows.net/b"),
         ("simplecache::https://me:secret@host.org/b?sig=x", "simplecache::https://host.org/b"),
-        ("https://host.org/a b.jsonl?sig=x", "https://host.org/a b.jsonl"),
-        ("https://host.org/b.jsonl?token", "https://host.org/b.jsonl"),
         ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"),
-        ("file:///data/what?.jsonl", "file:///data/what?.jsonl"),
         ("/data/what?/me:x@home.jsonl", "/data/what?/me:x@home.jsonl"),
     ],
 )

@@ -70,13 +70,10 @@ def test_format_is_recognised_below_every_compression(tmp_path, form, compressio
         (b"A plain text.\nWith two lines.\n", "text"),
         (b"\xef\xbb\xbfA plain text.", "text"),
         (b"[see above] and so on", "text"),
-        (b"", "jsonl"),
         (b" \n\n", "jsonl"),
         (b"not json\n" + JSON_LINES, "jsonl"),
         (b'["content"]\n' + JSON_LINES, "jsonl"),
         (b'{"content": "cut o\n' + JSON_LINES, "jsonl"),
-        (b'{"content": "cut o\n{}', "jsonl"),
-        (b'{"content": \n' + JSON_LINES, "jsonl"),
         (b'{"content": "' + b"x" * 100_000 + b'"}\n', "jsonl"),  # the first line is longer than what is looked at
         (b'{"content": NaN}\n{"content": "x"}', "jsonl"),
         (b"\xef\xbb\xbf" + JSON_LINES, "jsonl"),
@@ -129,9 +126,7 @@ def test_asked_format_counts_more_than_the_content(tmp_path):
         (b"PK\x03\x04", "a zip archive; .*: unpack it"),
         (b"a.jsonl" + bytes(250) + b"ustar\00000" + JSON_LINES, "a tar archive; .*: unpack it"),
         ('{"content": "x"}'.encode("utf-16"), "neither .*iconv -t UTF-8"),
-        ('{"content": "x"}'.encode("utf-16-be"), "neither a format that is read here nor UTF-8 text"),
         (b"%PDF-1.7\n", "a PDF document.*extract its text"),
-        (b"\x89PNG\r\n", "neither a format that is read here"),
         (bytes(range(256)) * 20, "neither a format that is read here"),
         (
             "Привет, мир, как дела?".encode("koi8-r"),
