@@ -177,7 +177,7 @@ class Corpus:
         if self.storage is not None:
             self.storage.copy(f"{self.prefix}.attributes.parquet", path, recorded)
         else:
-            _compare_sha256(path, recorded.sha256, sha256_of(path))
+            _compare_sha256(self.files, path, recorded.sha256, sha256_of(path))
         return path
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
@@ -228,13 +228,13 @@ def check_content(corpus: Corpus) -> None:
     volumes = list(zip(corpus.volumes, corpus.manifest.volumes, strict=True))
     for volume, recorded in tqdm(volumes, "volumes", unit="volume", leave=False, disable=None):  # on a terminal
         bin_sha256 = corpus.allowed.scan(volume)
-        _compare_sha256(volume.bin, recorded.bin.sha256, bin_sha256)
-        _compare_sha256(volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
+        _compare_sha256(corpus.files, volume.bin, recorded.bin.sha256, bin_sha256)
+        _compare_sha256(corpus.files, volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
 
 
-def _compare_sha256(path: Path | RemoteFile, expected: str, found: str) -> None:
+def _compare_sha256(files: CorpusFiles, path: Path | RemoteFile, expected: str, found: str) -> None:
     if found != expected:
-        raise damage(path, 0, f"sha256 {expected} as in the manifest", found)
+        raise damage(path, 0, f"sha256 {expected} as in {files.manifest.name}", found)
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
@@ -262,7 +262,9 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     if missing := [path for path in expected if not path.is_file()]:
         raise _incomplete(prefix, missing)
     if (attributes := manifest.attributes) and (found := files.attributes.stat().st_size) != attributes.bytes:
-        raise damage(files.attributes, 0, f"{attributes.bytes} bytes as in the manifest", f"a file of {found} bytes")
+        raise damage(
+            files.attributes, 0, f"{attributes.bytes} bytes as in {files.manifest.name}", f"a file of {found} bytes"
+        )
     return manifest
 
 
