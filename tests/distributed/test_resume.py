@@ -354,7 +354,7 @@ def corpus_with(words: list[str], folder: Path) -> SimpleNamespace:
     preprocessing = PreprocessSettings(
         inputs=(str(shard),), output_prefix=str(folder / "other"), tokenizer_model=str(vocabulary)
     )
-    preprocess(plan_preprocessing(preprocessing), on_progress=lambda progress: None)
+    preprocess(plan_preprocessing(preprocessing))
     return SimpleNamespace(prefix=str(folder / "other_content_document"), tokenizer=str(vocabulary))
 
 
