@@ -96,7 +96,7 @@ def finetune(options: FinetuneOptions) -> None:
     """Fine-tune an encoder contrastively for embeddings, as NeoBERT's paper does before MTEB.
 
     Writes OUTPUT/NAME/NAME-contrastive, which `SentenceTransformer(folder)` loads, the loss as CSV and PNG, and
-    contrastive.json; NAME is the model's folder. Start it with torchrun for several GPUs.
+    contrastive.json; NAME is the model's folder. Start it with torchrun for several GPUs. Started again, it resumes.
     """
     require_folder("--model", options.model, holding="config.json")
     _prepare(options.model, options.data_dir, f"{_FETCH} contrastive --data-dir DIR")
@@ -119,16 +119,14 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
     fetch_contrastive(options)
 
 
-def fetch_mteb(options: FetchMtebOptions) -> int:
-    """Fetch the data of MTEB's tasks, for machines without a network, and read it back without one.
+def fetch_mteb(options: FetchMtebOptions) -> None:
+    """Fetch the data of MTEB's tasks, for machines without a network.
 
     Where a cache of the Hugging Face libraries is filled already, HF_HUB_OFFLINE=1 makes it the only source.
     """
-    if options.check:
-        go_offline()
     from megatron_neobert.evaluation.fetch import fetch_mteb
 
-    return fetch_mteb(options)
+    fetch_mteb(options)
 
 
 def report(options: ReportOptions) -> None:

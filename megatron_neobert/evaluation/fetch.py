@@ -5,7 +5,6 @@ that its source has lost does not keep the others from coming.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import datasets
 
-import megatron_neobert
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
 from megatron_neobert.evaluation.options import (
@@ -110,17 +108,14 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
     fetch_all(options.data_dir, {key: lambda key=key: fetch(key) for key in keys})  # type: ignore[misc]
 
 
-def fetch_mteb(options: FetchMtebOptions) -> int:
-    """Fetch every task that is not there in the revision of the installed mteb, and read all without a network.
-
-    Returns:
-        The exit code of the reading.
+def fetch_mteb(options: FetchMtebOptions) -> None:
+    """Fetch every task that is not there in the revision of the installed mteb.
 
     Raises:
         ConfigError: A task is a local one, or mteb has no such task, benchmark or language.
-        MissingInputError: Something could not be fetched, or with --check is not there.
+        MissingInputError: Something could not be fetched.
     """
-    from megatron_neobert.evaluation.mteb_store import load_task, store_task, stored_revision
+    from megatron_neobert.evaluation.mteb_store import store_task, stored_revision
     from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
 
     if local := [name for name in options.tasks if name.startswith(PREFIX)]:
@@ -131,16 +126,6 @@ def fetch_mteb(options: FetchMtebOptions) -> int:
         task.metadata.name: task
         for task in flatten(choose_tasks(options.benchmark, options.tasks, options.languages, options.output))
     }
-    if options.check:
-        if missing := [name for name, task in tasks.items() if stored_revision(options.output, task) is None]:
-            raise MissingInputError(
-                f"--output {options.output}: no data of {len(missing)} tasks: {', '.join(missing)}."
-            )
-        for task in tasks.values():
-            load_task(options.output, task)
-            task.unload_data()
-        print(f"{options.output}: {len(tasks)} tasks can be read without a network")
-        return 0
 
     def fetch(name: str) -> str:
         if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
@@ -149,9 +134,3 @@ def fetch_mteb(options: FetchMtebOptions) -> int:
         return "fetched"
 
     fetch_all(options.output, {name: lambda name=name: fetch(name) for name in tasks})  # type: ignore[misc]
-    # Another process: these libraries look at the environment once.
-    command = [sys.executable, "-m", "megatron_neobert", "fetch", "mteb", "--check", "--output", str(options.output)]
-    command += ["--tasks", *options.tasks] if options.tasks else ["--benchmark", options.benchmark]
-    command += ["--languages", *options.languages]
-    own = {"PYTHONPATH": str(Path(megatron_neobert.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}  # this checkout first
-    return subprocess.run(command, env={**os.environ, **own}, check=False).returncode

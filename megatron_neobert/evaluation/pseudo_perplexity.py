@@ -46,7 +46,7 @@ from megatron_neobert.runtime.atomic_files import name_models
 
 BAND = "95 % of the average over documents"
 # Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
-COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high", "arithmetic_mean")
+COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high")
 _ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8
 _CONFIDENCE = 0.95  # of the band above
 _DOCUMENTS_OF_BAND = 5  # of fewer, Student's interval spans orders of magnitude
@@ -135,7 +135,6 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
             "text_key": options.text_key,
             "batch_tokens": options.batch_tokens,
             "device": str(scorer.model.device),
-            "head": "masked position" if scorer.is_sparse else "all positions",
         }
         lines = [ledger.lines[key_of(unit)] for unit in units.values()]
         record = place / "pseudo_perplexity.json"
@@ -225,7 +224,7 @@ class DocumentResult:
 
 
 # Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
-COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high", "arithmetic_mean")
+COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high")
 
 
 def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[int]) -> list[dict[str, Any]]:
@@ -243,8 +242,7 @@ def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[i
             band = [math.exp(mean - half), math.exp(mean + half)]
         ends = (0, *length_bins, None)  # longer than the one, and no longer than the next
         lengths = fmean(result.length for result in groups[number])
-        # exp of the documents' average loss; and the average of their pseudo-perplexities.
-        values = (len(losses), lengths, math.exp(mean), *band, fmean(map(math.exp, losses)))
+        values = (len(losses), lengths, math.exp(mean), *band)
         curve.append(dict(zip(COLUMNS, (*ends[number : number + 2], *values), strict=True)))
     return curve
 

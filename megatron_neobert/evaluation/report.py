@@ -292,9 +292,8 @@ def mteb(runs: Sequence[Measured], output: Path) -> list[str]:
     groups: dict[str, list[tuple[Measured, dict[str, Any]]]] = {}
     for run in runs:  # the tasks are the heading of a table
         for entry in run.results["tables"]:
-            tasks, limit = entry["settings"]["tasks"], entry["settings"]["limit"]
-            what = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
-            name = what if limit is None else f"{what}, a quick look with limit {limit:,}"
+            tasks = entry["settings"]["tasks"]
+            name = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
             groups.setdefault(name, []).append((run, entry))
     blocks: list[str] = []
     every: dict[tuple[str, ...], str] = {}

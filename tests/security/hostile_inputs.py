@@ -155,11 +155,6 @@ def pickle_a_dense_module(folder: Path, canary: Canary) -> None:
     (folder / "2_Dense" / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
 
 
-def pipe_for_a_dense_module(folder: Path, canary: Canary) -> None:
-    good.add_dense(folder)
-    pipe_in_place_of("2_Dense/model.safetensors")(folder, canary)
-
-
 def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
@@ -208,7 +203,7 @@ def replace_by(path_in: str, write: Callable[[Path, Canary], object]) -> Spoil:
     """Return a change that empties folders of a data set and fills them again."""
 
     def spoil(folder: Path, canary: Canary) -> None:
-        for part in ("rte", "tagged", "classes", "PAIRS"):
+        for part in ("rte", "tagged", "classes"):
             shutil.rmtree(folder / part)
             (folder / part).mkdir()
             write(folder / part, canary)
@@ -299,9 +294,6 @@ HOSTILE = (
         "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"})),
     Hostile("model", "other weights", change_json("config.json", transformers_weights="../other.bin")),
     Hostile("model", "pickled Dense", pickle_a_dense_module),
-    Hostile("model", "pipe for a Dense module", pipe_for_a_dense_module),
-    Hostile("model", "Dense with a class as activation", lambda folder, canary: good.add_dense(
-        folder, activation_function="subprocess.Popen")),
     Hostile("model", "pickles for weights", in_place_of("*.safetensors", content=pickled)),
     Hostile("model", "pickles for settings", in_place_of("config.json", content=pickled)),
     Hostile("model", "nested config", in_place_of("config.json", content=nested)),
@@ -340,7 +332,8 @@ HOSTILE = (
     Hostile("dataset", "files elsewhere", replace_by("", point_elsewhere)),
     Hostile("dataset", "files of a URL", replace_by("", point_to_a_url)),
     Hostile("dataset", "script", replace_by("", bring_a_script)),
-    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl")),
+    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl", "PAIRS.parquet")),
+    Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickled)),
     Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested)),
     Hostile("records", "embedded files", embed_files),
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),

@@ -68,7 +68,6 @@ def test_band_is_students_interval_of_the_average_over_documents():
     low, high = stats.t.interval(0.95, len(means) - 1, loc=fmean(means), scale=stats.sem(means))
     assert (point["low"], point["high"]) == pytest.approx((math.exp(low), math.exp(high)))
     assert point["pseudo_perplexity"] == pytest.approx(math.exp(fmean(means)))
-    assert point["arithmetic_mean"] == pytest.approx(fmean(map(math.exp, means)))
 
 
 def test_few_documents_have_an_average_without_a_band():
