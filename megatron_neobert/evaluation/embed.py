@@ -26,8 +26,6 @@ from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, OutputError
@@ -156,22 +154,6 @@ def _steps(checkpoint: Path) -> int:
     return int(state["global_step"])
 
 
-class ProgressLine(TrainerCallback):
-    """Prints a line per interval where there is no terminal for the trainer's bar."""
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if args.disable_tqdm and state.is_world_process_zero and logs and "loss" in logs:
-            line = f"step {state.global_step}/{state.max_steps} | loss {logs['loss']:.4f} nats"
-            print(f"{line} | lr {logs['learning_rate']:.1e} | grad norm {logs['grad_norm']:.2f}", flush=True)
-
-
 class _Trainer(SentenceTransformerTrainer):
     def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
         """Add no model card: it would quote texts of the datasets and the paths of this machine."""
@@ -227,9 +209,7 @@ def train(
         train_dataset=datasets.DatasetDict(pairs),
         loss=build_loss(model, training.temperature, options.gradient_cache),
         data_collator=PairCollator(preprocess_fn=model.preprocess, prompts=by_column),
-        callbacks=[ProgressLine()],
     )
-    trainer.remove_callback(PrinterCallback)
     started, checkpoint = time.monotonic(), newest_checkpoint(Path(str(arguments.output_dir)))
     if checkpoint is not None and trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}", flush=True)
