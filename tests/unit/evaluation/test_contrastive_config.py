@@ -6,7 +6,7 @@ import pytest
 from unit.evaluation.contrastive_place import write_yaml
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.embed_data import DatasetSource, read_config
+from megatron_neobert.evaluation.embed_data import read_config
 
 SHIPPED = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
 # Of the released code; what the paper adds has no divisor there.
@@ -25,12 +25,6 @@ def test_shipped_file_is_the_papers_recipe():
     assert {key for key, source in config.datasets.items() if not source.default} == {"MEDMCQACLUST", "YAHOOCLUST"}
     assert all(source.hub for source in config.datasets.values() if source.default)
     assert len({source.instruction for source in config.datasets.values()}) == 22 - 2  # two pairs share theirs
-
-
-@pytest.mark.parametrize(("target", "pairs"), [(128, 64), (32, 16), (3, 2)])
-def test_batch_is_divided_but_keeps_two_pairs(target, pairs):
-    assert DatasetSource(divisor=2, instruction="").batch_size(target) == pairs
-    assert DatasetSource(divisor=50, instruction="").batch_size(32) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 from unit.evaluation.contrastive_place import make_pairs, write_jsonl
 
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.data import digest_of
 from megatron_neobert.evaluation.embed_data import DatasetSource, fetch_pairs, find_local, load_pairs
 
 ROWS = make_pairs(7, negatives=2, seed=5)
@@ -52,20 +51,6 @@ def test_file_without_pairs_is_refused_by_name(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         load_pairs(tmp_path / name)
-
-
-def test_digest_changes_with_the_texts_and_not_with_their_place(tmp_path, monkeypatch):
-    def digest(name: str, rows: list[dict]) -> str:
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / name / "cache")
-        (tmp_path / name).mkdir()
-        write_jsonl(tmp_path / name / "KEY.jsonl", rows)
-        return digest_of(load_pairs(tmp_path / name / "KEY.jsonl"), ("query", "positive", "negatives"))
-
-    words = [{**row, "query": row["query"] + " ba"} if number == 3 else row for number, row in enumerate(ROWS)]
-    fewer = [{**row, "negatives": []} for row in ROWS]
-    others = [digest("words", words), digest("order", ROWS[::-1]), digest("fewer", fewer)]
-    assert digest("first", ROWS) == digest("again", ROWS)
-    assert len({digest("as before", ROWS), *others}) == 4
 
 
 # --- fetching

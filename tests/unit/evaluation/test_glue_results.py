@@ -99,18 +99,6 @@ def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_given(t
     assert f"– ({reason})" in (tmp_path / "glue.md").read_text()
 
 
-def test_page_has_the_measured_row_above_the_reported_ones_and_each_tasks_best_point(tmp_path):
-    write(tmp_path, {"rte": result("rte", 0.5, 0.6)}, {"rte": SETTINGS | {"protocol": {"limit": 2_000}}})
-    lines = (tmp_path / "glue.md").read_text().splitlines()
-    scores = ["missing"] * 3 + ["55.0 ± 7.1"] + ["missing"] * 4
-    assert lines[2].startswith("| model | MNLI | QNLI | QQP | RTE |")
-    name = f"{tmp_path.name}, at most 2,000 rows a split"
-    assert lines[4] == f"| {name} | {' | '.join(scores)} | – (1 of 8 tasks) | measured |"
-    assert "| NeoBERT-4096 | 89.0 | 93.7 | 90.7 | 91.3 | 95.6 | 93.4 | 66.2 | 91.8 | 89.0 | reported |" in lines
-    (best,) = [line for line in lines if f"| {tmp_path.name} | RTE |" in line]
-    assert best.endswith("| the model | 8 | 1e-05 | 0.01 | 0 1 | 1 | 0.03 | – |")
-
-
 def test_results_of_earlier_commands_are_in_the_record_and_those_of_other_weights_are_not(tmp_path):
     write(tmp_path, {"stsb": result("stsb", 0.25, 0.5)})
     write(tmp_path, {"rte": result()}, model="other")

@@ -69,19 +69,6 @@ def test_papers_benchmark_has_its_56_tasks_with_twelve_forums_as_one():
     assert len(flatten(tasks)) == 56 - 1 + 12
 
 
-@pytest.mark.parametrize("name", ["STS12", "CQADupstackRetrieval", "CQADupstackGamingRetrieval"])
-def test_task_that_was_cut_for_a_quick_look_leaves_the_librarys_own_and_the_next_one_whole(name):
-    before = flatten(by_name(name))
-    for task in before:
-        task.dataset = "cut"
-        task.np_rng.random()
-    (own,) = [task for task in mteb.get_benchmark(MTEB_PAPER).tasks if task.metadata.name == "CQADupstackRetrieval"]
-    sts = [task for task in mteb.get_benchmark(MTEB_PAPER).tasks if task.metadata.name == "STS12"]
-    for task in [*flatten(by_name(name)), *own.metadata.tasks, *sts]:
-        assert getattr(task, "dataset", None) is None
-        assert task.np_rng.bit_generator.state == type(task)().np_rng.bit_generator.state
-
-
 def test_task_by_name_is_the_benchmarks_and_an_unknown_one_is_refused_with_a_suggestion():
     (msmarco,) = by_name("MSMARCO")
     assert msmarco.eval_splits == ["dev"]

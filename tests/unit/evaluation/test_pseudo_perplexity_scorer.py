@@ -49,13 +49,6 @@ def test_rows_beyond_the_learned_positions_are_refused_and_the_longest_one_is_sc
     assert math.isfinite(scorer.score([Row(longest, LONGEST - 1)])[0])
 
 
-@pytest.mark.parametrize("kind", ["neobert", "EuroBert"])
-def test_rotary_models_read_rows_longer_than_they_were_made_for(kind, tmp_path):
-    scorer = Scorer(write_model(tmp_path / "model", kind))
-    scorer.check_length(2 * LONGEST)
-    assert math.isfinite(scorer.score([Row(np.full(2 * LONGEST, 5, dtype=np.int32), 3)])[0])
-
-
 def test_tokenizer_without_a_mask_token_is_refused(tmp_path):
     folder = write_model(tmp_path / "model", "EuroBert")  # a BERT's tokenizer has one by default
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

@@ -112,12 +112,6 @@ def test_a_source_that_fails_does_not_keep_the_others_from_coming(hub, tmp_path)
     assert "LOST: failed (" in said
 
 
-def test_where_nothing_can_be_fetched_no_folder_is_left(tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert fetch(tmp_path, LOST={"hub": str(tmp_path / "empty")})[0] == 66
-    assert not (tmp_path / "data").exists()
-
-
 def test_dataset_without_a_source_is_not_fetched(tmp_path):
     code, _, error = fetch(tmp_path, LARGE={}, SMALL={})
     assert code == 2 and "names no hub for LARGE, SMALL" in error
