@@ -113,9 +113,9 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
     if begins_anew and not has_new_data:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {saved.data_identity[:12]}, --data-path "
-            f"{' '.join(own.data.data_path)} has {identities[0][:12]}; its place in the data means nothing there. Name "
-            "the corpus it was trained on; or, to continue with new data, give this folder as --continue-from and "
-            "others as --save and --load."
+            f"{' '.join(own.data.data_path)} has {identities[0][:12]}; its place in the data means nothing there. "
+            "Name the corpus, min, max, where and drop that it was trained on; or, to continue with new data, give "
+            "this folder as --continue-from and others as --save and --load."
         )
     if not has_new_data:
         _refuse_changed_past(saved, now)

@@ -31,22 +31,18 @@ def evaluate_glue(options: GlueOptions) -> None:
     """
     choose_glue_tasks(options.tasks)
     _prepare(options.model, options.data_dir, f"{_FETCH} glue --output DIR")
-    from megatron_neobert.evaluation.glue import evaluate, write_submission
+    from megatron_neobert.evaluation.glue import evaluate
 
     folder = evaluate(options)
     print((folder / "glue.md").read_text(encoding="utf-8"))
     print(f"wrote {folder / 'glue.json'} and .md")
-    if options.predict:
-        archive, missing = write_submission(folder, options)
-        lacks = f", without {', '.join(missing)}, which the server wants too (--tasks)" if missing else ""
-        print(f"wrote {archive} for gluebenchmark.com{lacks}")
 
 
 def evaluate_ner(options: NerOptions) -> None:
-    """Fine-tune and measure named-entity recognition, from CoNLL-style files, WikiANN's or the Hub's.
+    """Fine-tune and measure named-entity recognition, from CoNLL-style files or the Hub's.
 
-    Every point of the grid is run with every seed. Writes OUTPUT/MODEL/ner.json and .md: entity F1 by seqeval, and
-    beside the weights of the best run the tags that they find. Started again, it resumes.
+    Every point of the grid is run with every seed. Writes OUTPUT/MODEL/ner.json and .md, with entity F1 by seqeval, and
+    keeps the weights of the best run. Started again, it resumes.
     """
     _prepare(options.model, options.data_dir, "make a folder for each data set in it")
     from megatron_neobert.evaluation.ner import evaluate

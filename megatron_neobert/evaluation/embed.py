@@ -88,7 +88,7 @@ def finetune(options: FinetuneOptions) -> None:
         "rows": {key: len(rows) for key, rows in pairs.items()},
         "texts": {key: digest_of(rows, ("query", "positive", "negatives")) for key, rows in pairs.items()},
     }
-    with open_ledger(places.ledger) if first else nullcontext(Ledger(places.ledger)) as ledger:
+    with open_ledger(places.ledger, device) if first else nullcontext(Ledger(places.ledger)) as ledger:
         done = ledger.find(settings)
         if done is not None and places.final.exists() and fingerprint(places.final) == done["fingerprint"]:
             print(f"{places.final} is there already")
@@ -104,9 +104,10 @@ def finetune(options: FinetuneOptions) -> None:
             print(f"{key}: {batches}, p = {share['probability']:.3f}")
         losses = f"{results['first_loss_nats']:.3f} -> {results['last_loss_nats']:.3f} nats"
         print(f"loss {losses} in {results['seconds_of_this_start']:.0f} s; wrote {results['folder']}")
-        record = places.file(".json")
-        write_record(record, "contrastive", folder=model, settings=settings, results=results, device=device)
         ledger.add(settings, results)
+        lines = [ledger.lines[key_of(settings)]]
+        record = places.file(".json")
+        write_record(record, "contrastive", folder=model, settings=settings, results=results, lines=lines)
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,10 @@ def fetch_all(output: Path, things: Mapping[str, Callable[[], str]]) -> None:
 
 def fetch_glue(options: FetchGlueOptions) -> None:
     """Fetch every task that is not there, and count its rows."""
-    from megatron_neobert.evaluation.glue_tasks import DIAGNOSTIC, TASKS
-
-    known = {**TASKS, DIAGNOSTIC.name: DIAGNOSTIC}
+    from megatron_neobert.evaluation.glue_tasks import TASKS
 
     def fetch(name: str) -> str:
-        folder, wanted = options.output / name, known[name].rows
+        folder, wanted = options.output / name, TASKS[name].rows
         if all((folder / f"{split}.parquet").is_file() for split in wanted):
             return "there already"
         rows = write_splits(datasets.load_dataset(GLUE, name), folder)
@@ -71,7 +69,7 @@ def fetch_glue(options: FetchGlueOptions) -> None:
                 print(f"warning: {name} {split} has {rows.get(split, 0):,} rows, the benchmark {expected:,}")
         return ", ".join(f"{split} {count:,}" for split, count in rows.items())
 
-    names = choose_glue_tasks(options.tasks, known) or list(known)
+    names = choose_glue_tasks(options.tasks) or list(TASKS)
     fetch_all(options.output, {name: lambda name=name: fetch(name) for name in names})  # type: ignore[misc]
 
 

@@ -38,7 +38,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, yaml_reason
-from megatron_neobert.evaluation.ledger import Ledger, open_ledger, write_record
+from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import (
     LoadOptions,
     choose_device,
@@ -95,17 +95,18 @@ def evaluate(options: MtebOptions) -> None:
             "neobert fetch mteb --output DIR with the same --benchmark or --tasks on a machine with a network and "
             "copy DIR here, or leave them out with --skip-missing."
         )
-    with open_ledger(folder / "mteb") as ledger:
+    with open_ledger(folder / "mteb", device) as ledger:
         loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
         scores = run_tasks(tasks, units, ledger, options, lambda: build_encoder(options, instructions, loading))
         what = list(options.tasks) or options.benchmark
         settings = {**protocol, "tasks": what, "languages": list(options.languages) if options.tasks else None}
         table = {"table": settings, "model": fingerprint(options.model)}
-        ledger.add(table, to_results(scores) | {"settings": settings})
+        measured = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
+        ledger.add(table, to_results(scores) | {"settings": settings}, origin_of(measured))
         lines = [line for line in ledger.lines.values() if "table" in line["unit"]]
-        tables = [line["result"] for line in lines if line["unit"]["model"] == table["model"]]
-        record = folder / "mteb.json"
-        write_record(record, "mteb", folder=options.model, settings=settings, results={"tables": tables}, device=device)
+        lines = [line for line in lines if line["unit"]["model"] == table["model"]]
+        record, tables = folder / "mteb.json", [line["result"] for line in lines]
+        write_record(record, "mteb", folder=options.model, settings=settings, results={"tables": tables}, lines=lines)
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
 

@@ -1,6 +1,6 @@
 """The command lines of all evaluations: one dataclass of options each. Imports neither torch nor datasets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,15 +20,15 @@ _OUTPUT = "folder for the results"
 _ATTENTION = "transformers' attn_implementation, such as sdpa; without it transformers' choice"
 
 
-def choose_glue_tasks(names: Sequence[str], known: Iterable[str] = GLUE_TASKS) -> list[str]:
+def choose_glue_tasks(names: Sequence[str]) -> list[str]:
     """Return the tasks of these names, as GLUE_TASKS spells them.
 
     Raises:
         ConfigError: There is no such task.
     """
     chosen = list(dict.fromkeys(name.lower().replace("-", "") for name in names))
-    if unknown := [name for name in chosen if name not in known]:
-        raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(known)}.")
+    if unknown := [name for name in chosen if name not in GLUE_TASKS]:
+        raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(GLUE_TASKS)}.")
     return chosen
 
 
@@ -69,13 +69,7 @@ class GlueOptions(FineTuneOptions):
     grid: Literal["paper", "small", "best"] = option(
         "best", "paper: 60 points; small: the 6 of its ablations; best: the one that it found best for its model"
     )
-    transfer_from: str = option(
-        "mnli",
-        "where RTE, MRPC, STS-B and QNLI start: the best MNLI model of this output, or a folder",
-        metavar="mnli|DIR",
-    )
-    no_transfer: bool = option(False, "start every task from --model")
-    predict: bool = option(False, "write the answers for the GLUE server too: OUTPUT/MODEL/glue/submission.zip")
+    no_transfer: bool = option(False, "start RTE, MRPC, STS-B and QNLI from --model, not from the best MNLI model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +100,13 @@ class PerplexityOptions(ComputeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputOptions:
+class ThroughputOptions(ComputeOptions):
     """The command line of `neobert evaluate throughput`."""
 
     model: tuple[Path, ...] = option(help="Hugging Face folders of encoders", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     lengths: tuple[int, ...] = option(LENGTHS, "tokens of a document", minimum=1)
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, "documents of a batch", minimum=1)
-    dtype: tuple[Dtype, ...] = option(("float32",), "of weights and activations, without autocast")
-    attention: tuple[str, ...] = option((), "sdpa, eager, flash_attention_2; without it transformers' choice")
     layout: Literal["padded", "packed", "both"] = option(
         "padded", "padded: a document per row; packed: documents end to end, where the model takes them"
     )
@@ -130,7 +122,6 @@ class ThroughputOptions:
         "length",
         minimum=1,
     )
-    device: str | None = option(None, "such as cpu or cuda:1; without it the GPU where there is one", metavar="NAME")
     seed: int = option(0, "of tokens and lengths")
 
 
@@ -197,7 +188,7 @@ class FetchGlueOptions:
     """The command line of `neobert fetch glue`."""
 
     output: Path = option(help="folder for a folder per task", metavar="DIR")
-    tasks: tuple[str, ...] = option((), "such as cola sst2; without it all, and ax", metavar="NAME")
+    tasks: tuple[str, ...] = option((), "such as cola sst2; without it all", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)

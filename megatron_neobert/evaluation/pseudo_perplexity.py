@@ -37,7 +37,7 @@ from megatron_neobert.data.inputs.find import find_inputs, input_label
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import ConfigError, DataError
-from megatron_neobert.evaluation.ledger import Ledger, Unit, open_ledger, write_record
+from megatron_neobert.evaluation.ledger import Ledger, Unit, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.masked_scorer import Row, Scorer
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
 from megatron_neobert.evaluation.options import PerplexityOptions
@@ -108,7 +108,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
         "attention": scorer.model.config._attn_implementation,
     }
     place = options.output / folder.resolve().name
-    with open_ledger(place / "pseudo_perplexity") as ledger:
+    with open_ledger(place / "pseudo_perplexity", scorer.model.device) as ledger:
         units = {document.id: {**protocol, "document": document.id} for document in selection.documents}
         left = [document for document in selection.documents if ledger.find(units[document.id]) is None]
         seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
@@ -137,8 +137,9 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
             "device": str(scorer.model.device),
             "head": "masked position" if scorer.is_sparse else "all positions",
         }
-        record, device = place / "pseudo_perplexity.json", scorer.model.device
-        write_record(record, "pseudo_perplexity", folder=folder, device=device, settings=settings, results=results)
+        lines = [ledger.lines[key_of(unit)] for unit in units.values()]
+        record = place / "pseudo_perplexity.json"
+        write_record(record, "pseudo_perplexity", folder=folder, settings=settings, results=results, lines=lines)
     return results
 
 

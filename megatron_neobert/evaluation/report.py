@@ -27,8 +27,8 @@ from megatron_neobert.evaluation.pages import (
     table,
 )
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
-from megatron_neobert.evaluation.plots import plot_perplexities
-from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, draw, to_cells
+from megatron_neobert.evaluation.plots import plot_curves, plot_perplexities
+from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, to_cells, to_curves
 from megatron_neobert.runtime.atomic_files import replace_file
 
 TITLE = "Evaluation"
@@ -42,7 +42,7 @@ KINDS = {
     "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
 }
 # Settings that differ between models by nature, and MTEB's tasks, which have tables of their own.
-_OWN_SETTINGS = {"model", "models", "variants", "tasks"}
+_OWN_SETTINGS = {"model", "tasks"}
 
 
 class _Model(msgspec.Struct):
@@ -206,21 +206,26 @@ def throughput(runs: Sequence[Measured], output: Path) -> list[str]:
     machines = sorted({run.record["machine"] for run in runs})
     blocks = _differences([run.record["settings"] for run in runs])
     different = "; of different machines, so that lines cannot be compared" if len(machines) > 1 else ""
-    of_first = runs[0].record["settings"]
-    medians = f"medians of {of_first['steps']} steps, lengths {of_first['lengths_distribution']}"
-    blocks.append(paragraph(f"Measured on {'; '.join(machines)}{different}; {medians}."))
+    first = runs[0].record["settings"]
+    what = f"{first['dtype']}, {first['attention']}, medians of {first['steps']} steps"
+    blocks.append(
+        paragraph(f"Measured on {'; '.join(machines)}{different}; {what}, lengths {first['lengths_distribution']}.")
+    )
     for passes in dict.fromkeys(row["passes"] for row in rows):
         if passes not in (FORWARD, TRAINING):  # the name goes into that of a file
             raise ValueError(f"passes {passes!r:.80}")
         blocks.append(f"{passes}, tokens/s by length: median (quartiles), batch size, peak memory")
-        header, *lines = to_cells([row for row in rows if row["passes"] == passes])
+        own = [row for row in rows if row["passes"] == passes]
+        header, *lines = to_cells(own)
         blocks.append(table(header, [(line, sources[line[0]]) for line in lines]))
-        path = output / f"throughput_{passes.replace('+', '_')}.png"
-        if draw(path, rows, passes, machine=" / ".join(machines)):
+        if curves := to_curves(own):
+            path = output / f"throughput_{passes.replace('+', '_')}.png"
+            title = f"Throughput, {passes}, {' / '.join(machines)}"
+            plot_curves(path, curves, x_label="tokens of a document", y_label="tokens/s", title=title, log_x=True)
             blocks.append(figure(path, f"Throughput against length, {passes}"))
     for run in runs:
-        not_run = [f"Not measured: {entry['variant']}: {entry['reason']}." for entry in run.results["not_run"]]
-        blocks += map(paragraph, not_run)
+        for gap, reason in run.results["not_run"].items():
+            blocks.append(paragraph(f"Not measured: {run.model}, {gap}: {reason}."))
     return [*blocks, *_reported(paper.THROUGHPUT)]
 
 
@@ -240,8 +245,8 @@ def glue(runs: Sequence[Measured], output: Path) -> list[str]:
             settings = run.record["settings"][task]
             seeds, start = " ".join(map(str, result["seeds"])), "MNLI" if settings["from_mnli"] else "the model"
             line = [run.model, TASKS[task].title, _percent(result["score"]), metrics, *point, seeds, start]
-            # The weights that are kept are of the best single run, which may be of another point.
-            line += [str(result["points"]), f"{result['seconds'] / 3600:.2f}", str(result["kept"])]
+            # The weights are those of the best single run, which may be of another point.
+            line += [str(result["points"]), f"{result['seconds'] / 3600:.2f}", result["kept"] or "–"]
             points.append((line, run.source))
             own = {name: settings[name] for name in ("grid", "seeds", "data")} | {"start from MNLI": start == "MNLI"}
             compared.setdefault(task, []).append(settings["protocol"] | own)
@@ -264,22 +269,20 @@ def ner(runs: Sequence[Measured], output: Path) -> list[str]:
             of_test = "test_" if "test_f1" in result["metrics"] else ""
             shown = ["–" if not of_test else _percent(result["metrics"]["test_f1"]), _percent(result["score"])]
             shown += [_percent(result["metrics"][of_test + name]) for name in ("precision", "recall")]
-            kinds = result["kinds"][of_test.rstrip("_") or "validation"].items()
-            shown.append(", ".join(f"{kind} {100 * own['f1']:.1f}" for kind, own in kinds))
             point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
             seeds = " ".join(map(str, result["seeds"]))
             rows.append(([run.model, task, *shown, *point, seeds, str(result["points"])], run.source))
             settings = run.record["settings"][task]
             own = {name: settings[name] for name in ("grid", "seeds", "data")}
             compared.setdefault(task, []).append(settings["protocol"] | own)
-    header = ("model", "data set", "test F1", "validation F1", "precision", "recall", "F1 by kind, best run",
-              "batch size", "learning rate", "weight decay", "seeds", "points")  # fmt: skip
+    header = ("model", "data set", "test F1", "validation F1", "precision", "recall", "batch size",
+              "learning rate", "weight decay", "seeds", "points")  # fmt: skip
     return [
         table(header, rows),
         *_differences(*compared.values()),
         paragraph(
             "F1 of entities by seqeval, both bounds and the kind right. The validation set has chosen step and point. "
-            "Precision, recall and kinds are of the test set where there is one. The paper has no numbers of this kind."
+            "Precision and recall are of the test set where there is one. The paper has no numbers of this kind."
         ),
     ]
 

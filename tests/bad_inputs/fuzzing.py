@@ -92,9 +92,12 @@ def _change(draw: st.DrawFn, content: bytearray) -> None:
 
 @st.composite
 def mutated_file(draw: st.DrawFn, name: str, content: bytes) -> bytes:
-    """The content of a file of this name: of JSON the entries are changed as often as the bytes."""
+    """The content of a file of this name: of JSON the entries, of safetensors the header, as often as any byte."""
     if name.endswith(".json") and draw(st.booleans()):
         return draw(mutated_json(json.loads(content)))
+    if name.endswith(".safetensors") and draw(st.booleans()):
+        end = 8 + int.from_bytes(content[:8], "little")
+        return draw(mutated(content[:end])) + content[end:]
     return draw(mutated(content))
 
 

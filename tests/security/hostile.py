@@ -1,30 +1,11 @@
 """Hostile files that do nothing but leave a mark."""
 
-import importlib
-import io
 import json
 import os
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import pytest
-from processes import Ended
-
-from megatron_neobert.errors import run_command
 from megatron_neobert.runtime.atomic_files import sha256_of
-
-
-def call(module: str, *arguments: Any) -> Ended:
-    """Run `main` of a module, or MODULE:FUNCTION, in this process, which has imported transformers already."""
-    output = io.StringIO()
-    name, _, function = module.partition(":")
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
-        patch.setattr(sys, "argv", [module, *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            run_command(getattr(importlib.import_module(name), function or "main"))
-    return Ended(int(end.value.code or 0), output.getvalue())
 
 
 class Canary:

@@ -13,7 +13,6 @@ import torch
 from hostile import Canary, Checkpoint
 from processes import Ended, run_command
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
 
 Reader = Callable[[], Ended]
 TENSORS = "rank_00000.safetensors"
@@ -35,26 +34,14 @@ def test_untouched_checkpoint_is_read(read: Reader):
     assert read().code == 0
 
 
-def test_format_of_megatron_core_is_refused_unopened(read: Reader, checkpoint: Checkpoint, canary: Canary):
-    checkpoint.replace(".metadata", pickle.dumps(canary))
-    result = read()
-    assert result.refused(78), result.output
-    assert "is in megatron.core's format, which holds pickles and is no longer read" in result.output
-    assert not canary.has_run
-    with pytest.raises(AttributeError):  # what came out of the pickle is no table
-        FileSystemReader(checkpoint.folder).read_metadata()
-    assert canary.has_run
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda places: places["output_layer.bias"].update(saved_offsets=[10**15]), "do not add up to its shape"),
         (lambda places: places["output_layer.bias"].update(saved_offsets=[-1]), "begins at (-1,)"),
-        (lambda places: places["output_layer.bias"].update(saved_offsets=[0, 0]), "begins at (0, 0)"),
         (lambda places: places.pop("output_layer.bias"), "cannot be read (KeyError"),
     ],
-    ids=["petabytes", "negative", "two dimensions", "nowhere"],
+    ids=["petabytes", "negative", "nowhere"],
 )
 def test_part_that_lies_about_its_place_is_refused_before_memory_is_taken(
     read: Reader, checkpoint: Checkpoint, change: Callable[[dict[str, dict[str, list[int]]]], object], message: str
@@ -81,11 +68,3 @@ def test_extra_state_of_transformer_engine_is_not_unpickled(read: Reader, checkp
     assert not canary.has_run
     pickle.loads(state.numpy().tobytes())
     assert canary.has_run
-
-
-def test_tensors_elsewhere_are_not_followed(read: Reader, checkpoint: Checkpoint, tmp_path: Path):
-    (checkpoint.folder / TENSORS).rename(tmp_path / "elsewhere")
-    (checkpoint.folder / TENSORS).symlink_to(tmp_path / "elsewhere")
-    result = read()
-    assert result.refused(78), result.output
-    assert f"{TENSORS}: missing" in result.output

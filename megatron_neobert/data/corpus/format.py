@@ -64,9 +64,9 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Return every .bin, .idx and .attributes.parquet of this prefix, sorted, also of other programs."""
+        """Return every .bin, .idx, .attributes.parquet and former .sources of this prefix, sorted."""
         folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet)")
+        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet|\.sources)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
 
 
@@ -106,6 +106,10 @@ class Statistics(_Entry, frozen=True):
     longest: Count
     documents_above: dict[str, float]  # by cut: share of the documents that are longer
     tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
+
+    def __post_init__(self) -> None:
+        if self.documents_above.keys() != self.tokens_above.keys():
+            raise ValueError("documents_above and tokens_above are for different cuts")
 
     def describe(self) -> dict[str, str]:
         """Return rows of a table: name and value."""
@@ -227,7 +231,6 @@ class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
     tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version
     quarantined: dict[str, QuarantinedShard] = {}  # by path or URL; not among the inputs
     attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None: no attribute besides length and input
-    eod_id: Count | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
     def sha256(self) -> str:
@@ -285,6 +288,8 @@ def read_manifest(path: Path) -> Manifest:
         raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
     for key in _SOURCE_KEYS:
         content.pop(key, None)
+    if content.pop("eod_id", None) is not None:
+        raise DataError(f"{path}: its .bin has end-of-document tokens, which are not read any more; adopt it again")
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:

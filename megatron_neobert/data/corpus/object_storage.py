@@ -102,11 +102,9 @@ class ObjectStorage:
 
         def open_volume(volume: VolumeRecord) -> RemoteFile:
             ids, index = files.volume_files(volume.name)
-            self._copy(f"{above}/{index.name}", index, volume.idx)
+            self.copy(f"{above}/{index.name}", index, volume.idx)
             return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
 
-        if manifest.attributes is not None:
-            self._copy(f"{above}/{files.attributes.name}", files.attributes, manifest.attributes)
         with ThreadPoolExecutor(_THREADS) as threads:
             volumes = list(threads.map(open_volume, manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share the connection.
@@ -131,7 +129,7 @@ class ObjectStorage:
                 f"--object-storage-cache-path: {path} cannot be written ({error}); free some space"
             ) from error
 
-    def _copy(self, url: str, path: Path, recorded: FileRecord) -> None:
+    def copy(self, url: str, path: Path, recorded: FileRecord) -> None:
         """Copy a whole file as the manifest has it, unless the cache has it. The checksum takes 1 s per GB."""
         with self.locked(path):
             if path.exists() and path.stat().st_size == recorded.bytes and sha256_of(path) == recorded.sha256:

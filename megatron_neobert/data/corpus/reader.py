@@ -75,7 +75,6 @@ class Corpus:
                 self.files.volume_files(volume.name)[1],
                 expected=volume,
                 dtype=self.manifest.dtype,
-                gap=0 if self.manifest.eod_id is None else 1,
                 manifest=self.files.manifest,
             )
             for bin_, volume in zip(bins, self.manifest.volumes, strict=True)
@@ -153,8 +152,7 @@ class Corpus:
         at_pointers = self._at_pointers[volumes] + 8 * numbers
         begins, nexts = self._indexes.take(at_pointers, "<i8"), self._indexes.take(at_pointers + 8, "<i8")
         nexts = np.where(nexts == 0, ends, nexts)  # behind the last pointer stands the first boundary, which is 0
-        gap, item = np.int64(self.volumes[0].gap), self.dtype.itemsize
-        wrong = (begins + (lengths + gap) * item != nexts) | (lengths < 1)
+        wrong = (begins + lengths.astype(np.int64) * self.dtype.itemsize != nexts) | (lengths < 1)
         wrong |= (begins < 0) | (begins > ends) | (nexts > ends)  # begins: their sum with the length may overflow
         if wrong.any():
             first = int(np.argmax(wrong))
@@ -175,6 +173,16 @@ class Corpus:
         return np.concatenate(
             [self.volumes[number].lengths[max(first - begin, 0) : stop - begin] for number, begin in begins]
         )
+
+    def attributes_file(self) -> Path:
+        """Return the path of the attributes, fetched if the corpus is remote. DataError if it is not the manifest's."""
+        path, recorded = self.files.attributes, self.manifest.attributes
+        assert recorded is not None, f"{self.prefix} has no attributes"
+        if self.storage is not None:
+            self.storage.copy(f"{self.prefix}.attributes.parquet", path, recorded)
+        else:
+            _compare_sha256(path, recorded.sha256, sha256_of(path))
+        return path
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Raises DataError where the corpus was written with another tokenizer than the run uses."""
@@ -223,17 +231,18 @@ def check_content(corpus: Corpus) -> None:
 
     check_indexes(corpus)
 
-    def compare(path: Path | RemoteFile, expected: str, found: str) -> None:
-        if found != expected:
-            raise damage(path, 0, f"sha256 {expected} as in {corpus.files.manifest.name}", found)
-
-    if (attributes := corpus.manifest.attributes) is not None:
-        compare(corpus.files.attributes, attributes.sha256, sha256_of(corpus.files.attributes))
+    if corpus.manifest.attributes is not None:
+        corpus.attributes_file()
     volumes = list(zip(corpus.volumes, corpus.manifest.volumes, strict=True))
     for volume, recorded in tqdm(volumes, "volumes", unit="volume", leave=False, disable=None):  # on a terminal
-        bin_sha256, _ = corpus.allowed.scan(volume, eod_id=corpus.manifest.eod_id)
-        compare(volume.bin, recorded.bin.sha256, bin_sha256)
-        compare(volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
+        bin_sha256 = corpus.allowed.scan(volume)
+        _compare_sha256(volume.bin, recorded.bin.sha256, bin_sha256)
+        _compare_sha256(volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
+
+
+def _compare_sha256(path: Path | RemoteFile, expected: str, found: str) -> None:
+    if found != expected:
+        raise damage(path, 0, f"sha256 {expected} as in the manifest", found)
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
@@ -260,6 +269,8 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     expected += [files.attributes] if manifest.attributes is not None else []
     if missing := [path for path in expected if not path.is_file()]:
         raise _incomplete(prefix, missing)
+    if (attributes := manifest.attributes) and (found := files.attributes.stat().st_size) != attributes.bytes:
+        raise damage(files.attributes, 0, f"{attributes.bytes} bytes as in the manifest", f"a file of {found} bytes")
     return manifest
 
 
@@ -267,8 +278,8 @@ def _incomplete(prefix: Path, missing: Sequence[Path], *, of_megatron: bool = Fa
     if of_megatron:
         return DataError(
             f"{prefix}: {missing[0].name} missing beside the rest; if Megatron-LM wrote these files, "
-            f"neobert adopt {prefix} --tokenizer-model TOKENIZER writes it; otherwise the run that wrote them "
-            "was stopped, or the copy is incomplete: copy again, or preprocess again with --overwrite"
+            f"neobert adopt {prefix} --tokenizer-model TOKENIZER makes a corpus of them; otherwise the run that wrote "
+            "them was stopped, or the copy is incomplete: copy again, or preprocess again with --overwrite"
         )
     return DataError(
         f"{prefix}: {listed(path.name for path in missing)} missing beside the rest; the run that wrote it was "

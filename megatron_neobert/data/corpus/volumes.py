@@ -6,7 +6,7 @@ when it is read, all of them by `MappedVolume.check_index`.
 
 Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
 boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
-Documents lie end to end, or with one token between, which an adopted corpus has at the end of each.
+Documents are end to end.
 Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_volumes.py reads it with that class.
 """
 
@@ -40,15 +40,13 @@ def write_index(
     read_lengths: Callable[[], Iterable[NDArray[np.int32]]],
     documents: int,
     dtype: np.dtype[Any],
-    *,
-    gap: int = 0,
 ) -> None:
-    """Write an .idx; the lengths are read array by array, twice. `gap`: tokens after each document."""
+    """Write an .idx; the lengths are read array by array, twice."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
     for lengths in read_lengths():
         index.write(lengths.data)
-    for places in index_after(read_lengths(), dtype, gap=gap):
+    for places in index_after(read_lengths(), dtype):
         index.write(places.data)
 
 
@@ -59,11 +57,11 @@ def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]
             yield items
 
 
-def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any], *, gap: int) -> Iterator[NDArray[np.int64]]:
+def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
     """Pointers, then boundaries, chunk by chunk: all of an index that follows from the lengths, given in chunks."""
     end = documents = 0
     for chunk in lengths:
-        ends = end + np.cumsum(chunk + gap, dtype="<i8") * dtype.itemsize
+        ends = end + np.cumsum(chunk, dtype="<i8") * dtype.itemsize
         yield np.concatenate([np.array([end], dtype="<i8"), ends[:-1]])
         end, documents = int(ends[-1]), documents + chunk.size
     for first in range(0, documents + 1, _CHUNK):
@@ -78,9 +76,9 @@ class MappedVolume:
     """
 
     def __init__(
-        self, bin_: Path | RemoteFile, idx_path: Path, *, expected: Volume, dtype: str, gap: int, manifest: Path
+        self, bin_: Path | RemoteFile, idx_path: Path, *, expected: Volume, dtype: str, manifest: Path
     ) -> None:
-        self.bin, self.idx, self.gap = bin_, idx_path, gap
+        self.bin, self.idx = bin_, idx_path
         self.dtype, documents, boundaries = read_header(idx_path)
         if boundaries != documents + 1:
             both = f"{documents} sequences and {boundaries} boundaries"
@@ -90,13 +88,11 @@ class MappedVolume:
         self.lengths = np.frombuffer(self.index, "<i4", documents, HEADER.size)
         self.pointers = np.frombuffer(self.index, "<i8", documents, self.at_pointers)  # bytes
         self._after_lengths = np.frombuffer(self.index, "<i8", 2 * documents + 1, self.at_pointers)
-        self.end = int(self.pointers[-1]) + (int(self.lengths[-1]) + gap) * self.dtype.itemsize
+        self.end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
-        tokens = self.end // self.dtype.itemsize - gap * documents
+        tokens = self.end // self.dtype.itemsize
         if size != self.end:
-            wanted = (
-                f"{self.end} bytes for {tokens + gap * documents} tokens of {self.dtype}, as {idx_path.name} has it"
-            )
+            wanted = f"{self.end} bytes for {tokens} tokens of {self.dtype}, as {idx_path.name} has it"
             raise damage(bin_, max(0, min(self.end, size)), wanted, f"a file of {size} bytes")
         for name, found, recorded in (
             ("documents", documents, expected.documents),
@@ -115,7 +111,7 @@ class MappedVolume:
         Raises:
             DataError: Not everything in it follows from the lengths.
         """
-        check_index(self.idx, self.lengths, self._after_lengths, self.dtype, self.gap)
+        check_index(self.idx, self.lengths, self._after_lengths, self.dtype)
 
     def wrong_place(self, number: int) -> DataError:
         """Of a document that does not end where the next one begins."""
@@ -127,14 +123,6 @@ class MappedVolume:
             f"pointer and length of document {number} to lead to {following}, the next one, within {self.end} bytes"
         )
         return damage(self.idx, at, wanted, f"{begin} bytes and {length} tokens of {self.dtype}")
-
-    def ends_within(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Where the documents end that do so at tokens first to stop of the .bin."""
-        item = self.dtype.itemsize
-        begin = int(np.searchsorted(self.pointers, first * item, side="right")) - 1
-        end = int(np.searchsorted(self.pointers, stop * item, side="left"))
-        ends = self.pointers[begin:end] // item + self.lengths[begin:end]
-        return ends[(ends >= first) & (ends < stop)]
 
     def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
         """Have the operating system, or threads, start to read these documents, adjacent ones in one go.
@@ -199,36 +187,23 @@ class AllowedIds:
         vocab_size = self._vocab_size
         return "no special token" if 0 <= wrong_id < vocab_size else f"an id below {vocab_size}"
 
-    def scan(self, volume: MappedVolume, *, eod_id: int | None) -> tuple[str, int]:
-        """Reads all tokens of a volume: the sha256 of its .bin, and how many are unknown.
-
-        Args:
-            eod_id: What follows each document, where anything does.
+    def scan(self, volume: MappedVolume) -> str:
+        """Read all tokens of a volume, and return the sha256 of its .bin.
 
         Raises:
-            DataError: An id that may not stand where it does, with its byte, document and position.
+            DataError: An id that no document may hold, with its byte, document and position.
         """
-        digest, first, unknown = hashlib.sha256(), 0, 0
+        digest, first = hashlib.sha256(), 0
         for ids in volume.read_ids():
             digest.update(ids.data)
-            if eod_id is not None:
-                ends = volume.ends_within(first, first + ids.size) - first
-                if (others := ends[ids[ends] != eod_id]).size:
-                    raise _wrong_id(volume, first + int(others[0]), f"{eod_id}, the end of a document", ids[others[0]])
-                ids[ends] = self._run[0]  # out of the way of the next look
             if (at := self.first_wrong(ids)) is not None:
-                raise _wrong_id(volume, first + at, self.describe(ids[at]), ids[at])
-            unknown += int(np.count_nonzero(ids == self.unknown))
+                offset = (first + at) * ids.itemsize
+                document = int(np.searchsorted(volume.pointers, offset, side="right")) - 1
+                token = (offset - int(volume.pointers[document])) // ids.itemsize
+                found = f"{ids[at]} (token {token} of document {document})"
+                raise damage(volume.bin, offset, self.describe(ids[at]), found)
             first += ids.size
-        return digest.hexdigest(), unknown
-
-
-def _wrong_id(volume: MappedVolume, at: int, wanted: str, found: object) -> DataError:
-    """Of the token that is number `at` of the .bin."""
-    offset = at * volume.dtype.itemsize
-    document = int(np.searchsorted(volume.pointers, offset, side="right")) - 1
-    token = (offset - int(volume.pointers[document])) // volume.dtype.itemsize
-    return damage(volume.bin, offset, wanted, f"{found} (token {token} of document {document})")
+        return digest.hexdigest()
 
 
 def damage(path: Path | RemoteFile, offset: int, expected: object, found: object) -> DataError:
@@ -257,9 +232,7 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     return DTYPES[code], sequences, boundaries
 
 
-def check_index(
-    path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any], gap: int = 0
-) -> None:
+def check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
     """Compares what follows from the lengths, the pointers or more: each must be the bytes of the documents before."""
     chunks = [lengths[first : first + _CHUNK] for first in range(0, lengths.size, _CHUNK)]
     first = 0
@@ -269,7 +242,7 @@ def check_index(
             raise damage(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
         first += some.size
     first = 0
-    for expected in index_after(chunks, dtype, gap=gap):
+    for expected in index_after(chunks, dtype):
         found = rest[first : first + expected.size]
         expected = expected[: found.size]
         if not np.array_equal(found, expected):

@@ -79,6 +79,11 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     Raises:
         DataError: The file is damaged, or has no such text column.
     """
+    with _named_damage(chunk.path, chunk.format):
+        yield from _read_column(chunk, settings)
+
+
+def _read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     import pyarrow.compute as pc
 
     batch, row = RecordBatch(), chunk.start
@@ -137,6 +142,10 @@ def _values(steps: Iterable[Rows]) -> Iterator[Any]:
     import pyarrow as pa
 
     for column, _ in steps:
+        if pa.types.is_duration(column.type):
+            column = column.cast(pa.int64())
+        elif pa.types.is_temporal(column.type):
+            column = column.cast(pa.string())  # Python does not have all dates and times
         try:
             values = column.to_pylist()
         except UnicodeDecodeError:  # strings that are none
@@ -308,7 +317,7 @@ def _named_damage(path: str, kind: str) -> Iterator[None]:
     with named_errors(path):
         try:
             yield
-        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
+        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # names, dates that Python has not
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the file system's trouble, not the file's
             raise DataError(f"{path}: damaged {kind} file ({error}); fetch the file again, or leave it out") from error

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.text import parse_json
+from megatron_neobert.text import parse_json, visible
 
 # Names of the special tokens where no tokenizer_config.json gives others: BERT's, then RoBERTa's.
 STANDARD_NAMES = {
@@ -326,7 +326,7 @@ def _find_special_names(backend: tokenizers.Tokenizer, path: Path, config: dict[
         if known:
             names[role] = known[0]
         else:
-            missing.append(candidates[0])
+            missing.append(visible(candidates[0])[:80])
     if missing:
         raise DataError(
             f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs "

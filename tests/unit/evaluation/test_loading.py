@@ -12,7 +12,7 @@ from unit.evaluation.pseudo_perplexity_models import LONGEST, WORDS, write_model
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.evaluation import models
-from megatron_neobert.evaluation.ledger import read_record, write_record
+from megatron_neobert.evaluation.ledger import open_ledger, read_record, write_record
 from megatron_neobert.huggingface import modeling_neobert
 
 
@@ -60,15 +60,19 @@ def test_fingerprint_changes_with_weights_or_tokenizer_and_not_with_the_card_or_
     assert models.fingerprint(folder) != first
 
 
-def test_record_says_what_was_measured_of_which_model_with_which_versions(folder: Path, tmp_path: Path):
+def test_record_names_the_model_and_the_machines_and_versions_of_the_measurements(folder: Path, tmp_path: Path):
     path = tmp_path / "results" / "model" / "throughput.json"
-    write_record(path, "throughput", folder=folder, settings={"seed": 3}, results={"tokens": 1.5})
+    with open_ledger(tmp_path, "cpu") as ledger:
+        ledger.add({"here": 1}, {})
+        ledger.add({"there": 1}, {}, {"machine": "a GPU", "versions": {"torch": "1.0"}})
+    results = {"tokens": 1.5}
+    write_record(path, "throughput", folder=folder, settings={"seed": 3}, results=results, lines=ledger.lines.values())
     record = read_record(path)
     assert record["model"] == {"name": "model", "fingerprint": models.fingerprint(folder)}
     assert (record["kind"], record["settings"], record["results"]) == ("throughput", {"seed": 3}, {"tokens": 1.5})
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == f"{torch.__version__}, 1.0"
     assert record["command"]
-    assert "CPU" in record["machine"] or torch.cuda.is_available()
+    assert "CPU" in record["machine"] and record["machine"].endswith("; a GPU")
 
 
 def test_head_that_the_folder_does_not_hold_is_refused_and_not_drawn(tmp_path: Path):

@@ -11,6 +11,7 @@ from megatron_neobert.evaluation.ledger import write_record
 from megatron_neobert.evaluation.paper import MTEB
 from megatron_neobert.evaluation.report import missing, write_report
 
+LINE = {"origin": {"machine": "a machine", "versions": {"torch": "2.13.0"}}}
 HOSTILE = "<script>alert(1)</script> | `x` [a](b)"
 NOTHING = {"value": None, "there": 0, "expected": 1}
 
@@ -22,7 +23,7 @@ def score(mean):
 def glue_of(tasks):
     point = {"batch_size": 16, "learning_rate": 1e-5, "weight_decay": 0.01}
     one = {"score": score(0.612), "metrics": {"accuracy": score(0.612)}, "best_point": point}
-    one |= {"points": 6, "seconds": 1800.0, "kept": "batch16_seed1"}
+    one |= {"points": 6, "seconds": 1800.0, "kept": "runs/1/model"}
     return {
         "tasks": {task: {**one, "seeds": [0, 1]} for task in tasks},
         "average": 0.612 if len(tasks) == len(PAPER_TASKS) else None,
@@ -75,7 +76,7 @@ def put(results_folder, kind, results, *, name="mine", seed=17, limit=None, task
         settings = {task: one | {"from_mnli": task == "rte" and task not in moved} for task in results["tasks"]}
     if kind == "mteb":
         results = {"tables": [results | {"settings": settings}]}
-    write_record(path, kind, folder=model, settings=settings, results=results)
+    write_record(path, kind, folder=model, settings=settings, results=results, lines=[LINE])
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"model": record["model"] | {"name": name}}))
     return path

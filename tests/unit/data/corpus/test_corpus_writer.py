@@ -137,17 +137,6 @@ def test_files_of_other_corpora_with_similar_names_are_left_alone(place):
         assert all(other.read_text() == "keep" for other in others)
 
 
-def test_only_volumes_that_the_old_manifest_lists_are_removed(place):
-    place.write(keep_shards=True)
-    lost, other = place.folder / "P_00001", place.folder / "P_00003.bin"
-    for end in (".bin", ".idx"):
-        lost.with_suffix(end).unlink()
-    other.write_text("keep")
-    place.write()
-    assert place.corpus_bytes().keys() == {*WHOLE, other.name}
-    assert other.read_text() == "keep"
-
-
 @pytest.mark.parametrize(
     "content",
     ['{"format_version": 1, "documents": 3}', "{", "[" * 100_000, None],
@@ -228,7 +217,7 @@ def test_split_that_leaves_one_corpus_empty_is_refused_before_the_old_corpus_is_
     with pytest.raises(DataError, match=message):
         place.write(validation_fraction=fraction)
     assert place.corpus_bytes() == before
-    assert not (place.files.partial / "output").exists()
+    assert not [*place.files.partial.glob("output-*")]
 
 
 def test_account_that_does_not_add_up_is_found_before_the_old_corpus_is_touched(place):
@@ -302,6 +291,6 @@ def test_kill_at_any_moment_leaves_the_old_corpus_or_none_and_the_same_call_give
             break
         place.write(**new_options)
         assert place.corpus_bytes() == new.corpus_bytes()
-        assert not (place.files.partial / "output").exists()
+        assert not [*place.files.partial.glob("output-*")]
     assert 20 < change_number < 999  # so many moments were tried, and all of them
     assert {("P", "none"), ("P", "old"), ("P", "new")} <= outcomes
