@@ -171,12 +171,14 @@ def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 
     A tensor that only one side has, or that has another shape there, differs infinitely.
     """
-    differing = dict.fromkeys(first.keys() ^ second.keys(), math.inf)
-    for name in first.keys() & second.keys():
-        one, other = first[name].float(), second[name].float()
-        if one.shape != other.shape:
+    differing: dict[str, float] = {}
+    for name in {**first, **second}:
+        one, other = first.get(name), second.get(name)
+        if one is None or other is None or one.shape != other.shape:
             differing[name] = math.inf
-        elif not torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32)):
+            continue
+        one, other = one.float(), other.float()
+        if not torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32)):
             largest = torch.maximum(one.abs().max(), other.abs().max())
             differing[name] = float((one - other).abs().max() / largest) if largest else 0.0  # 0 and -0
     return differing
