@@ -80,7 +80,7 @@ def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(exported: A
     assert ("padded in bfloat16" in checks) == (dtype == "bfloat16")
 
 
-def test_report_names_the_source_its_settings_without_paths_the_files_and_the_difference(exported: Any):
+def test_report_names_the_source_its_settings_and_the_difference(exported: Any):
     folder, checks = exported()
     report = json.loads((folder / "conversion_report.json").read_text())
     assert (report["source"]["iteration"], report["source"]["consumed_tokens"]) == (30, 9_000)
@@ -93,9 +93,7 @@ def test_report_names_the_source_its_settings_without_paths_the_files_and_the_di
     }
     assert report["compared"]["weights"] == 16
     assert {"rotary_base", "norm_epsilon"} <= set(report["compared"]["settings"])
-    written = {path.name for path in folder.iterdir()} - {"conversion_report.json", "README.md"}
-    assert report["files"] == {name: sha256_of(folder / name) for name in written}
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= written
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
 
 
 def test_llama_folder_is_an_encoder_with_its_head_beside_it(exported: Any):
