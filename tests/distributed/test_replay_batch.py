@@ -97,7 +97,7 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
         ranks.run_training = lambda settings: tool.compute_batch(settings, iteration, weights=place, place=place)
 
     settings = tool.settings_of(trained.save, place, [])
-    train_on_ranks(settings, world_size=2, prepare=prepare)
+    train_on_ranks(settings, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
     assert f"loss {loss:.4f} nats | gradient norm {grad_norm:.3f}\n" in capfd.readouterr().out
@@ -113,7 +113,7 @@ def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(tra
     train_on_ranks(tool.settings_of(trained.save, None, []), prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[1]]
     said = capfd.readouterr().out
-    assert "batch 2 with fresh weights on 1 x cpu\nwarning: there is no checkpoint from before batch 2" in said
+    assert "batch 2 with fresh weights on cpu\nwarning: there is no checkpoint from before batch 2" in said
     listed = [[int(n) for n in line.split()[1:]] for line in said.splitlines() if f"  {tiny_corpus.prefix}: " in line]
     corpus = Corpus(Path(tiny_corpus.prefix))
     for tokens, numbers in zip(trained.batches[1], listed, strict=True):
