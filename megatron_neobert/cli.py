@@ -251,16 +251,13 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         also: Flags that another parser reads, out of what parse_known_args leaves.
-        foreign: Flags of other programs, each with the flag that does the same here.
     """
 
     _completes: ClassVar[bool] = False
 
-    def __init__(
-        self, description: str = "", *, also: Iterable[str] = (), foreign: Mapping[str, str] | None = None, **more: Any
-    ) -> None:
+    def __init__(self, description: str = "", *, also: Iterable[str] = (), **more: Any) -> None:
         super().__init__(description=description, allow_abbrev=False, **more)
-        self._also, self._foreign, self._words = tuple(also), foreign or {}, [""]
+        self._also, self._words = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; a shell that asks for completions is answered here."""
@@ -310,8 +307,7 @@ class Parser(argparse.ArgumentParser):
         return [self._unknown(flag) for flag in dict.fromkeys(flags) if flag not in known]
 
     def _unknown(self, flag: str) -> str:
-        own = self._foreign.get(flag.lstrip("-").replace("-", "_"))
-        meant = suggestion(flag, [*self.all_flags(), *self._also]) if own is None else f"; did you mean {own!r}?"
+        meant = suggestion(flag, [*self.all_flags(), *self._also])
         return f"unknown flag {' '.join(flag.split())[:80]}{meant}"
 
 

@@ -19,7 +19,7 @@ from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.errors import ConfigError, run_command
 from megatron_neobert.runtime import signals
-from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, find_node, whole_number
+from megatron_neobert.runtime.environment import find_node, whole_number
 from megatron_neobert.runtime.torchrun import run_ranks
 
 
@@ -35,6 +35,8 @@ def main() -> int:
         raise ConfigError("usage: python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
     signals.pass_on_stop_signals()
+    if "MAX_RESTARTS" in os.environ:
+        print("warning: MAX_RESTARTS is not read any more; torchrun --max-restarts replaces it", file=sys.stderr)
     node = find_node()
     nproc = whole_number("NPROC_PER_NODE", str(_default_processes()))
     timeout_seconds = whole_number("RENDEZVOUS_TIMEOUT_SECONDS", "600")
@@ -42,15 +44,13 @@ def main() -> int:
     command = parse_command_line(arguments, world_size=world_size)
     settings = command.settings
     inputs = open_phases(settings)  # once and now, before any rank is started
-    # Of several nodes one tries to create --save, which all of them share.
-    check_folders(settings.checkpoint, create=node.rank == 0 and not command.dry_run)
+    check_folders(settings.checkpoint)
     refuse_unfit_start(settings, inputs)
     refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan
 
         return print_plan(settings, world_size=world_size)
-    os.environ[CHECKED_BY_LAUNCHER] = "1"
     if world_size == 1:
         # Kept back until the rank is prepared for them: it will be this process, for a moment without any handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)

@@ -12,7 +12,6 @@ A checkpoint counts when its folder has its final name and a manifest. Names tha
     SAVE/iter_0001000.damaged/                  quarantined: found damaged when a run resumed from an older one
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -21,7 +20,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
 
@@ -29,7 +28,6 @@ from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import (
     lock_if_possible,
-    make_folder,
     read_text,
     replace_file,
     sha256_of,
@@ -101,12 +99,8 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
     raise MissingInputError(f"{save} holds no checkpoint of iteration {iteration}; it holds those of {there}.")
 
 
-def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
+def check_folders(config: CheckpointConfig) -> None:
     """Refuse folders that a run must not start with. A refused start leaves no folder: only `claim` creates --save.
-
-    Args:
-        create: Try to create --save, and remove it again. Otherwise only permissions are checked. Of several processes
-            only one may try.
 
     Raises:
         ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
@@ -129,19 +123,8 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
             f"--save {config.save} already holds checkpoints of a run; give --load {config.save} to continue it, or "
             "name another folder."
         )
-    if save:
-        try:
-            if create:
-                made = make_folder(save)
-                with suppress(OSError):  # another run has just claimed the folder; `claim` will say so
-                    for folder in made:
-                        folder.rmdir()
-            else:
-                _refuse_what_mkdir_would(save)
-        except OSError as error:
-            raise OutputError(
-                f"--save {config.save} cannot be created ({error.strerror}); name another folder."
-            ) from error
+    if save and not (save.is_dir() or _can_be_created(save)):
+        raise OutputError(f"--save {config.save} cannot be created; name another folder.")
 
 
 def has_stop_file(save: str | None) -> bool:
@@ -149,16 +132,9 @@ def has_stop_file(save: str | None) -> bool:
     return save is not None and (Path(save) / "STOP").exists()
 
 
-def _refuse_what_mkdir_would(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    is_dir, may_write = there.is_dir(), os.access(there, os.W_OK | os.X_OK)
-    if not os.path.lexists(there):  # another node tries at this moment whether it can be created
-        return
-    if not is_dir:
-        code = errno.EEXIST if there == folder else errno.ENOTDIR
-        raise OSError(code, os.strerror(code))
-    if there != folder and not may_write:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+def _can_be_created(folder: Path) -> bool:
+    existing = next((path for path in folder.parents if os.path.lexists(path)), folder)
+    return not os.path.lexists(folder) and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save: bool) -> None:
@@ -301,14 +277,6 @@ def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointE
     raise CheckpointError(f"{load}: no usable checkpoint. {' '.join(str(problem) for _, problem in problems)}")
 
 
-def is_newest(checkpoint: Path) -> bool:
-    """Whether the pointer beside it, as far as that is readable, names no later one."""
-    try:
-        return int(read_text(checkpoint.parent / POINTER)) <= iteration_of(checkpoint)
-    except (OSError, ValueError):
-        return True
-
-
 def quarantine(checkpoint: Path) -> Path:
     """Renames a damaged checkpoint, so that it neither counts nor is in the way of its successor."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
@@ -321,23 +289,14 @@ def leftovers(save: Path) -> list[Path]:
     return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
 
 
-def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
-    """Creates the folder that a checkpoint is written to; removes what crashes have left beside it.
-
-    Raises:
-        OSError: It cannot be created, or there is no room for the checkpoint.
-    """
+def prepare_folder(temporary: Path) -> None:
+    """Create the folder that a checkpoint is written to; remove what crashes have left beside it."""
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(save):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
         leftover.unlink(missing_ok=True)
-    free = shutil.disk_usage(save).free
-    if free < expected_bytes:
-        raise OSError(
-            f"{save} has {free / 2**20:,.0f} MiB free, but a checkpoint takes {expected_bytes / 2**20:,.0f} MiB"
-        )
     temporary.mkdir()
 
 

@@ -12,11 +12,11 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
 
 from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
-from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
+from megatron_neobert.checkpoint.folder import find_good_checkpoint, list_checkpoints, quarantine
 from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import phase_at
@@ -115,12 +115,11 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 
 def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
-    """What is written or read. Tensors are known by their names in the whole model, in any layout; FP8 is bfloat16."""
+    """What is written or read. Tensors are known by their names in the whole model, in any layout."""
     model = _sharded_model(run.unwrapped_model)
     optimizer = run.optimizer.sharded_state_dict({_MODEL: model}, is_loading=loading, metadata=_STATE_FORMAT)
     if len(run.optimizer.chained_optimizers) > 1:
         optimizer = {str(number): state for number, state in optimizer.items()}  # as JSON has them
-    force_all_tensors_to_non_fp8(model)  # now: the optimizer has found its parameters by what they are
     return {_MODEL: model, "optimizer": optimizer}
 
 
@@ -234,9 +233,6 @@ def _choose(settings: Settings, load: str) -> Path | None:
                 aside = f" It is now {quarantine(folder).name}." if owns and is_damaged else ""
                 kind = "a damaged" if is_damaged else "an unreadable"
                 print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
-            is_named = choice[0] == Path(load).absolute()  # one checkpoint of a run, which may have newer ones
-            if not problems and not is_named and not is_newest(choice[0]):
-                print(f"warning: {load} has held a later checkpoint than {choice[0].name}, which is gone", flush=True)
         except (CheckpointError, OSError) as error:
             choice[0] = error
     torch.distributed.broadcast_object_list(choice)  # collective: all ranks read the same one, or none does

@@ -35,11 +35,9 @@ from megatron_neobert.checkpoint.folder import (
 from megatron_neobert.checkpoint.load import sharded_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, SaveError
-from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.initialization import name_in_whole_model
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
-from megatron_neobert.runtime.signals import fulfil_save_request, take_save_request
 from megatron_neobert.state import Run, TrainState
 
 
@@ -78,15 +76,13 @@ class Saver:
         Collective: all ranks.
         """
         self.finish()
-        take_save_request()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.state.iteration
         self.refuse_drift()
         problem = None
         if is_rank_zero():
             try:
-                expected = checkpoint_bytes(run.settings, vocab_size=run.tokenizer.vocab_size)
-                prepare_folder(self._temporary, expected_bytes=expected)
+                prepare_folder(self._temporary)
             except OSError as error:
                 problem = _describe(error)
         self._raise_alike(problem)
@@ -183,7 +179,6 @@ class Saver:
         except Exception as error:  # the other ranks wait to hear of it
             return _describe(error)
         try:
-            fulfil_save_request(self.save_folder)
             if config.keep_last is not None:
                 prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
         except OSError as error:  # the checkpoint is there

@@ -27,26 +27,6 @@ FIRST = (
     *("micro_batch_size", "global_batch_size", "train_iters", "bf16"),
     *("save", "load", "continue_from", "save_interval", "log_interval"),
 )
-# What transformers' TrainingArguments and example scripts call the same.
-_OF_TRANSFORMERS = {
-    "learning_rate": "--lr",
-    "lr_scheduler_type": "--lr-decay-style",
-    "max_grad_norm": "--clip-grad",
-    "max_steps": "--train-iters",
-    "num_train_epochs": "--train-iters",
-    "num_epochs": "--train-iters",
-    "epochs": "--train-iters",
-    "warmup_steps": "--lr-warmup-iters",
-    "per_device_train_batch_size": "--micro-batch-size",
-    "gradient_accumulation_steps": "--global-batch-size",
-    "max_seq_length": "--seq-length",
-    "mlm_probability": "--mask-prob",
-    "output_dir": "--save",
-    "resume_from_checkpoint": "--load",
-    "save_steps": "--save-interval",
-    "eval_steps": "--eval-interval",
-    "logging_steps": "--log-interval",
-}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
 _MOST_PHASES = 100  # each is checked and planned as a run of its own
@@ -58,9 +38,11 @@ _NOW_IGNORED = {
     "check_for_nan",
     "cross_entropy_fusion_impl",
     "cross_entropy_loss_fusion",
+    "first_last_layers_bf16",
     "fp8_amax_compute_algo",
     "fp8_amax_history_len",
     "fp8_margin",
+    "fp8_param_gather",
     "gradient_accumulation_fusion",
     "max_skipped_iters",
     "num_layers_at_end_in_bf16",
@@ -74,6 +56,7 @@ _NOW_IGNORED = {
     "recompute_method",
     "recompute_num_layers",
     "resume",
+    "save_initial",
     "sequence_parallel",
     "tensorboard_dir",
     "wandb_exp_name",
@@ -120,7 +103,6 @@ def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
         usage="%(prog)s [--config FILE] [--SETTING VALUE ...]",
         argument_default=argparse.SUPPRESS,
         epilog="" if shown != FIRST else f"{len(FIRST)} of {len(_SECTION_OF)} settings; --help-all shows every one.",
-        foreign=_OF_TRANSFORMERS,
     )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="every setting, and exit")
     config_help = "YAML file with sections as below, or a recipe, such as tiny"

@@ -136,8 +136,6 @@ class ComputeConfig:
         None, "FP8 matrix products: E4M3 forward and E5M2 backward (hybrid), or E4M3 both", choices=("hybrid", "e4m3")
     )
     fp8_recipe: str = setting("tensorwise", "FP8 scaling", choices=("tensorwise", "delayed", "blockwise", "mxfp8"))
-    fp8_param_gather: bool = setting(False, "FP8 weights: kept and gathered in FP8")
-    first_last_layers_bf16: bool = setting(False, "bfloat16 for the first and the last layer (not delayed)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +304,6 @@ class CheckpointConfig:
     allow_changed: tuple[str, ...] = setting(
         (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
     )
-    save_initial: bool = setting(False, "save the initial weights too, as the checkpoint of iteration 0")
     save_interval: int = setting(1000, "checkpoint interval in iterations", minimum=1)
     async_save: bool = setting(False, "asynchronous checkpoints: written from host memory while training continues")
     keep_last: int | None = setting(

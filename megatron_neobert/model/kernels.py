@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_neobert.config.compute_rules import HEAD_WIDTH_MULTIPLE
+from megatron_neobert.config.rules import HEAD_WIDTH_MULTIPLE
 from megatron_neobert.config.schema import ComputeConfig, Settings
 from megatron_neobert.errors import ConfigError
 
@@ -63,7 +63,6 @@ class Kernels:
     attention: str  # "transformer_engine", "torch" or "flash_attn"
     attention_backend: str  # the name in Megatron's AttnBackend, with which it steers Transformer Engine
     gradient_accumulation_fusion: bool  # by Apex, in all of Megatron's own linear layers
-    optimizer: str
     summary: str  # a line for the start of a run, and a second one if there is a warning
 
 
@@ -132,12 +131,6 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
-    fusion = hardware.apex_weight_gradients.version is not None
-    accumulated = "after the product"
-    if fusion:
-        accumulated = "in the product (Apex)"
-    elif engine:
-        accumulated = "in the product (Transformer Engine; the decoder's after it)"
     # In the order in which Megatron takes them; torch's through FusedAdam of training/optimizer.py.
     optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
     if hardware.transformer_engine.version is not None:
@@ -146,7 +139,6 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers",
         f"attention by {attention_name}",
         precision,
-        f"weight gradients accumulated {accumulated}",
         f"Adam by {optimizer}",
     ]
     is_slow = bf16 and hardware.gpu is None and not hardware.cpu_bf16
@@ -157,8 +149,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
-        gradient_accumulation_fusion=fusion,
-        optimizer=optimizer,
+        gradient_accumulation_fusion=hardware.apex_weight_gradients.version is not None,
         summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}{warning if is_slow else ''}",
     )
 
@@ -274,11 +265,9 @@ def fp8_arguments(compute: ComputeConfig) -> dict[str, Any]:
     return {
         "fp8": compute.fp8_format,
         "fp8_recipe": compute.fp8_recipe,
-        "fp8_param": compute.fp8_param_gather,
         # Of the recipe "delayed". Megatron's default is the amax of the last iteration alone.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
-        "first_last_layers_bf16": compute.first_last_layers_bf16,
     }
 
 

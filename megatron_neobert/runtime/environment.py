@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron_neobert.errors import LauncherError
 
-# Set by our launcher for its ranks: files and folders have been looked at, and need not be by each rank once more.
-CHECKED_BY_LAUNCHER = "MEGATRON_NEOBERT_CHECKED"
 _LARGEST = 2**31 - 1  # ranks are int32 in every backend
 _WHO_SETS = "torchrun and neobert train set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 

@@ -22,7 +22,6 @@ MEGATRON_NAMES = dict.fromkeys(
         "loss_spike_sigma",
         "continue_from",
         "allow_changed",
-        "save_initial",
         "keep_last",
     ],
     "",

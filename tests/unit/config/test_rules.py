@@ -36,29 +36,9 @@ REFUSED = [
         "--bf16 --attention-backend fused --hidden-size 1056",
     ),
     (
-        "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
-        "--fp8-param-gather does not go with --fp8-recipe delayed",
-        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
-    ),
-    (
-        "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
-        "--fp8-param-gather does not go with --fp8-recipe mxfp8",
-        "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
-    ),
-    (
         "--bf16 --fp8-format e4m3 --transformer-impl local",
         "--fp8-format e4m3 is Transformer Engine's, not with --transformer-impl local",
         "--bf16 --fp8-format e4m3 --transformer-impl transformer_engine",
-    ),
-    (
-        "--bf16 --fp8-format hybrid --fp8-recipe delayed --first-last-layers-bf16",
-        "--first-last-layers-bf16 does not go with --fp8-recipe delayed",
-        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
-    ),
-    (
-        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers 2",
-        "--first-last-layers-bf16 leaves none of --num-layers 2 in FP8",
-        "--bf16 --fp8-format hybrid --first-last-layers-bf16 --num-layers 3",
     ),
     (
         "--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 1000",

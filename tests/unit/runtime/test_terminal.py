@@ -22,9 +22,3 @@ def print_to_nobody(console: type[Console]) -> None:
 def test_closed_pipe_is_not_an_error_of_our_own():
     with pytest.raises(BrokenPipeError):
         print_to_nobody(Terminal)
-
-
-def test_rich_alone_would_end_as_after_an_error(monkeypatch):
-    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # it would silence this process for good
-    with pytest.raises(SystemExit, match="1"):
-        print_to_nobody(Console)
