@@ -15,7 +15,7 @@ from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.loader import DaliLoader, build_loader
+from megatron_neobert.data.batches.loader import DaliLoader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters
@@ -58,7 +58,7 @@ def run_training(settings: Settings) -> int:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
             for line in choose_kernels(settings).summary.splitlines():
                 monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
-            with monitor.running():
+            with monitor.running(), named_worker_deaths():
                 code = train(run, monitor, detector)
         distributed.shut_down()
         return code

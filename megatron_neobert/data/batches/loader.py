@@ -17,6 +17,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -63,28 +64,34 @@ class _Loader(DataLoader[StepBatches]):
 
 
 def _checked(steps: Iterator[Any]) -> Iterator[StepBatches]:
-    while True:
-        try:
-            step = next(steps)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):
-                raise
-            raise WorkerError(
-                f"a process that loads data was killed or crashed ({short_reason(error)}). The system kills processes "
-                "when memory runs out: look at dmesg, lower --num-workers, and start again with the same command."
-            ) from error
+    for step in steps:
         if isinstance(step, NeoBERTError):
             raise step
         yield step
+
+
+@contextmanager
+def named_worker_deaths() -> Iterator[None]:
+    """Raise WorkerError in place of DataLoader's RuntimeError when a loader process is killed inside the block.
+
+    DataLoader reports the death from a handler of SIGCHLD, so the error can come from any line of the training loop.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise WorkerError(
+            f"a process that loads data was killed or crashed ({short_reason(error)}). The system kills processes "
+            "when memory runs out: look at dmesg, lower --num-workers, and start again with the same command."
+        ) from error
 
 
 def build_loader(stream: Stream, *, num_workers: int) -> DataLoader[StepBatches]:
     """The steps of `stream`, pinned for asynchronous copies where CUDA is present.
 
     Without an end: leave the loop after the last step. Each iteration over the result starts at the stream's cursor.
-    An error of a worker is raised here when its step is due, and WorkerError where a worker was killed.
+    A NeoBERTError of a worker is raised when its step is due. For killed workers see `named_worker_deaths`.
     """
     return _Loader(
         _Steps(stream),

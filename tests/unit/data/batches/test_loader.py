@@ -13,7 +13,7 @@ import torch
 from unit.data.child_processes import has_ended, wait_for
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, bits_of, contents, stream_of, web_like_lengths
 
-from megatron_neobert.data.batches.loader import DaliLoader, build_loader
+from megatron_neobert.data.batches.loader import DaliLoader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.errors import CheckpointError, ConfigError, WorkerError
@@ -96,15 +96,21 @@ def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(s
     assert worker.exitcode == 0
 
 
-def test_killed_worker_is_named_with_its_signal_and_a_remedy(load, stream):
+@pytest.mark.parametrize("moment", ["waiting for a batch", "computing"])
+def test_killed_worker_is_named_with_its_signal_and_a_remedy(load, stream, moment):
     before = multiprocessing.active_children()
     steps = iter(load(stream, num_workers=1))
     next(steps)
     (worker,) = set(multiprocessing.active_children()) - set(before)
-    worker.kill()
-    with pytest.raises(
-        WorkerError, match=r"was killed or crashed \(RuntimeError: DataLoader worker .*lower --num-workers"
+    with (
+        pytest.raises(
+            WorkerError, match=r"was killed or crashed \(RuntimeError: DataLoader worker .*lower --num-workers"
+        ),
+        named_worker_deaths(),
     ):
+        worker.kill()
+        if moment == "computing":
+            time.sleep(600)
         for _ in steps:
             pass
 

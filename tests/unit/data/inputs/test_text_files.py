@@ -29,7 +29,7 @@ from megatron_neobert.data.inputs.text_files import TooLong, read_records
         (b"not json", MALFORMED_JSON, "column 1"),
         (b'["content"]', MALFORMED_JSON, "expected an object, found list"),
         (b'{"content": ' + b"9" * 5000 + b"}", MALFORMED_JSON, "5000 digits"),
-        (b"[" * 100_000, MALFORMED_JSON, "recursion"),
+        (b"[" * 100_000, MALFORMED_JSON, "nested too deeply"),
         (b'{"content": "raw\ttab"}', MALFORMED_JSON, "Invalid control character"),
         (b'{"text": "x", "url": "y"}', MISSING_KEY, "no key 'content'; keys found: text, url"),
         (b'{"data": {"text": "x", "n": {}}, "url": "y"}', MISSING_KEY, "keys found: data.n, data.text, url"),
