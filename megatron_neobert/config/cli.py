@@ -34,8 +34,10 @@ _MOST_PHASES = 100  # each is checked and planned as a run of its own
 # fixed now. The others may be different when a run resumes, so their value does not matter.
 _NOW_FIXED = {"muon_momentum": 0.95, "loss_spike_window": 128}
 _NOW_IGNORED = {
+    "allow_changed",
     "attention_bounds",
     "check_for_nan",
+    "check_weight_hash_across_dp_replicas_interval",
     "cross_entropy_fusion_impl",
     "cross_entropy_loss_fusion",
     "first_last_layers_bf16",

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from megatron_neobert.cli import flag_of, typed_fields, value_problem
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.phases import resolve_phases
-from megatron_neobert.config.resume_rules import ALLOWABLE
 from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings
 from megatron_neobert.errors import ConfigError
 
@@ -365,12 +364,6 @@ def checkpoint_problems(settings: Settings) -> Iterator[str]:
         yield (
             f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
             "as well, so that the same command resumes after a stop; add that."
-        )
-    unknown = sorted(checkpoint.changes_allowed - set(ALLOWABLE))
-    if unknown:
-        yield (
-            f"--allow-changed {','.join(unknown)} cannot be allowed: either the weights would not fit, or the setting "
-            f"may change anyway. It takes {', '.join(ALLOWABLE)}."
         )
 
 

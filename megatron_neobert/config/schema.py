@@ -95,11 +95,6 @@ class ParallelConfig:
         "with the forward pass; default: on CUDA",
     )
     ddp_bucket_size: int | None = setting(None, "gradient bucket size in parameters; default Megatron's", minimum=1)
-    check_weight_hash_across_dp_replicas_interval: int | None = setting(
-        None,
-        "replica check: iterations between comparisons of their weights, which are compared before each save as well",
-        minimum=1,
-    )
     distributed_timeout_minutes: float = setting(
         10.0, "hang timeout: a run without progress for so long ends and names the rank that holds it up", minimum=0.01
     )
@@ -301,9 +296,6 @@ class CheckpointConfig:
         "folder of another run, or one of its checkpoints (RUN/iter_0001000), used while --load is empty: weights, "
         "optimizer state, iteration and, in the same data, the position are taken; other data begin at their start",
     )
-    allow_changed: tuple[str, ...] = setting(
-        (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
-    )
     save_interval: int = setting(1000, "checkpoint interval in iterations", minimum=1)
     async_save: bool = setting(False, "asynchronous checkpoints: written from host memory while training continues")
     keep_last: int | None = setting(
@@ -319,12 +311,6 @@ class CheckpointConfig:
         if self.load is None or self.save is None:
             return False
         return Path(self.load).resolve() == Path(self.save).resolve()
-
-    @property
-    def changes_allowed(self) -> set[str]:
-        """The settings named by --allow-changed, one by one or with commas between, as `seq_length`."""
-        names = (name for words in self.allow_changed for name in words.split(","))
-        return {name.strip().removeprefix("--").replace("-", "_") for name in names if name.strip()}
 
 
 @dataclass(frozen=True, kw_only=True)

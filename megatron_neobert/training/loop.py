@@ -96,8 +96,6 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
             monitor.log(f"Transformer Engine computes attention by {attention}")
         control = _control_after_step(run, result)
         _finish_save(saver, result)
-        if _due(run.state.iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):
-            saver.refuse_drift()
         if control.logs:
             run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
         if control.validates:

@@ -28,7 +28,7 @@ from megatron_neobert.runtime.atomic_files import replace_file
 
 _RECORD = "metrics.jsonl"
 # Groups of TensorBoard's tags; all others are train/.
-_SPEED = ("tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank", "mfu")
+_SPEED: tuple[str, ...] = ("tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank", "mfu")
 _SPEED += ("fill", "data_wait", "eta_seconds")
 _GROUPS = {"memory_gib": "memory", **dict.fromkeys(_SPEED, "speed")}
 _REASON_LINES = 3  # of an error of W&B: a heading, the setting, what is wrong with it

@@ -21,7 +21,6 @@ MEGATRON_NAMES = dict.fromkeys(
         "phases",
         "loss_spike_sigma",
         "continue_from",
-        "allow_changed",
         "keep_last",
     ],
     "",

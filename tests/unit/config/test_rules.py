@@ -129,7 +129,6 @@ IMPOSSIBLE = [
     ),
     (1, "--save one --keep-last 1", ["--keep-last 1", "below 2"]),
     (1, "--continue-from a --save b --load ./c", ["--save b needs --load b"]),
-    (1, "--allow-changed seed,num_layers", ["--allow-changed num_layers", "seed, "]),
     (1, "--valid-data-path 0.3 a", ["--valid-data-path 0.3 is a weight", "leave weights out"]),
     (1, "--valid-data-path a --eval-iters 0", ["--valid-data-path a is measured at validations", "--eval-iters 0"]),
     (1, "--async-save", ["--async-save needs --save"]),
