@@ -164,25 +164,6 @@ def test_dry_run_refuses_the_checkpoint_that_the_start_would_refuse(settings, ti
     assert sentence in ended.output
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [
-        ("train_state.json", '"corpus_sha256": "', '"corpus_sha256": "0'),
-        ("settings.yaml", "num_layers: 2", "num_layers: 3"),
-        ("tokenizer/tokenizer.json", "{", "["),
-    ],
-)
-def test_damaged_newest_checkpoint_is_left_to_loading_which_takes_an_older_one(settings, name, before, after):
-    run = settings("run", training={"exit_interval": 2}).with_section("checkpoint", save_interval=1)
-    train_on_ranks(run)
-    newest = list_checkpoints(Path(run.checkpoint.save))[0] / name
-    assert before in newest.read_text()
-    newest.write_text(newest.read_text().replace(before, after))
-    run = run.with_section("checkpoint", load=run.checkpoint.save)
-    ended = run_command("megatron_neobert.launch", SCRIPT, *flags_of(run), "--dry-run")
-    assert ended.code == 0, ended.output
-
-
 def test_checkpoint_of_a_version_that_did_not_hash_the_boundaries_of_documents_resumes_with_a_line(
     settings, tiny_corpus, capfd
 ):

@@ -189,18 +189,6 @@ def test_missing_inputs_are_said_with_whatever_else_is_wrong(tiny_corpus):
     assert len(refused.value.problems) == 1
 
 
-def test_all_missing_inputs_of_a_dry_run_are_said_at_once(tiny_corpus):
-    blend = ["--data-path", "0.5", "no/corpus", "0.5", "no/other", "--tokenizer-model", str(tiny_corpus.tokenizer)]
-    with pytest.raises(MissingInputError, match=r"(?s)no/corpus\.json; .*no/other\.json; "):
-        parse_command_line([*blend, "--dry-run"], world_size=1)
-    phases = "[{after_iters: 3, data_path: [no/corpus]}]"  # the same corpus in another phase is named once
-    with pytest.raises(MissingInputError) as refused:
-        parse_command_line([*blend, "--phases", phases, "--dry-run"], world_size=1)
-    assert str(refused.value).count("\n") == 2
-    one = ["--data-path", "no/corpus", "--tokenizer-model", str(tiny_corpus.tokenizer), "--dry-run"]
-    assert parse_command_line(one, world_size=1).dry_run, "whoever opens it says so"
-
-
 def test_help_shows_what_people_set_first_and_help_all_every_setting(capsys):
     shown = {}
     for flag in ("--help", "--help-all"):

@@ -13,14 +13,12 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_neobert.config.schema import ComputeConfig, Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.model import kernels
 from megatron_neobert.model.kernels import (
     Hardware,
     Library,
     check_hardware,
     choose_kernels,
     detect_hardware,
-    fp8_arguments,
 )
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.model.transformer_config import to_transformer_config
@@ -59,28 +57,6 @@ def refusal(settings: Settings, hardware: Hardware) -> str:
 def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, implementation, attention):
     kernels = choose_kernels(settings(**asked), hardware)
     assert (kernels.transformer_impl, kernels.attention) == (implementation, attention)
-
-
-@pytest.mark.parametrize(
-    ("features", "bf16", "warned"),
-    [
-        ("flags\t\t: fpu avx2 avx512f", True, True),
-        ("flags\t\t: fpu avx2 avx512f", False, False),
-        ("flags\t\t: fpu avx512f avx512_bf16", True, False),
-        ("Features\t: fp asimd i8mm bf16", True, False),
-        (None, True, False),  # no Linux
-    ],
-)
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_in_one_line(
-    tmp_path, monkeypatch, features, bf16, warned
-):
-    if features is not None:
-        (tmp_path / "cpuinfo").write_text(features)
-    monkeypatch.setattr(kernels, "_CPU_INFO", tmp_path / "cpuinfo")
-    hardware = detect_hardware.__wrapped__()
-    _, *more = choose_kernels(settings(bf16=bf16), hardware).summary.splitlines()
-    assert [line.startswith("warning: this CPU has no instructions for bfloat16") for line in more] == [True] * warned
-    assert "warning" not in choose_kernels(settings(), replace(H100, cpu_bf16=False)).summary
 
 
 @pytest.mark.parametrize(
@@ -175,7 +151,7 @@ def test_fp8_reaches_megatron_s_configuration_and_nothing_of_it_without_a_format
     assert (config.fp8, config.fp8_recipe) == ("hybrid", "delayed")
     assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (1024, "max")
     assert not (config.fp8_dot_product_attention or config.fp8_multi_head_attention)  # attention stays in bf16
-    assert fp8_arguments(ComputeConfig()) == {}
+    assert to_transformer_config(Settings()).fp8 is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "fused"])

@@ -1,7 +1,6 @@
 """The plan of --dry-run against real batches and formulas one can read here."""
 
 import re
-import shutil
 from typing import Any
 
 import numpy as np
@@ -9,15 +8,13 @@ import pytest
 from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.folder import MANIFEST
-from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import resolve_phases
-from megatron_neobert.config.schema import CheckpointConfig, PhaseChange, Settings
+from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import rows
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
-from megatron_neobert.errors import SaveError
-from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_token
+from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.plan import print_plan, sample_iteration
 from megatron_neobert.text import duration, percent
@@ -90,29 +87,6 @@ def test_plan_of_a_blend_states_the_shares_and_the_epochs_that_its_batches_have(
 
 
 # ---- checkpoints
-
-
-@pytest.mark.parametrize("case", ["full disk", "full disk, --keep-last 2", "no --save", "trained already", "remains"])
-def test_a_run_is_refused_where_it_saves_and_not_one_checkpoint_fits(case, tmp_path):
-    """Of a model whose checkpoint is 100 GiB larger than the free space; what a crash has left is deleted first."""
-    free, save = shutil.disk_usage(tmp_path).free, tmp_path / "run"
-    keep = {"keep_last": 2} if "keep" in case else {}
-    checkpoint = CheckpointConfig(save=None if case == "no --save" else str(save), load=str(save), **keep)
-    settings = Settings(checkpoint=checkpoint).with_section("training", train_iters=4)
-    layer = checkpoint_bytes(settings, vocab_size=0) // settings.model.num_layers
-    settings = settings.with_section("model", num_layers=(free + (100 << 30)) // layer)
-    older = save / ("iter_0000004" if case == "trained already" else "iter_0000003")
-    older.mkdir(parents=True)
-    (older / MANIFEST).touch()
-    if case == "remains":
-        (save / ".tmp-iter_0000004").mkdir()
-        with (save / ".tmp-iter_0000004" / "rank_00000.safetensors").open("wb") as stream:
-            stream.truncate(200 << 30)  # no block of it is on disk
-    if "full" in case:
-        with pytest.raises(SaveError, match=r"takes \S+ GiB, but --save .* has \S+ GiB free"):
-            refuse_full_disk(settings, vocab_size=0)
-    else:
-        refuse_full_disk(settings, vocab_size=0)
 
 
 # ---- the page

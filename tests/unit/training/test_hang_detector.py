@@ -53,14 +53,6 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(run_two):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
-def test_rank_that_hangs_within_a_phase_is_the_one_with_the_oldest_heartbeat(run_two):
-    ranks = run_two("training", "sleep")
-    assert [rank.code for rank in ranks] == [69, 69]
-    assert "is behind in iteration 3 (training)" in ranks[0].output + ranks[1].output
-    assert " in fail\n" in ranks[1].output
-
-
 @pytest.mark.parametrize(
     ("how", "code", "trouble"),
     [

@@ -35,15 +35,6 @@ def state_of(iteration: int, *, skipped: int = 0, in_a_row: int = 0) -> TrainSta
     return TrainState(corpus_sha256="", iteration=iteration, skipped_iterations=skipped, skipped_in_a_row=in_a_row)
 
 
-def test_a_skip_is_said_and_recorded_at_once(tmp_path, capsys):
-    monitor = start(tmp_path)
-    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), state_of(4, skipped=3, in_a_row=2))
-    said = "iteration 4/10 | update skipped: loss nan, gradient norm nan | 3 skipped, 2 in a row\n"
-    assert capsys.readouterr().out == said
-    (line,) = recorded(monitor)
-    assert (line["iteration"], line["skipped_iterations"]) == (4, 3)
-
-
 def test_skipped_steps_count_with_their_tokens_but_enter_no_average(tmp_path):
     monitor = start(tmp_path)
     monitor.add(report(2.0), state_of(1))
