@@ -224,14 +224,12 @@ def choices_of(item: Field, wanted: Any) -> tuple[str, ...]:
 def _type_words(wanted: Any, item: Field) -> str:
     plain, optional = plain_type(wanted)
     is_list = typing.get_origin(plain) is tuple
-    entry = typing.get_args(plain)[0] if is_list else plain
     if legal := choices_of(item, wanted):
         return f"one of {', '.join(legal)}."
-    text = ("a text", "in UTF-8 that a file could be called")
-    one, rest = {int: ("a whole number", ""), float: ("a number", ""), bool: ("true or false", "")}.get(entry, text)
-    words = f"{one} or a list of {one.partition(' ')[2]}s" if is_list else one
-    rest = rest.replace("a file", "files") if is_list else rest
-    return f"{words} {rest}".strip() + (" or null" if optional else "")
+    words = {int: "a whole number", float: "a number", bool: "true or false"}.get(plain, "a text in UTF-8")
+    if is_list:
+        words = "a text or a list of texts in UTF-8"
+    return words + (" or null" if optional else "")
 
 
 def _source_of(item: Field) -> str:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import TypedDict
 
 from megatron_neobert.config.schema import CheckpointConfig
@@ -82,21 +83,19 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
-    """The newest checkpoint of a save folder, or that of one iteration; its files are not verified.
+    """Return the newest checkpoint of a save folder, or that of one iteration; its files are not verified.
 
     Raises:
         MissingInputError: There is none.
     """
-    candidates = list_checkpoints(save)
-    if not candidates:
+    by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
+    if not by_iteration:
         raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
-    if iteration is None:
-        return candidates[0]
-    for candidate in candidates:
-        if iteration_of(candidate) == iteration:
-            return candidate
-    there = ", ".join(str(iteration_of(candidate)) for candidate in candidates)
-    raise MissingInputError(f"{save} holds no checkpoint of iteration {iteration}; it holds those of {there}.")
+    wanted = max(by_iteration) if iteration is None else iteration
+    if wanted not in by_iteration:
+        found = ", ".join(map(str, by_iteration))
+        raise MissingInputError(f"{save} holds no checkpoint of iteration {wanted}; it holds those of {found}.")
+    return by_iteration[wanted]
 
 
 def check_folders(config: CheckpointConfig) -> None:
@@ -109,7 +108,7 @@ def check_folders(config: CheckpointConfig) -> None:
         CheckpointError: --load holds remains of checkpoints, but none that counts.
         OutputError: --save holds checkpoints and is not continued, or cannot be created.
     """
-    if has_stop_file(config.save):
+    if config.save is not None and (Path(config.save) / "STOP").exists():
         raise ConfigError(
             f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
         )
@@ -123,22 +122,19 @@ def check_folders(config: CheckpointConfig) -> None:
             f"--save {config.save} already holds checkpoints of a run; give --load {config.save} to continue it, or "
             "name another folder."
         )
-    if save and not (save.is_dir() or _can_be_created(save)):
-        raise OutputError(f"--save {config.save} cannot be created; name another folder.")
-
-
-def has_stop_file(save: str | None) -> bool:
-    """Whether somebody wants no run to train in this folder."""
-    return save is not None and (Path(save) / "STOP").exists()
-
-
-def _can_be_created(folder: Path) -> bool:
-    existing = next((path for path in folder.parents if os.path.lexists(path)), folder)
-    return not os.path.lexists(folder) and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if save and not save.is_dir():
+        existing = next(path for path in (save, *save.parents) if os.path.lexists(path))
+        try:
+            with TemporaryDirectory(dir=existing):  # of its own name: other nodes try at the same time
+                pass
+        except OSError as error:
+            raise OutputError(
+                f"--save {config.save} cannot be created ({error.strerror}); name another folder."
+            ) from error
 
 
 def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save: bool) -> None:
-    """Refuses it unless it is what the user meant: never from scratch where there was something."""
+    """Refuse a start from scratch where there was something, and an input that is missing."""
     if load is not None:
         remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(POINTER)))
         if remains:
@@ -193,7 +189,7 @@ def claim(save: str | None) -> Iterator[None]:
 
 
 def refuse_lost_claim(save: Path) -> None:
-    """Ends the older of two runs that write to one folder: some file systems grant the same lock on several machines.
+    """End the older of two runs that write to one folder: some file systems grant the same lock on several machines.
 
     Raises:
         OutputError: Another run has claimed the folder since this process did.

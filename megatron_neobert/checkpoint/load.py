@@ -41,8 +41,6 @@ _STATE_FORMAT = {
 def load_checkpoint(run: Run) -> Path | None:
     """Restore weights, optimizer and train state from the newest good checkpoint of --load, else of --continue-from.
 
-    From the latter, the run continues in the same data; other data start anew.
-
     Returns:
         Its folder; None if there is no checkpoint yet (`check_folders` has judged whether that is allowed).
 
@@ -52,14 +50,11 @@ def load_checkpoint(run: Run) -> Path | None:
     Collective: all ranks.
     """
     config = run.settings.checkpoint
-    folder = _choose(run.settings, config.load) if config.load is not None else None
-    has_new_data = folder is None
-    if folder is None and config.continue_from is not None:
-        folder = _choose(run.settings, config.continue_from)
-    if folder is None:
-        return None
-    load_from(run, folder, has_new_data=has_new_data)
-    return folder
+    for load in (config.load, config.continue_from):
+        if load is not None and (folder := _choose(run.settings, load)) is not None:
+            load_from(run, folder, has_new_data=load != config.load)
+            return folder
+    return None
 
 
 def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
@@ -124,7 +119,7 @@ def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
 
 
 def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-    """The state with the tensors of the checkpoint in it, and the optimizer's plain values.
+    """Return the state with the tensors of the checkpoint and the optimizer's plain values.
 
     Raises:
         CheckpointError: A rank lacks a tensor, or cannot read one; the same error on all ranks.
@@ -148,9 +143,8 @@ def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None
         error = found
     errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(errors, error)  # collective: all ranks
-    for problem in errors:
-        if problem is not None:
-            raise problem
+    if problem := next(filter(None, errors), None):
+        raise problem
     merge(state, plain)
     if optimizer is not None:
         merge(state, {"optimizer": optimizer})

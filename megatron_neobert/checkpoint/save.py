@@ -62,7 +62,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes tensors."""
+        """True while this rank's background write is in progress."""
         file = None if self._pending is None else self._pending.file
         return file is not None and not file.done()
 
@@ -207,16 +207,13 @@ class Saver:
 
 
 def describe_drift(run: Run) -> str | None:
-    """Which rank holds other weights than its replicas, and where; None if all agree, or there are none.
+    """Return which rank holds other weights than its replicas, and where; None if all agree, or there are none.
 
-    Replicas begin alike and apply the same updates, so a difference is a fault: memory, a link, a kernel that does not
-    repeat itself. Nothing else shows it. Without the distributed optimizer each replica drifts on from there. With it
-    the next gather overwrites most of what differs, so a look finds what has happened since the last one. Not
-    megatron.core's check_param_hashes_across_dp_replicas: that one copies all weights to the CPU for a sha1, and its
-    answer is one bit.
+    Replicas begin alike and apply the same updates, so a difference is a fault of memory, a link or a kernel, which
+    nothing else shows. megatron.core's check_param_hashes_across_dp_replicas copies all weights to the CPU, and its
+    answer is one bit. This costs 0.3 s for 28 x 768 in float32 on one CPU core.
 
-    Costs a sum over the weights and a gather of 4 bytes per tensor: 0.3 s for 28 x 768 in float32 on one busy CPU core.
-    Each rank hears of its own replicas alone. Collective: all ranks.
+    Collective: all ranks; each hears of its own replicas alone.
     """
     if run.model.ddp_config.overlap_param_gather:
         run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
@@ -240,11 +237,9 @@ def describe_drift(run: Run) -> str | None:
     name, values = next(iter(drifted.items()))
     usual = Counter(values).most_common(1)[0][0]  # of two replicas, the first one's
     ranks = torch.distributed.get_process_group_ranks(group)
-    others = [str(rank) for rank, value in zip(ranks, values, strict=True) if value != usual]
-    return (
-        f"{name} on rank {', '.join(others)} is not what its replica on rank {ranks[values.index(usual)]} holds "
-        f"({len(drifted):,} of {len(hashes):,} tensors differ)"
-    )
+    others = ", ".join(str(rank) for rank, value in zip(ranks, values, strict=True) if value != usual)
+    replica, count = ranks[values.index(usual)], f"{len(drifted):,} of {len(hashes):,} tensors differ"
+    return f"{name} on rank {others} is not what its replica on rank {replica} holds ({count})"
 
 
 def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, Fingerprint]:
@@ -254,7 +249,6 @@ def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[
 
 
 def _describe(error: BaseException) -> str:
-    """An error as the other ranks should hear of it."""
     text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return f"rank {torch.distributed.get_rank()} on {socket.gethostname()}: {text}"
 

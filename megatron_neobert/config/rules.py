@@ -21,7 +21,6 @@ FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
 FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
 HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
-_NOT_IN_A_PROJECT = "/\\#?%:"
 LARGEST_DOCUMENT_BLOCK = 4096  # data/batches/rows.py packs windows of so many documents
 
 
@@ -195,7 +194,7 @@ def pipeline_problems(settings: Settings) -> Iterator[str]:
         fitting = [str(stages) for stages in range(1, min(layers, _SUGGESTED) + 1) if layers % stages == 0]
         yield (
             f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp}; every stage holds the "
-            f"same number of layers. Use {' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))} stages."
+            f"same number of layers. Use {' or '.join(fitting)} stages."
         )
 
 
@@ -223,15 +222,10 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
     # Packed sequences: a whole number of micro-batches for every rank.
     group = parallel.ranks_per_model
     if world_size % group:
-        sizes = {
-            "--tensor-model-parallel-size": tp,
-            "--pipeline-model-parallel-size": pp,
-            "--context-parallel-size": cp,
-        }
-        product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         yield (
-            f"{world_size} ranks cannot be divided into groups of {product}"
-            f"{f' = {group}' if ' x ' in product else ''}; start a multiple of {group} ranks or lower it."
+            f"{world_size} ranks cannot be divided into groups of --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {group}; start a multiple of "
+            f"{group} ranks, or lower one of them."
         )
         return
     dp = settings.data_parallel_size(world_size)
@@ -354,8 +348,6 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
             f"--valid-data-path {' '.join(settings.data.valid_data_path)} is measured at validations, of which "
             "--eval-iters 0 makes none; leave one of the two out."
         )
-    if training.seed >= 2**63:
-        yield (f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
 
 
 def checkpoint_problems(settings: Settings) -> Iterator[str]:
@@ -374,10 +366,4 @@ def logging_problems(settings: Settings) -> Iterator[str]:
         yield (
             f"--profile {logging.profile} is not a range of iterations between 1 and --train-iters {last}; give the "
             "first and the last one, such as 10-12."
-        )
-    project = logging.wandb_project
-    if project is not None and (wrong := sorted(set(project) & set(_NOT_IN_A_PROJECT))):
-        yield (
-            f"--wandb-project {project} contains {' '.join(wrong)}, which no project's name at Weights & Biases may; "
-            "use letters, digits, - and _, and WANDB_ENTITY for its owner."
         )

@@ -20,11 +20,7 @@ from megatron_neobert.config.schema import Settings, TrainingConfig
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE
 
 _NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
-_REASONS = {
-    _TIME_LIMIT: "--exit-duration-in-mins is over",
-    _STOP_FILE: "the file STOP in --save asked for it",
-    _SIGNAL: "a signal asked for it",
-}
+_REASONS = ("", "--exit-duration-in-mins is over", "the file STOP in --save asked for it", "a signal asked for it")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ABORT_SIGNAL = signal.SIGQUIT  # what the launcher makes of the second Ctrl-C
@@ -183,5 +179,5 @@ def _has_stop_file(save: str, second: int) -> bool:
 
 
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
-    """Why all ranks stop after this iteration, in words; None to continue, or because it is over anyway."""
-    return None if iteration >= training.train_iters else _REASONS.get(agreed_code)
+    """Return why all ranks stop after this iteration; None to continue, or because it is the last one."""
+    return None if iteration >= training.train_iters else _REASONS[agreed_code] or None

@@ -296,7 +296,7 @@ def test_save_folder_is_created_by_the_run_that_claims_it_and_by_no_check(tmp_pa
 def test_save_folder_in_the_place_of_a_file_is_refused(tmp_path, below):
     (tmp_path / "file").touch()
     save = str(tmp_path / "file" / below)
-    with pytest.raises(OutputError, match=r"cannot be created; name another folder"):
+    with pytest.raises(OutputError, match=r"cannot be created \(Not a directory\); name another folder"):
         check_folders(CheckpointConfig(save=save))
 
 
