@@ -226,10 +226,10 @@ def _type_words(wanted: Any, item: Field) -> str:
     is_list = typing.get_origin(plain) is tuple
     if legal := choices_of(item, wanted):
         return f"one of {', '.join(legal)}."
-    words = {int: "a whole number", float: "a number", bool: "true or false"}.get(plain, "a text in UTF-8")
-    if is_list:
-        words = "a text or a list of texts in UTF-8"
-    return words + (" or null" if optional else "")
+    entry = typing.get_args(plain)[0] if is_list else plain
+    name = {int: "whole number", float: "number", bool: "true or false"}.get(entry, "text")
+    words = name if entry is bool else f"a {name} or a list of {name}s" if is_list else f"a {name}"
+    return words + (" in UTF-8" if name == "text" else "") + (" or null" if optional else "")
 
 
 def _source_of(item: Field) -> str:
@@ -270,32 +270,22 @@ class Parser(argparse.ArgumentParser):
     def parse_all(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the given values by name, and a problem for each word that is no flag or value."""
         parsed, rest = self.parse_known_args(words)
-        problems = []
-        for before, word in zip(["", *rest], rest, strict=False):
-            if word.startswith("-"):
-                problems.append(self._unknown(word.partition("=")[0]))
-            elif not before.startswith("-"):  # what stands right after an unknown flag is that flag's value
-                problems.append(
-                    f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value "
-                    "that has a space."
-                )
+        problems = [self._unknown(word.partition("=")[0]) for word in rest if word.startswith("-")]
+        problems += [
+            f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value that has a "
+            "space."
+            for before, word in zip(["", *rest], rest, strict=False)
+            if not word.startswith("-") and not before.startswith("-")  # after an unknown flag it is that flag's value
+        ]
         return vars(parsed), problems
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with every unknown flag, and with what argparse found unless that adds nothing."""
-        problems = self.unknown_flags()
-        if not (problems and message.startswith("unrecognized arguments")):
-            hint = " Quote a value that has a space." if message.startswith("unrecognized arguments") else ""
-            problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}.{hint} See --help.")
-        raise ConfigError(problems)
+        """Raise a ConfigError with every unknown flag, and with what argparse found."""
+        raise ConfigError([*self.unknown_flags(), f"{' '.join(message.split())[:LONGEST_REASON]}. See --help."])
 
     def all_flags(self) -> list[str]:
-        """Return every flag of this parser and its sub-commands."""
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                actions += [inner for parser in action.choices.values() for inner in parser._actions]
-        return [flag for action in actions for flag in action.option_strings]
+        """Return every flag of this parser."""
+        return [flag for action in self._actions for flag in action.option_strings]
 
     def unknown_flags(self) -> list[str]:
         """Return a problem for each flag in the last command line that neither this parser nor the other knows."""

@@ -56,8 +56,7 @@ def run_training(settings: Settings) -> int:
             monitor.log(_opening_line(run, loaded))
             if settings.checkpoint.save is None:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
-            for line in choose_kernels(settings).summary.splitlines():
-                monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
+            monitor.log(textwrap.fill(choose_kernels(settings).summary, 80, subsequent_indent="  "))
             with monitor.running(), named_worker_deaths():
                 code = train(run, monitor, detector)
         distributed.shut_down()
