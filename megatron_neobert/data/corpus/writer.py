@@ -4,7 +4,7 @@ Duplicates are left out and documents are held out here, not in the workers: dup
 are finished, and the chunks are the same for any share of held-out documents. A corpus shard holds whole chunks. Each
 one is a job of its own, so any process may write it, and finished ones are kept when a run is killed.
 
-Everything is built in PREFIX.partial/output and moved to its final name when all of it is on disk, the manifest last.
+Everything is built in PREFIX.partial and moved to its final name when all of it is on disk, the manifest last.
 Disk: chunks and corpus side by side; a chunk that becomes a whole corpus shard is linked and costs none. Memory: some
 megabytes of one chunk, a count per length that occurs, and a byte per document for duplicates and held-out documents.
 """
@@ -30,9 +30,9 @@ from megatron_neobert.data.corpus.format import (
     DUPLICATE,
     CorpusFiles,
     FileRecord,
-    LengthCounts,
     Manifest,
     Volume,
+    length_statistics,
     reject_line,
     validation_files,
     volume_name,
@@ -81,12 +81,7 @@ class WrittenCorpus(NamedTuple):
 
 
 class _Corpus:
-    """One of the two corpora of a split, as it is finished in the folder of work.
-
-    Attributes:
-        shards: Records by the name of the job, in order, of those that have a document.
-        total: Their counts.
-    """
+    """One of the two corpora of a split, as it is finished in the folder of work; empty shards are left out."""
 
     def __init__(self, name: str, files: CorpusFiles, records: Mapping[str, Finished[ShardCounts]]) -> None:
         self.name, self.files = name, files
@@ -97,7 +92,7 @@ class _Corpus:
 
     def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int | None) -> Manifest:
         """Complete the manifest by what follows from the documents; write it, and the file of their attributes."""
-        total, lengths, attributes = self.total, LengthCounts(self.total.lengths), None
+        total, attributes = self.total, None
         if "attributes" in chunks[0].sha256:
             path = work / f"{self.name}_attributes"
             files = [work.parent / f"{chunk.name}.attributes" for chunk in chunks]
@@ -123,9 +118,9 @@ class _Corpus:
                 for name, record in draft.inputs.items()
             },
             documents=total.documents,
-            tokens=lengths.tokens,
+            tokens=total.tokens,
             unknown_tokens=total.unknown_tokens,
-            statistics=lengths.statistics(),
+            statistics=length_statistics(total.lengths),
             attributes=attributes,
             volumes=volumes,
         )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import ENVIRONMENT
 from unit.data.deduplication.planted import Planted, jaccard, plant
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
-from unit.tools.commands import ENVIRONMENT
 
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus

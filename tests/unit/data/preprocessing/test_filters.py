@@ -5,8 +5,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import run_forked
 from unit.data.preprocess_place import decoded
-from unit.tools.commands import run_forked
 
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
@@ -216,7 +216,7 @@ def test_the_command_takes_filters_and_its_dry_run_applies_them(place, filters):
     command = ["--input", place.shards, "--output-prefix", place.folder / "P", "--tokenizer-model", place.vocab]
     first, second = filters("no_masks", "rewrite")
     command += ["--filter", first, "--filter", second, "--record-key", "language", "--max-error-rate", "0.5"]
-    code, output = run_forked("preprocess_data", *command, "--dry-run")
+    code, output = run_forked("preprocess", *command, "--dry-run")
     assert code == 0 and "text  world hello" in output
-    code, output = run_forked("preprocess_data", *command)
+    code, output = run_forked("preprocess", *command)
     assert code == 0 and "1 own_filters:no_masks: a mask" in output and "1 a filter failed" in output

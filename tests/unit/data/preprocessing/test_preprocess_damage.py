@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import call
 from unit.data.preprocess_place import cut_small, decoded
-from unit.tools.commands import call
 
 from megatron_neobert.data.corpus.format import BackendRecord
 from megatron_neobert.data.preprocessing import chunks as chunks_module
@@ -92,7 +92,7 @@ def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(plac
     endings = {("--quarantine", "--dry-run"): 65, (): 65, (f"{address}gone?sig=secret",): 66, ("--quarantine",): 0}
     said = ""
     for more, expected in endings.items():
-        code, *screen = call("preprocess_data", *command, *more)
+        code, *screen = call("preprocess", *command, *more)
         assert code == expected, screen
         said += "".join(screen)
     with pytest.raises(DataError):

@@ -11,9 +11,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from commands import ENVIRONMENT, command_line
+from unit.data.command_place import arguments_of
 from unit.data.preprocess_place import add_mixed_shards
 from unit.data.small_corpus import write_vocabulary
-from unit.tools.commands import ENVIRONMENT, arguments_of, command_line
 
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
@@ -42,9 +43,7 @@ def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
     (environment / "bin" / "python").symlink_to(sys.executable)
     (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
     shutil.copyfile(Path(sys.prefix) / "pyvenv.cfg", environment / "pyvenv.cfg")
-    _, *words = command_line(
-        "preprocess_data", *arguments_of(place.folder, "--executor", "ray", "--ray-address", "local")
-    )
+    _, *words = command_line("preprocess", *arguments_of(place.folder, "--executor", "ray", "--ray-address", "local"))
     subprocess.run([environment / "bin" / "python", *words], env=ENVIRONMENT, timeout=600, check=True)
     assert Corpus(place.folder / "run_content_document").document(0).size == 2
 
