@@ -15,6 +15,7 @@ code. A folder of the neobert layout is loaded with our own class, which is the 
 Shapes: `b` rows, `s` tokens of a row, `t` packed tokens, `v` vocabulary.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -166,10 +167,17 @@ def differing_settings(first: LogitModel, second: LogitModel) -> list[str]:
 
 @torch.no_grad()
 def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the tensors that are not the same in every bit, and their largest difference over their largest value."""
-    differing = {}
-    for name, tensor in first.items():
-        one, other = tensor.float(), second[name].float()
+    """Return the tensors that are not the same in every bit, and their largest difference over their largest value.
+
+    A tensor that only one side has, or that has another shape there, differs infinitely.
+    """
+    differing: dict[str, float] = {}
+    for name in {**first, **second}:
+        one, other = first.get(name), second.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            differing[name] = math.inf
+            continue
+        one, other = one.float(), other.float()
         if not torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32)):
             largest = torch.maximum(one.abs().max(), other.abs().max())
             differing[name] = float((one - other).abs().max() / largest) if largest else 0.0  # 0 and -0

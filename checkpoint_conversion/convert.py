@@ -147,7 +147,13 @@ def verify(options: VerifyOptions) -> int:
 
     import torch
 
-    from checkpoint_conversion.compare import TOLERANCES, compare_models, to_table
+    from checkpoint_conversion.compare import (
+        TOLERANCES,
+        compare_models,
+        differing_settings,
+        differing_weights,
+        to_table,
+    )
 
     first, second = (load_side(folder) for folder in (options.first, options.second))
     if first.vocab_size != second.vocab_size:
@@ -155,36 +161,22 @@ def verify(options: VerifyOptions) -> int:
             f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
             "only models of one vocabulary can be compared."
         )
-    checks = compare_models(first, second)
+    checks, settings = compare_models(first, second), differing_settings(first, second)
+    weights, count = differing_weights(first.weights(), second.weights()), len(first.weights())
     tolerance = TOLERANCES[torch.float32] if options.tolerance is None else options.tolerance
-    alike = all(comparison.within(tolerance) for comparison in checks.values())
+    are_logits_equal = all(comparison.within(tolerance) for comparison in checks.values())
     print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
-    print(f"logits: {'equal' if alike else 'NOT equal'} within {tolerance:g} of the largest")
-    alike &= compare_content(first, second, tolerance=options.tolerance or 0.0)
+    print(f"logits: {'equal' if are_logits_equal else 'NOT equal'} within {tolerance:g} of the largest")
+    print(f"settings: {'; '.join(settings) + ' in A and B' if settings else 'equal'}")
+    worst = max(weights, key=lambda name: weights[name], default="")
+    if weights:
+        largest = f"most of all {worst}, by {weights[worst]:.2g} of its largest value"
+        print(f"weights: {len(weights)} of {count} tensors differ; {largest}")
+    else:
+        print(f"weights: all {count} tensors equal bit for bit")
+    alike = are_logits_equal and not settings and weights.get(worst, 0.0) <= (options.tolerance or 0.0)
     print("equal" if alike else "NOT equal")
     return 0 if alike else 1
-
-
-def compare_content(first: "LogitModel", second: "LogitModel", *, tolerance: float) -> bool:
-    """Print how settings and weights compare, and return False if they differ."""
-    from checkpoint_conversion.compare import differing_settings, differing_weights
-
-    settings = differing_settings(first, second)
-    print(f"settings: {'; '.join(settings) + ' in A and B' if settings else 'equal'}")
-    weights, others = first.weights(), second.weights()
-    if {name: tensor.shape for name, tensor in weights.items()} != {name: one.shape for name, one in others.items()}:
-        print("weights: not compared; their shapes differ")
-        return False
-    differing = differing_weights(weights, others)
-    if not differing:
-        print(f"weights: all {len(weights)} tensors equal bit for bit")
-        return not settings
-    worst = max(differing, key=lambda name: differing[name])
-    print(
-        f"weights: {len(differing)} of {len(weights)} tensors differ; most of all {worst}, by {differing[worst]:.2g} "
-        "of its largest value"
-    )
-    return not settings and differing[worst] <= tolerance
 
 
 def load_side(folder: Path) -> "LogitModel":

@@ -186,9 +186,6 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
         "training": settings if checkpoint.iteration else {},  # 0: converted, not trained
         "verification": {name: asdict(check) for name, check in checks.items()},
         "compared": compared,
-        "files": {
-            str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
-        },
         "versions": {
             "megatron_neobert": megatron_neobert.__version__,
             **{name: version(name) for name in ("torch", "transformers", "safetensors")},

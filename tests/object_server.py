@@ -1,8 +1,7 @@
-"""A web server that stands for object storage: ranges, latency, one bandwidth for all answers, and faults."""
+"""A web server that stands for object storage: ranges and faults."""
 
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-_PIECE_BYTES = 64 << 10  # sent at a time, so that simultaneous answers share the bandwidth
 Fault = Literal["503", "cut", "short", None]  # refused; the connection ends in the body; less is sent, and said so
 
 
@@ -26,19 +24,9 @@ class ObjectServer:
     """What a server serves, how, and what it was asked for."""
 
     folder: Path
-    latency_seconds: float = 0.0  # before each answer
-    bytes_per_second: float = float("inf")  # of all answers together
     fault_of: Callable[[str, str], Fault] = lambda method, name: None
     requests: list[Request] = field(default_factory=list)
     url: str = ""
-    _free_at: float = 0.0  # when what was sent so far has left
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def wait_for_bandwidth(self, size: int) -> None:
-        with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_second
-            wait = self._free_at - time.monotonic()
-        time.sleep(max(0.0, wait))
 
     @contextmanager
     def running(self, port: int = 0) -> Iterator["ObjectServer"]:
@@ -73,7 +61,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         served, path = self.server_, self.server_.folder / self.path.lstrip("/")
-        time.sleep(served.latency_seconds)
         fault = served.fault_of(self.command, path.name)
         if fault == "503" or not path.is_file():
             served.requests.append(Request(self.command, path.name, 0, 0))
@@ -104,7 +91,4 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "cut":
             body = body[: len(body) // 2]
             self.close_connection = True
-        for first in range(0, len(body), _PIECE_BYTES):
-            piece = body[first : first + _PIECE_BYTES]
-            served.wait_for_bandwidth(len(piece))
-            self.wfile.write(piece)
+        self.wfile.write(body)

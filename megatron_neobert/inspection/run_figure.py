@@ -5,7 +5,6 @@ a stop after which the run resumed as a tick on the lower edge. Drawn without a 
 files, each of which is replaced as a whole.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from megatron_neobert.evaluation import pages
 from megatron_neobert.evaluation.plots import COLOURS, DASHES, add_legend, save_figure
@@ -24,7 +23,6 @@ from megatron_neobert.runtime.atomic_files import replace_file
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
 _LEGEND_INCHES = 0.28  # per line
 _LEGEND_COLUMNS, _NAME_LENGTH = 3, 40  # which fit beside each other
-_UNITS = ((1e12, "10¹²"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,6 @@ class Look:
     label: str
     factor: float = 1.0
     validation: str | None = None  # the same thing measured on held-out documents
-    is_counted: bool = False  # in thousands, millions ...
 
 
 # Other metrics are shown under their names in the log.
@@ -43,7 +40,7 @@ LOOKS = {
     "masked_accuracy": Look("masked accuracy (%)", factor=100, validation="validation_accuracy"),
     "lr": Look("learning rate"),
     "grad_norm": Look("gradient norm"),
-    "tokens_per_second": Look("tokens/s", is_counted=True),
+    "tokens_per_second": Look("tokens/s"),
     "mfu": Look("MFU (%)", factor=100),
 }
 DEFAULT_METRICS = ("loss", "masked_accuracy", "lr", "grad_norm", "tokens_per_second")
@@ -73,11 +70,8 @@ def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> Figure:
     cells = [*metrics] if len(metrics) % 2 == 0 else [metrics[0], *metrics]
     mosaic: Any = [cells[2 * line : 2 * line + 2] for line in range(lines)]
     panels = figure.subplot_mosaic(mosaic)
-    factor, x_label = _scale_of_x(runs, x)
     for metric in metrics:
-        axes = panels[metric]
-        _draw_panel(axes, runs, metric, x=x, x_factor=factor)
-        axes.set_xlabel(x_label, parse_math=False)
+        _draw_panel(panels[metric], runs, metric, x=x)
     _add_legend(figure, runs, metrics)
     return figure
 
@@ -102,46 +96,33 @@ def _style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
-def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_factor: float) -> None:
+def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str) -> None:
     look = LOOKS.get(metric, Look(metric))
-    largest = max((abs(value) for run in runs for value in run.series(metric)[1] if math.isfinite(value)), default=0.0)
-    unit, word = _unit_of(largest) if look.is_counted else (1.0, "")
-    factor = look.factor / unit
     for number, run in enumerate(runs):
         style = _style(number)
         iterations, values = run.series(metric)
-        places, heights = _x_of(run, iterations, x, x_factor), np.array(values) * factor
+        places, heights = _x_of(run, iterations, x), np.array(values) * look.factor
         few = {"marker": "o", "markersize": 3.5} if len(values) == 1 or metric.startswith("validation") else {}
         axes.plot(places, heights, linewidth=1.6, **style, **few)
         if look.validation is not None:
             iterations, values = run.series(look.validation)
-            held_out = _x_of(run, iterations, x, x_factor)
-            heights = np.array(values) * factor
+            held_out = _x_of(run, iterations, x)
+            heights = np.array(values) * look.factor
             axes.plot(held_out, heights, "o", color=style["color"], markersize=4.5, markeredgecolor="white")
-        for place in _x_of(run, run.restarts, x, x_factor):
+        for place in _x_of(run, run.restarts, x):
             axes.axvline(place, 0, 0.07, color=style["color"], linewidth=2.5)
-    axes.set_title(f"{look.label}{f' ({word})' if word else ''}", loc="left", fontsize=11, parse_math=False)
+    axes.set_title(look.label, loc="left", fontsize=11, parse_math=False)
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.yaxis.set_major_formatter(axes.xaxis.get_major_formatter())
+    axes.set_xlabel("tokens of documents" if x == "tokens" else "iteration")
+    for axis, name in ((axes.xaxis, x), (axes.yaxis, metric)):
+        if name.startswith("tokens"):
+            axis.set_major_formatter(EngFormatter())  # k, M, G, T
 
 
-def _x_of(run: RunLog, iterations: Sequence[int], x: str, factor: float) -> list[float]:
-    places = run.tokens_at(iterations) if x == "tokens" else [float(one) for one in iterations]
-    return [factor * place for place in places]
-
-
-def _scale_of_x(runs: Sequence[RunLog], x: str) -> tuple[float, str]:
-    if x == "iteration":
-        return 1.0, "iteration"
-    unit, word = _unit_of(max(max(run.tokens_at(list(run.values))) for run in runs))
-    return 1 / unit, f"tokens of documents{f' ({word})' if word else ''}"
-
-
-def _unit_of(largest: float) -> tuple[float, str]:
-    return next(((unit, word) for unit, word in _UNITS if largest >= unit), (1.0, ""))
+def _x_of(run: RunLog, iterations: Sequence[int], x: str) -> list[float]:
+    return run.tokens_at(iterations) if x == "tokens" else [float(one) for one in iterations]
 
 
 def _add_legend(figure: Any, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ class Hostile(NamedTuple):
 
 
 TRAINING = ("train", "replay")
-FOLDERS = ("evaluate glue", "evaluate ner", "evaluate mteb", "finetune")  # of data sets
+FOLDERS = ("evaluate glue", "evaluate ner", "evaluate mteb")  # of data sets
 NOBODY: tuple[str, ...] = ()
 SENTENCE_TRANSFORMERS = ("evaluate mteb", "finetune")
 
@@ -132,11 +132,6 @@ def pickle_a_dense_module(folder: Path, canary: Canary) -> None:
     (folder / "2_Dense" / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
 
 
-def pipe_for_a_dense_module(folder: Path, canary: Canary) -> None:
-    good.add_dense(folder)
-    pipe_in_place_of("2_Dense/model.safetensors")(folder, canary)
-
-
 def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
@@ -200,7 +195,7 @@ def in_each_data_set(write: Callable[[Path, Canary], object]) -> Spoil:
     """Return a change that empties the folders of all data sets and fills them again."""
 
     def spoil(folder: Path, canary: Canary) -> None:
-        for part in ("rte", "tagged", "classes", "PAIRS"):
+        for part in ("rte", "tagged", "classes"):
             shutil.rmtree(folder / part)
             (folder / part).mkdir()
             write(folder / part, canary)
@@ -316,9 +311,6 @@ HOSTILE = (
         "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"}), SENTENCE_TRANSFORMERS),
     Hostile("model", "other weights", change_json("config.json", transformers_weights="../other.bin")),
     Hostile("model", "modules: pickled Dense", pickle_a_dense_module, SENTENCE_TRANSFORMERS),
-    Hostile("model", "modules: pipe for a Dense module", pipe_for_a_dense_module),
-    Hostile("model", "modules: Dense with a class as activation", lambda folder, canary: good.add_dense(
-        folder, activation_function="subprocess.Popen"), SENTENCE_TRANSFORMERS),
     Hostile("model", "pickles for weights", in_place_of("*.safetensors", content=pickle.dumps)),
     Hostile("model", "pickles for settings", in_place_of("config.json", content=pickle.dumps)),
     Hostile("model", "nested config", in_place_of("config.json", content=nested)),
@@ -371,7 +363,8 @@ HOSTILE = (
     Hostile("dataset", "files of a URL", in_each_data_set(
         lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl")), FOLDERS),
     Hostile("dataset", "script", in_each_data_set(bring_a_script), FOLDERS),
-    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl")),
+    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl", "PAIRS.parquet")),
+    Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("finetune",)),
     Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
     Hostile("records", "embedded files", embed_files),
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),

@@ -1,8 +1,8 @@
-"""Numbers as a line of a log has them."""
+"""Numbers as a line of a log has them, and text that cannot act on a terminal."""
 
 import pytest
 
-from megatron_neobert.text import duration, with_prefix
+from megatron_neobert.text import duration, visible, with_prefix
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,10 @@ def test_rates_have_three_digits(rate, text):
 )
 def test_durations_have_the_two_largest_units(seconds, text):
     assert duration(seconds) == text
+
+
+def test_what_a_terminal_would_act_upon_or_nobody_sees_is_escaped_but_joiners_stay():
+    assert visible("a\nb\x1b\u202e\u2028é") == r"a\nb\x1b\u202e\u2028é"
+    assert visible("a\nb\t", keep="\n") == "a\nb\\t"
+    assert visible("a\u200bb\ufeff\U000e0041\u00ad") == r"a\u200bb\ufeff\U000e0041\xad"
+    assert visible("\u0915\u094d\u200d \u200c") == "\u0915\u094d\u200d \u200c"

@@ -13,8 +13,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -147,7 +146,6 @@ def write_corpus(
     *,
     folder: Path,
     workers: int | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
 ) -> WrittenCorpus:
     """Write the corpus of these chunks, and replace what exists under its name.
 
@@ -156,7 +154,6 @@ def write_corpus(
         draft: From `draft_manifest`.
         folder: PREFIX.partial, for this call alone; its sub-folder `output-HASH` is used and removed.
         workers: Number of processes.
-        on_progress: Called with the bytes of token ids that are written.
 
     Raises:
         DataError: No document is left for the corpus, or none is held out for validation.
@@ -165,7 +162,7 @@ def write_corpus(
     work = _prepare_folder(folder.absolute(), kept, output, draft)
     jobs = _plan_jobs(work, kept, output, draft)
     try:
-        records = _write_shards(jobs, workers, on_progress)
+        records = _write_shards(jobs, workers)
         split = output.validation_fraction
         held_out = _Corpus(
             _VALIDATION, validation_files(output.files), {_VALIDATION: records.pop(_VALIDATION)} if split else {}
@@ -275,24 +272,13 @@ def choose(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> 
         yield choices
 
 
-def _write_shards(
-    jobs: Sequence[ShardJob], workers: int | None, on_progress: Callable[[int], None]
-) -> dict[str, Finished[ShardCounts]]:
+def _write_shards(jobs: Sequence[ShardJob], workers: int | None) -> dict[str, Finished[ShardCounts]]:
     """Do all jobs that an earlier call has not finished; return the records by name, in the order of the jobs."""
-    records: dict[str, Finished[ShardCounts]] = {}
-    written: Counter[str] = Counter()
-
-    def note(progress: tuple[str, int]) -> None:
-        written[progress[0]] = progress[1]
-        on_progress(written.total())
-
-    for job, record in zip(jobs, read_all_finished(jobs), strict=True):
-        if record is not None:
-            records[job.name] = record
+    earlier = zip(jobs, read_all_finished(jobs), strict=True)
+    records = {job.name: record for job, record in earlier if record is not None}
     missing = [job for job in jobs if job.name not in records]
-    for job, new in run_jobs(run_job, missing, workers=workers, on_report=note):
+    for job, new in run_jobs(run_job, missing, workers=workers):
         records[job.name] = new
-        note((job.name, new.files["bin"].bytes))
     return {job.name: records[job.name] for job in jobs}
 
 

@@ -12,7 +12,6 @@ from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.inspection.batch import print_rows, to_html
 from megatron_neobert.inspection.batch_rows import TokenViews, kinds_of, rows_of
 from megatron_neobert.inspection.found_batch import find_batch
-from megatron_neobert.text import visible
 
 ALLOWED = {"html", "head", "meta", "title", "style", "body", "main", "section", "article", "header", "input", "label"}
 ALLOWED |= {"h1", "h2", "h3", "small", "dl", "dt", "dd", "div", "span", "ul", "li", "p", "i", "b", "s", "u", "bdi"}
@@ -89,13 +88,3 @@ def test_pieces_of_every_kind_of_tokenizer_read_as_text():
 
 def test_a_part_of_a_character_and_a_bare_space_show_the_piece_itself():
     assert texts_of(["Ã", "Ġ", "Ã©"], decoders.ByteLevel()) == [("", "Ã"), ("", "Ġ"), ("", "é")]
-
-
-def test_what_a_terminal_would_act_upon_is_escaped_unless_it_is_kept():
-    assert visible("a\nb\x1b\u202e\u2028é") == r"a\nb\x1b\u202e\u2028é"
-    assert visible("a\nb\t", keep="\n") == "a\nb\\t"
-
-
-def test_format_characters_which_nobody_sees_are_escaped_but_joiners_stay():
-    assert visible("a\u200bb\ufeff\U000e0041\u00ad") == r"a\u200bb\ufeff\U000e0041\xad"
-    assert visible("\u0915\u094d\u200d \u200c") == "\u0915\u094d\u200d \u200c"

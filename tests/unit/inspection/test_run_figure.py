@@ -28,12 +28,15 @@ def lines_of(figure, *, axes=0):
     return [(list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()).upper()) for line in found]
 
 
-def test_a_loss_is_drawn_against_millions_of_tokens_and_validation_in_the_same_panel():
+def test_a_loss_is_drawn_against_tokens_and_validation_in_the_same_panel():
     run = run_of()
     run.values[20]["validation_loss"] = 5.5
     figure = draw([run], ["loss"], x="tokens")
-    assert lines_of(figure) == [([10, 20, 30], [9, 5, 4], COLOURS[0]), ([20], [5.5], COLOURS[0])]
-    assert figure.axes[0].get_xlabel() == "tokens of documents (millions)"
+    assert lines_of(figure) == [
+        ([10 * TOKENS, 20 * TOKENS, 30 * TOKENS], [9, 5, 4], COLOURS[0]),
+        ([20 * TOKENS], [5.5], COLOURS[0]),
+    ]
+    assert figure.axes[0].get_xlabel() == "tokens of documents"
     assert lines_of(draw([run], ["loss"], x="iteration"))[0][0] == [10, 20, 30]
 
 
@@ -42,7 +45,7 @@ def test_a_restart_is_marked_in_every_panel_at_its_tokens_in_the_colour_of_its_r
     figure = draw(runs, ["loss", "lr"], x="tokens")
     for panel in (0, 1):
         ticks = [(x[0], colour) for x, _, colour in lines_of(figure, axes=panel) if len(set(x)) == 1 and len(x) == 2]
-        assert ticks == [(10, COLOURS[1]), (20, COLOURS[1])]
+        assert ticks == [(10 * TOKENS, COLOURS[1]), (20 * TOKENS, COLOURS[1])]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words == ["a", "b", "resumed after a stop"]
 

@@ -1,15 +1,9 @@
 """The command that finds near-duplicates."""
 
-import json
-import random
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from commands import run_forked
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus, write_vocabulary
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
-from benchmarks.benchmark_duplicates import CHANGED, OURS, judge
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.errors import MissingInputError
 
@@ -37,6 +31,18 @@ def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_pa
     assert f"warning: the list drops all 1 documents of {tmp_path / 'Q'}, and training refuses a corpus" in output
 
 
+def test_resuming_a_finished_list_does_nothing_and_reports_so_but_another_list_is_refused(prefix, tmp_path):
+    command = ("find-duplicates", prefix, "--output", tmp_path / "list", "--resume")
+    assert run_forked(*command).code == 0
+    before = (tmp_path / "list").stat().st_mtime_ns
+    code, output = run_forked(*command)
+    assert (code, output) == (0, f"{tmp_path / 'list'} is complete; nothing to do\n")
+    assert (tmp_path / "list").stat().st_mtime_ns == before
+    assert run_forked(*command, "--threshold", "0.5").refused(73)
+    (tmp_path / "list").write_bytes((tmp_path / "list").read_bytes()[:-1] + b"\0")
+    assert run_forked(*command).refused(73)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -57,26 +63,3 @@ def test_missing_drop_lists_are_named_before_a_run_with_all_else_that_is_missing
         MissingInputError, match=r"--data-path :drop=no\.drop: no such file; check the path\.\n.*no/words"
     ):
         parse_command_line(words, world_size=1)
-
-
-def test_benchmark_counts_a_pair_once_whichever_of_its_documents_is_dropped():
-    pairs = [(2 * number, 2 * number + 1, share) for number, share in enumerate([*CHANGED, *CHANGED])]
-    judged = judge({0, 3, 10, 11, 99}, pairs)  # both of the second pair without a change, and one that is no copy
-    assert judged.pop("precision") == 3 / 5
-    assert list(judged.values()) == [1, 0.5, 0, 0, 0]
-
-
-def test_benchmark_finds_planted_copies_in_the_documents_that_it_reads(tmp_path):
-    rng = random.Random(0)
-    words = [f"{first}{second}" for first in "abcdefghij" for second in "klmnopqrst"]
-    texts = [" ".join(rng.choices(words, k=200)) for _ in range(100)]
-    pq.write_table(pa.table({"content": texts}), tmp_path / "shard.parquet")
-    flags = ["--tokenizer-model", write_vocabulary(tmp_path / "vocab.txt", words), "--output", tmp_path / "figures"]
-    ended = run_forked(
-        "benchmarks/benchmark_duplicates.py", "--input", tmp_path / "shard.parquet", *flags, "--rounds", 1
-    )
-    assert ended.code == 0, ended.output
-    assert "120 documents, 20 of them copies" in ended.output
-    (row,) = (row for row in json.loads((tmp_path / "figures").read_text())["table"] if row["tool"] == OURS)
-    assert [row[name] for name in ("precision", "0.0% changed", "0.5% changed")] == [1, 1, 1]
-    assert row["CPU s"] > 0 and row["peak MB"] > 10
