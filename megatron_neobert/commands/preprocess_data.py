@@ -10,12 +10,9 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from types import FrameType
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.inputs.find import input_label
@@ -106,20 +103,52 @@ def print_plan(plan: Plan) -> None:
         f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} ids, {token_dtype(tokenizer.vocab_size)}, "
         f"by {plan.encoder.name}" + (f" ({plan.encoder.note})" if plan.encoder.note else "")
     )
-    estimate = preview(plan)
-    for text, ids in estimate.examples:
-        line = " ".join(text[:400].split())
-        print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
-        print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")
-    workers = plan.settings.workers or 1
-    print(
-        f"estimated from a sample: {estimate.documents:,.0f} documents, {estimate.tokens:,.0f} tokens, "
-        f"{with_prefix(estimate.bin_bytes, 'B')} of .bin (twice while it is joined), "
-        f"{duration(estimate.core_seconds / workers)} with {counted(workers, 'worker')}"
-    )
+    print_sample(plan)
     place = next(folder for folder in plan.files.bin.absolute().parents if folder.exists())
     print(f"free at {place}: {with_prefix(shutil.disk_usage(place).free, 'B')}")
     print(f"would write {plan.files.bin}, {plan.files.idx.name}, {plan.files.manifest.name}")
+
+
+def print_sample(plan: Plan) -> None:
+    """Print two documents with their ids, and estimates for the run.
+
+    Up to 3 MB of text of the first, the middle and the last chunk are tokenized, and the rest is taken to be alike.
+
+    Raises:
+        DataError: No document is found there.
+        ConfigError: A fast back end differs from the reference tokenizer.
+    """
+    started, encoder = time.perf_counter(), plan.encoder
+    documents, tokens, input_bytes = 0, 0, 0.0
+    for number in sorted({0, len(plan.chunks) // 2, len(plan.chunks) - 1}):
+        chunk, text_bytes, progress = plan.chunks[number], 0, 0.0
+        encoder.start_part()
+        for unfiltered in read_chunk(chunk, plan.settings.read):
+            batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
+            encoded = encoder.encode_batch(batch.texts)
+            for at in range(documents, min(2, documents + len(batch.texts))):
+                first, length = encoded.lengths[: at - documents].sum(), encoded.lengths[at - documents]
+                print_document(batch.texts[at - documents], encoded.ids[first : first + length].tolist())
+            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
+            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
+            if text_bytes >= _SAMPLE_BYTES:
+                break
+        input_bytes += progress * plan.input_bytes(chunk)
+    if not documents or not input_bytes:
+        raise DataError("no document in the first, the middle and the last chunk; check --input and --text-key")
+    factor, workers = sum(version.bytes for version in plan.versions.values()) / input_bytes, plan.settings.workers or 1
+    bin_bytes = tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
+    print(
+        f"estimated from a sample: {documents * factor:,.0f} documents, {tokens * factor:,.0f} tokens, "
+        f"{with_prefix(bin_bytes, 'B')} of .bin (twice while it is joined), "
+        f"{duration((time.perf_counter() - started) * factor / workers)} with {counted(workers, 'worker')}"
+    )
+
+
+def print_document(text: str, ids: list[int]) -> None:
+    line = " ".join(text[:400].split())
+    print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
+    print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")
 
 
 def print_report(plan: Plan, report: PreprocessReport) -> None:
@@ -146,53 +175,3 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     pairs = f"{volumes[0].name}.bin, .idx" + (f" to {volumes[-1].name}.bin, .idx" if len(volumes) > 1 else "")
     rejects = f", {plan.files.rejects.name}" if counts.rejected else ""
     print(f"wrote {plan.files.manifest}, {pairs}{rejects}")
-
-
-@dataclass(frozen=True)
-class Preview:
-    """The first documents of a run, and estimates for all of it."""
-
-    examples: list[tuple[str, NDArray[np.int64]]]  # text and ids
-    documents: float
-    tokens: float
-    bin_bytes: float
-    core_seconds: float
-
-
-def preview(plan: Plan, *, examples: int = 2) -> Preview:
-    """Tokenize up to 3 MB of text of the first, the middle and the last chunk, and take the rest to be alike.
-
-    Raises:
-        DataError: No document is found there.
-        ConfigError: A fast back end differs from the reference tokenizer.
-    """
-    started = time.perf_counter()
-    shown: list[tuple[str, NDArray[np.int64]]] = []
-    documents = tokens = input_bytes = 0.0
-    for number in sorted({0, len(plan.chunks) // 2, len(plan.chunks) - 1}):
-        chunk, text_bytes, progress = plan.chunks[number], 0, 0.0
-        plan.encoder.start_part()
-        for unfiltered in read_chunk(chunk, plan.settings.read):
-            batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
-            encoded = plan.encoder.encode_batch(batch.texts)
-            ends = np.cumsum(encoded.lengths)
-            for text, end, length in zip(batch.texts, ends, encoded.lengths, strict=True):
-                if len(shown) == examples:
-                    break
-                shown.append((text, encoded.ids[end - length : end].astype(np.int64)))
-            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
-            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
-            if text_bytes >= _SAMPLE_BYTES:
-                break
-        input_bytes += progress * plan.input_bytes(chunk)
-    if not documents or not input_bytes:
-        raise DataError("no document in the first, the middle and the last chunk; check --input and --text-key")
-    seconds = time.perf_counter() - started
-    factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
-    return Preview(
-        examples=shown,
-        documents=documents * factor,
-        tokens=tokens * factor,
-        bin_bytes=tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize,
-        core_seconds=seconds * factor,
-    )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.attribute_columns import pack_columns, plain_value
 from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
@@ -24,13 +23,10 @@ from megatron_neobert.data.inputs.stream import Chunk, InputDigest
 from megatron_neobert.data.preprocessing.counts import Counts
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
-from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
 from megatron_neobert.runtime.new_file import NewFile
-
-TOO_FEW_TOKENS = "shorter than --min-tokens"
-TOO_MANY_TOKENS = "longer than --max-tokens"
 
 HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
 
@@ -44,8 +40,6 @@ class ChunkSettings:
     tokenizer_type: str
     fingerprint: str  # of the tokenizer that the run was planned with
     backend: Literal["auto", "fast", "reference"]
-    min_tokens: int
-    max_tokens: int | None
     filters: tuple[FilterSource, ...]
     with_hashes: bool
 
@@ -160,18 +154,20 @@ class _ChunkWriter:
         counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
         if not batch.texts:
             return counts
-        encoded, kept, dropped = _keep(self._encoder.encode_batch(batch.texts), self._job.settings)
-        self._files["ids"].write(encoded.ids.astype(self._dtype, copy=False).tobytes())
-        self._files["lengths"].write(encoded.lengths.astype("<i4", copy=False).tobytes())
+        ids, lengths = self._encoder.encode_batch(batch.texts)
+        kept = np.flatnonzero(lengths).tolist()  # places of the documents that have tokens
+        self._files["ids"].write(ids.astype(self._dtype, copy=False).tobytes())
+        self._files["lengths"].write(lengths[kept].astype("<i4", copy=False).tobytes())
         if self._job.settings.with_hashes:
             texts = (batch.texts[place].encode() for place in kept)
             hashes = b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts)
             self._files["hashes"].write(hashes)
         for key, values in self.columns.items():  # shortened at once: a record may hold a whole page beside its text
             values += (plain_value(batch.origins[place].fields[key]) for place in kept)
-        counts.dropped.update(dropped)
-        counts.documents, counts.tokens = encoded.lengths.size, encoded.ids.size
-        counts.unknown_tokens = int(np.count_nonzero(encoded.ids == self._unknown))
+        if len(kept) < lengths.size:
+            counts.dropped[NO_TOKENS] += lengths.size - len(kept)
+        counts.documents, counts.tokens = len(kept), ids.size
+        counts.unknown_tokens = int(np.count_nonzero(ids == self._unknown))
         counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
         return counts
 
@@ -185,23 +181,6 @@ class _ChunkWriter:
             entry["raw_base64"] = base64.b64encode(record.raw).decode()
         self._files["rejects"].write(reject_line(entry))
         self.first_error = self.first_error or record.describe(job.chunk, job.input_name)
-
-
-def _keep(
-    encoded: EncodedBatch, settings: ChunkSettings
-) -> tuple[EncodedBatch, NDArray[np.int64] | range, Counter[str]]:
-    """Return the documents that are kept, the places of their texts, and the number that each rule has dropped."""
-    lengths = encoded.lengths
-    longest = np.iinfo(np.int32).max if settings.max_tokens is None else settings.max_tokens
-    if lengths.min() >= max(1, settings.min_tokens) and lengths.max() <= longest:
-        return encoded, range(lengths.size), Counter()
-    empty = lengths == 0
-    short, long = (lengths < settings.min_tokens) & ~empty, lengths > longest
-    keep = ~(empty | short | long)
-    ids = encoded.ids[np.repeat(keep, lengths)]
-    taken = {NO_TOKENS: empty, TOO_FEW_TOKENS: short, TOO_MANY_TOKENS: long}
-    dropped = Counter({name: int(mask.sum()) for name, mask in taken.items() if mask.any()})
-    return EncodedBatch(ids, lengths[keep]), np.flatnonzero(keep), dropped
 
 
 # Loaded once in a process: a worker meets the same tokenizer in every task, and a fast back end remembers the words

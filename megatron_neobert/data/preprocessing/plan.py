@@ -71,8 +71,6 @@ class PreprocessSettings:
         repeat=True,
         group="which documents are kept",
     )
-    min_tokens: int = option(0, "drop shorter documents", minimum=0)
-    max_tokens: int | None = option(None, "drop longer documents", minimum=0)
     deduplicate: Literal["exact"] | None = option(None, "drop documents whose text has occurred before")
     split_validation: float = option(
         0.0,
@@ -138,8 +136,6 @@ class Plan:
             "tokenizer backend": self.encoder.name,
             **asdict(settings.read),
             "filters": self.filter_sources,
-            "min_tokens": settings.min_tokens,
-            "max_tokens": settings.max_tokens,
             "deduplicate or split_validation": self.with_hashes,
             "version": __version__,
         }
@@ -157,8 +153,6 @@ class Plan:
             tokenizer_type=settings.tokenizer_type,
             fingerprint=self.tokenizer.fingerprint,
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
-            min_tokens=settings.min_tokens,
-            max_tokens=settings.max_tokens,
             filters=self.filter_sources,
             with_hashes=self.with_hashes,
         )
@@ -195,8 +189,6 @@ class Plan:
         settings = self.settings
         own = {source.label: f"sha256 {source.sha256}" for source in self.filter_sources}
         return own | {
-            "min_tokens": settings.min_tokens,
-            "max_tokens": settings.max_tokens,
             "deduplicate": settings.deduplicate,
             "split_validation": settings.split_validation,
             "input_format": settings.read.input_format,
@@ -337,8 +329,6 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield "--keep-shards cuts the corpus at the shards, --shard-size at a size; choose one"
     if not 0.0 <= settings.split_validation < 1.0:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
-    if settings.max_tokens is not None and settings.max_tokens < settings.min_tokens:
-        yield f"--max-tokens {settings.max_tokens} is below --min-tokens {settings.min_tokens}; exchange them"
     yield from check_record_keys(settings.read.record_keys or ())
     if settings.ray_address is not None and settings.executor != "ray":
         yield f"--ray-address {settings.ray_address} has no effect without --executor ray"

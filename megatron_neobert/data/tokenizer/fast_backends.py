@@ -94,14 +94,8 @@ class Encoder:
         """
         if self._fast is None:
             return self._tokenizer.encode_batch(texts)
-        batch = _guarded(self.name, self._fast, texts)
-        if len(batch.lengths) != len(texts) or int(batch.lengths.sum()) != len(batch.ids):
-            raise BackendMismatch(
-                f"{self.name} gave {len(batch.lengths):,} lengths with a sum of {int(batch.lengths.sum()):,} and "
-                f"{len(batch.ids):,} ids for {len(texts):,} documents"
-            )
-        chosen = self._choose(texts)
-        if chosen:
+        batch = _encode(self.name, self._fast, texts)
+        if chosen := self._choose(texts):
             self._verify(texts, batch, chosen)
         return batch
 
@@ -123,9 +117,7 @@ class Encoder:
         rows = [batch.ids[ends[position] - batch.lengths[position] : ends[position]] for position in chosen]
         found = EncodedBatch(np.concatenate(rows), batch.lengths[list(chosen)])
         mine = [texts[position] for position in chosen]
-        difference = describe_difference(self._tokenizer, mine, found, self._tokenizer.encode_batch(mine))
-        if difference is not None:
-            raise BackendMismatch(f"{self.name} differs from {_reference_name()}: {difference}")
+        _compare(self.name, self._tokenizer, mine, found, self._tokenizer.encode_batch(mine))
         self.compared += len(chosen)
 
 
@@ -141,16 +133,18 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
     """
     if backend == "reference":
         return Encoder(tokenizer, name=_reference_name())
-    opened = _open_fast(tokenizer, probe=probe)
-    if isinstance(opened, Encoder):
-        return opened
-    if backend == "fast":
-        raise ConfigError(f"--tokenizer-backend fast: {opened}. Or use auto, which then takes the reference")
-    return Encoder(tokenizer, name=_reference_name(), note=f"no fast tokenizer back end: {opened}")
+    try:
+        return _open_fast(tokenizer, probe=probe)
+    except BackendMismatch as reason:
+        if backend == "fast":
+            raise ConfigError(
+                f"--tokenizer-backend fast: {reason}. Or use auto, which then takes the reference"
+            ) from reason
+        return Encoder(tokenizer, name=_reference_name(), note=f"no fast tokenizer back end: {reason}")
 
 
-def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder | str:
-    """The fast encoder, or the reason why there is none."""
+def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
+    """Return the fast encoder. Raise BackendMismatch if there is none that is right."""
     from importlib.metadata import PackageNotFoundError, version  # 20 ms that the reference does without
 
     model = tokenizer.backend.model
@@ -160,18 +154,16 @@ def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder | str:
     elif isinstance(model, models.BPE):
         package, build = "gigatoken", _build_gigatoken
     else:
-        return f"there is none for a {type(model).__name__} model with this normalizer and pre-tokenizer"
+        raise BackendMismatch(
+            f"there is none for a {type(model).__name__} model with this normalizer and pre-tokenizer"
+        )
     try:
         name = f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"{package} is not installed; pip install 'megatron-neobert[fast]'"
-    try:
-        encode = _guarded(name, build, tokenizer)
-        difference = _guarded(name, find_mismatch, tokenizer, encode) if probe else None
-    except BackendMismatch as failure:
-        return str(failure)
-    if difference is not None:
-        return f"{name} differs from {_reference_name()}: {difference}"
+    except PackageNotFoundError as error:
+        raise BackendMismatch(f"{package} is not installed; pip install 'megatron-neobert[fast]'") from error
+    encode = _guarded(name, build, tokenizer)
+    if probe:
+        check_on_probe(name, tokenizer, encode)
     return Encoder(tokenizer, name=name, fast=encode)
 
 
@@ -230,40 +222,44 @@ def _reference_name() -> str:
     return f"tokenizers {tokenizers.__version__}"
 
 
-def find_mismatch(tokenizer: Tokenizer, encode: EncodeTexts) -> str | None:
-    """The first difference between a back end and the reference on the probe's strings, as a sentence; None if alike.
+def _encode(name: str, fast: EncodeTexts, texts: Sequence[str]) -> EncodedBatch:
+    batch = _guarded(name, fast, texts)
+    if len(batch.lengths) != len(texts) or int(batch.lengths.sum()) != len(batch.ids):
+        raise BackendMismatch(
+            f"{name} gave {len(batch.lengths):,} lengths with a sum of {int(batch.lengths.sum()):,} and "
+            f"{len(batch.ids):,} ids for {len(texts):,} documents"
+        )
+    return batch
+
+
+def check_on_probe(name: str, tokenizer: Tokenizer, encode: EncodeTexts) -> None:
+    """Raise BackendMismatch if a back end differs from the reference on the probe's strings.
 
     Everything is encoded twice: fast back ends remember words, and what they remember must be right as well.
     """
     texts = probe_strings(tokenizer)
     expected = tokenizer.encode_batch(texts)
     for _ in range(2):
-        difference = describe_difference(tokenizer, texts, encode(texts), expected)
-        if difference is not None:
-            return difference
-    return None
+        _compare(name, tokenizer, texts, _encode(name, encode, texts), expected)
 
 
-def describe_difference(
-    tokenizer: Tokenizer, texts: Sequence[str], found: EncodedBatch, expected: EncodedBatch
-) -> str | None:
-    """Which of the texts was encoded otherwise, where, and both ids; None where everything is equal."""
+def _compare(
+    name: str, tokenizer: Tokenizer, texts: Sequence[str], found: EncodedBatch, expected: EncodedBatch
+) -> None:
+    """Raise BackendMismatch with the first text that was encoded otherwise, the place, and both ids."""
     if np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.ids, expected.ids):
-        return None
-    if len(found.lengths) != len(texts):
-        return f"{len(texts):,} texts give {len(found.lengths):,} lists of ids"
+        return
     rows = (np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) for batch in (found, expected))
-    for text, ids, wanted in zip(texts, *rows, strict=False):
-        if np.array_equal(ids, wanted):
-            continue
-        pairs = zip_longest(ids.tolist(), wanted.tolist())
-        first = next(place for place, (one, other) in enumerate(pairs) if one != other)
-        offsets = tokenizer.backend.encode(text, add_special_tokens=False).offsets
-        place = offsets[first][0] if first < len(offsets) else len(text)
-        shown, right = (some[first : first + _SHOWN_IDS].tolist() for some in (ids, wanted))
-        excerpt = text[max(0, place - 30) : place + 30]
-        return f"at token {first:,}, near {excerpt!r}, it gives {shown} and the reference {right}"
-    return f"{int(found.lengths.sum()):,} ids were announced and {len(found.ids):,} given"
+    text, ids, wanted = next(row for row in zip(texts, *rows, strict=True) if not np.array_equal(*row[1:]))
+    pairs = zip_longest(ids.tolist(), wanted.tolist())
+    first = next(place for place, (one, other) in enumerate(pairs) if one != other)
+    offsets = tokenizer.backend.encode(text, add_special_tokens=False).offsets
+    place = offsets[first][0] if first < len(offsets) else len(text)
+    shown, right = (some[first : first + _SHOWN_IDS].tolist() for some in (ids, wanted))
+    raise BackendMismatch(
+        f"{name} differs from {_reference_name()}: at token {first:,}, near {text[max(0, place - 30) : place + 30]!r}, "
+        f"it gives {shown} and the reference {right}"
+    )
 
 
 def probe_strings(tokenizer: Tokenizer) -> list[str]:

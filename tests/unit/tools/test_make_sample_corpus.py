@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 from commands import run_forked
 
 from megatron_neobert.commands import sample_corpus as tool
-from megatron_neobert.errors import SaveError
 
 PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3
 # Each has one docstring, a little longer than PROSE.
@@ -82,19 +80,6 @@ def test_shards_hold_every_document_once_in_order(tmp_path):
     assert [path.name for path in paths] == ["part-0000.parquet", "part-0001.parquet", "part-0002.parquet"]
     rows = [row for path in paths for row in pq.read_table(path).to_pylist()]
     assert rows == [{"content": document.content, "url": document.url} for document in documents]
-
-
-def test_failure_while_writing_leaves_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(pq, "write_table", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(SaveError, match="disk full"):
-        tool.write_shards([tool.Document(content="c", url="u")], tmp_path / "corpus", shards=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_bad_arguments_are_all_reported_with_exit_code_2(tmp_path):
-    code, output = run_forked("sample-corpus", "--output", tmp_path / "c", "--shards", 0, "--megabytes", -1)
-    assert code == 2
-    assert "--shards 0" in output and "--megabytes -1" in output and "Traceback" not in output
 
 
 def test_installed_packages_give_the_documents_asked_for(tmp_path):

@@ -62,7 +62,7 @@ def test_many_unknown_tokens_are_warned_of(place):
         (["--text-key", "body"], 65, "2 of 2 records have no usable text (100.00 %), more than --max-error-rate 0.001"),
         (["--input", "nowhere*"], 66, "nowhere*: no file matches"),
         (["--tokenizer-model", "bert-base-uncased"], 66, "--tokenizer-model bert-base-uncased: no such file or folder"),
-        (["--min-tokens", "x"], 2, "--min-tokens 'x' is not a whole number"),
+        (["--workers", "x"], 2, "--workers 'x' is not a whole number"),
         (["--shard-size", "inf"], 2, "--shard-size 'inf' is not a size"),
         (["--text-separator", "\\"], 2, "is no text with escapes"),
         (["--text-separator", "\\ud800"], 2, "is no text with escapes"),

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, first_epoch, micro_batches, original_ids, stream_of
+from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, micro_batches, stream_of
 
 from megatron_neobert.data.batches.packing import concatenate_rows
 
@@ -54,11 +54,6 @@ def test_a_window_holds_every_document_whole_between_one_cls_and_one_sep(corpus,
     assert len(rows) == -(-int(segments.slots_n.sum()) // 64)
 
 
-def test_an_epoch_holds_every_token_of_every_document_once(corpus):
-    found = Counter(id_ for batch in first_epoch(corpus, **CONCATENATED) for id_ in original_ids(batch))
-    assert found == Counter(corpus.ids.tolist()) + Counter({IDS.cls: 150, IDS.sep: 150})
-
-
 def test_a_document_is_one_row_for_attention_and_unused_slots_are_a_dummy(corpus):
     for batch in micro_batches(stream_of(corpus, micro_batch_size=4, **CONCATENATED), 40):
         bounds = batch.cu_seqlens_n.tolist()
@@ -79,34 +74,3 @@ def test_rows_begin_inside_documents(corpus):
             starts[layout] += int((batch.tokens_t[bounds] != IDS.cls).sum())
     assert starts["packed"] == 0
     assert starts["concatenated"] > 100
-
-
-def test_a_token_has_the_same_fate_wherever_rows_cut_its_document(corpus):
-    """Rows of 64 and of 40 cut documents elsewhere; which of their tokens are masked is the same."""
-
-    def masked_places(seq_length: int) -> set[tuple[int, int]]:
-        own = stream_of(corpus, seq_length=seq_length, micro_batch_size=1, global_batch_size=1, **CONCATENATED)
-        found = set()
-        for (rows, cursor), step in zip(own.global_batches(), own.steps(), strict=False):
-            segments, (batch,) = rows.segments, step.micro_batches
-            starts = np.cumsum(segments.slots_n) - segments.slots_n + segments.has_cls_n
-            for position in batch.masked_positions_m.tolist():
-                at = int(np.flatnonzero(starts <= position)[-1])
-                place = int(segments.starts_n[at]) + position - int(starts[at])
-                assert place < segments.starts_n[at] + segments.lengths_n[at]
-                found.add((int(segments.documents_n[at]), place))
-            if cursor.epoch:
-                return found
-        raise AssertionError("the stream ended")
-
-    assert masked_places(64) == masked_places(40)
-
-
-def test_a_document_of_one_token_and_rows_that_hold_a_sep_alone_are_sound():
-    corpus = MemoryCorpus([1, 7, 1])  # 3 + 9 + 3 slots in rows of 8: the last holds 7
-    for seed in range(20):
-        rows = first_epoch(corpus, seq_length=8, seed=seed, **CONCATENATED)
-        assert sorted(row.real_tokens for row in rows) == [7, 8]
-    tight = MemoryCorpus([7, 7])  # 9 + 9 slots in rows of 8: the second row ends before a [SEP]
-    rows = first_epoch(tight, seq_length=8, **CONCATENATED)
-    assert sorted(row.real_tokens for row in rows) == [2, 8, 8]

@@ -65,13 +65,6 @@ def test_every_byte_of_the_documents_is_asked_for(volumes, monkeypatch):
         assert any(start <= begin and end <= stop for start, stop in ranges[volume])
 
 
-def test_neighbours_are_asked_for_in_one_go(volumes, monkeypatch):
-    ranges = asked(volumes, np.random.default_rng(1).permutation(100) + 50, monkeypatch)
-    _, begin, _ = bytes_of(volumes, 50)
-    _, _, end = bytes_of(volumes, 149)
-    assert ranges == [[(begin - begin % PAGE, end)], [], [], [], []]
-
-
 def test_neighbours_that_are_needed_later_are_read_with_a_document(volumes, monkeypatch):
     monkeypatch.setattr("megatron_neobert.data.corpus.volumes._NEIGHBOURS_BYTES", 8 * PAGE)
     _, begin, end = bytes_of(volumes, 50)

@@ -92,15 +92,6 @@ def test_every_dropped_document_reaches_the_threshold_and_most_that_do_are_dropp
     assert len(found) > 0.95 * len(expected) > 300
 
 
-def test_unrelated_documents_no_longer_than_an_ngram_are_all_kept(tmp_path, monkeypatch):
-    """Of 200,000 such documents about five share the 32 bits that one of their n-grams is hashed to."""
-    documents = list(random_documents([1_000_000], 30_000)[0].reshape(-1, 5))
-    write_corpus(tmp_path / "C", documents, numbered_tokenizer(30_000))
-    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 1 << 18)
-    minhash = MinHashSettings(bands=1, rows=1)
-    assert find(tmp_path / "list", tmp_path / "C", minhash=minhash)["clusters"] == 0
-
-
 @pytest.fixture(scope="module")
 def expected(planted, tmp_path_factory):
     """The list of one process and one range."""

@@ -104,14 +104,6 @@ def test_a_field_that_is_no_utf8_is_repaired(place, filters):
         place.run(filter=filters("show"), record_keys=("language",))
 
 
-def test_failures_end_the_run_above_the_error_rate(place, filters):
-    place.add_texts("a.jsonl", "xyz", *["hello"] * 9)
-    place.run(filter=filters("rewrite"), record_keys=(), max_error_rate=0.1)
-    for change in ({"max_error_rate": 0.09}, {"max_error_rate": 0.0}):
-        with pytest.raises(DataError, match=r"a\.jsonl, line 1: a filter failed .own_filters:rewrite: ZeroDiv"):
-            place.run("other", filter=filters("rewrite"), record_keys=(), overwrite=True, **change)
-
-
 def test_filter_whose_field_is_not_read_is_answered_with_the_flag_that_reads_it(place, filters):
     write_lines(place)
     file = place.folder / "own_filters.py"

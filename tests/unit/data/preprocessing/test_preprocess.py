@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -33,15 +32,6 @@ def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_chunks(place
     assert min(map(len, found["1"].values())) > 100
     assert found["1"] == found["2"] == found["4"] == found["parts"]
     check_content(place.corpus("1"))
-
-
-def test_every_document_arrives_in_order_with_the_tokenizers_ids(place):
-    place.add_texts("b.jsonl", "hello world", "xyz")
-    place.add_texts("a.jsonl", "world [MASK] hello")
-    report = place.run()
-    assert decoded(place) == ["world [ mask ] hello", "hello world", "xyz"]
-    assert (report.counts.documents, report.counts.tokens) == (3, 5 + 2 + 2)
-    assert report.counts.utf8_bytes == sum(map(len, ["world [MASK] hello", "hello world", "xyz"]))
 
 
 # --- what is left out
@@ -127,20 +117,6 @@ def test_corpus_without_a_document_is_refused_and_leaves_nothing(place):
     with pytest.raises(DataError, match=r"no document in 2 shards \(2 records: 2 empty text\)"):
         place.run()
     assert list((place.folder / "out").iterdir()) == []
-
-
-def test_chunks_do_not_wait_for_the_disk_one_by_one(place, monkeypatch):
-    """Their checksums find what a crash of the machine has damaged."""
-    synced = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    counts = []
-    for name, shards in {"few": 3, "many": 30}.items():
-        for number in range(shards):
-            place.add_texts(f"{number}.jsonl", "hello")
-        synced.clear()
-        place.run(name)
-        counts.append(len(synced))
-    assert counts[0] == counts[1] > 0
 
 
 # --- inputs and outputs

@@ -48,14 +48,14 @@ def shortened(record):
     return "has xyz first" if record.text.startswith("xyz") else record._replace(text=record.text.split("zy")[0])
 
 
-def kept(records, *, least=0, filtered=False, deduplicate=False):
+def kept(records, *, filtered=False, deduplicate=False):
     """The field and the tokens of each document: a text is its words, and "xyz" two of them."""
     seen = set()
     for text, value in records:
         if filtered:
             text = "" if text.startswith("xyz") else text.split("zy")[0]
         tokens = len(text.split()) + text.count("xyz")
-        if not text.strip() or tokens < least or (deduplicate and text in seen):
+        if not text.strip() or (deduplicate and text in seen):
             continue
         seen.add(text)
         yield None if value is None else str(value), tokens
@@ -63,7 +63,6 @@ def kept(records, *, least=0, filtered=False, deduplicate=False):
 
 CASES = {
     "all": ({}, {}),
-    "short ones dropped": ({"min_tokens": 3}, {"least": 3}),
     "kept shards": ({"keep_shards": True}, {}),
     "shards by size and workers": ({"shard_size": 100, "workers": 2}, {}),
     "duplicates": ({"deduplicate": "exact"}, {"deduplicate": True}),

@@ -8,17 +8,6 @@ from megatron_neobert.errors import ConfigError
 # --- which documents are kept
 
 
-def test_short_and_long_documents_are_dropped_by_name(place):
-    texts = [" ".join(["hello"] * tokens) for tokens in (1, 2, 3, 4, 5, 6)]
-    place.add_texts("a.jsonl", *texts, "\u200b")
-    place.run(min_tokens=2, max_tokens=4)
-    manifest = place.corpus().manifest
-    assert [len(text.split()) for text in decoded(place)] == [2, 3, 4]
-    assert manifest.dropped == {"longer than --max-tokens": 2, "no tokens": 1, "shorter than --min-tokens": 1}
-    assert (manifest.filters["min_tokens"], manifest.filters["max_tokens"]) == (2, 4)
-    assert manifest.records == 7
-
-
 def test_duplicates_are_dropped_across_shards_and_the_first_stays(place):
     place.add_texts("a.jsonl", "hello", "world", "hello")
     place.add_texts("b.jsonl", "xyz", "world", "Hello")  # the same ids as "hello", but another text
@@ -50,7 +39,6 @@ def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(plac
     ("settings", "message"),
     [
         ({"keep_shards": True, "shard_size": 10}, "--keep-shards cuts .* choose one"),
-        ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8 is below --min-tokens 9"),
         ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
         ({"text_separator": ""}, "--text-separator is empty"),
         ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),

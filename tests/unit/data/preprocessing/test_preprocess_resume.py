@@ -8,7 +8,7 @@ from unit.data.preprocess_place import add_mixed_shards, decoded
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
-from megatron_neobert.errors import DataError, OutputError
+from megatron_neobert.errors import DataError
 
 
 class StoppedByTest(Exception):
@@ -101,7 +101,7 @@ def test_chunk_whose_files_are_damaged_is_done_again(place, done, kind, spoil):
     assert place.contents() == place.contents("whole")
 
 
-@pytest.mark.parametrize("change", ["order", "layout", "volume", "attributes", "newer input"])
+@pytest.mark.parametrize("change", ["order", "layout", "volume", "attributes", "filters", "more inputs", "newer input"])
 def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     place.add_texts("a.jsonl", "hello")
     place.add_texts("b.jsonl", "world")
@@ -117,6 +117,11 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
         (place.folder / "out" / "run_content_document_00001.bin").unlink()
     elif change == "attributes":
         same["record_keys"] = ("from",)
+    elif change == "filters":
+        same["max_document_bytes"] = 100
+    elif change == "more inputs":
+        place.add_texts("c.jsonl", "hello")
+        same["inputs"] = (*inputs, str(place.shards / "c.jsonl"))
     else:
         place.add_texts("a.jsonl", "hallo")
     assert not is_complete(plan_preprocessing(place.settings(**same)))
@@ -151,26 +156,12 @@ def test_corpus_whose_validation_documents_are_missing_is_not_complete(place, en
     assert not is_complete(plan_preprocessing(place.settings(**settings)))
 
 
-def test_finished_corpus_is_recognised_and_another_one_is_not(place):
-    add_mixed_shards(place)
-    place.run()
-    assert is_complete(plan_preprocessing(place.settings(resume=True)))
-    assert not is_complete(plan_preprocessing(place.settings(resume=True, min_tokens=1)))
-    place.add_texts("added.jsonl", "hello")
-    plan = plan_preprocessing(place.settings(resume=True))
-    assert not is_complete(plan)
-    with pytest.raises(OutputError, match="exist already"):
-        place.run(resume=True)
-    place.run(resume=True, overwrite=True)
-    assert decoded(place)[-1] == "hello"
-
-
 def test_overwriting_run_that_is_resumed_is_not_complete_before_its_end(place, done):
     add_mixed_shards(place)
     place.run()
-    stop_after(place, done, 3, overwrite=True, min_tokens=2)
-    again = {"overwrite": True, "resume": True, "min_tokens": 2}
+    stop_after(place, done, 3, overwrite=True, max_document_bytes=1000)
+    again = {"overwrite": True, "resume": True, "max_document_bytes": 1000}
     assert not is_complete(plan_preprocessing(place.settings(**again)))
     place.run(**again)
     assert len(done) == 4
-    assert place.corpus().manifest.filters["min_tokens"] == 2
+    assert place.corpus().manifest.filters["max_document_bytes"] == 1000

@@ -124,12 +124,3 @@ def test_absent_cluster_is_a_wrong_setting(place, monkeypatch, told_by):
     plan = plan_preprocessing(place.settings(executor="ray", ray_address=address))
     with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"):
         preprocess(plan)
-
-
-@pytest.mark.slow  # Ray waits half a minute
-def test_ray_that_does_not_start_is_a_sentence(place, monkeypatch):
-    place.add_texts("a.jsonl", "hello")
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(place.folder / "absent"))  # neither an OSError nor a ValueError
-    with pytest.raises(ConfigError, match=r"local: no Ray cluster answers or starts \(.*Error: .*--executor local"):
-        place.run(**ON_RAY)

@@ -131,11 +131,6 @@ def test_user_defined_symbols_are_cut_out_as_sentencepiece_does(tmp_path, remove
     assert not set(ids.values()) & set(tokenizer.special_ids)
 
 
-def test_text_of_one_user_defined_symbol_alone_is_the_named_exception(tmp_path):
-    path = train(tmp_path, model_type="bpe", user_defined_symbols=["<tag>"], **IDENTITY)
-    assert differing(path, ["<tag>", "<tag> ", " <tag>", "<tag>ka"]) == ["<tag>"]
-
-
 def test_mask_that_is_user_defined_stays_text_in_a_text(tmp_path):
     path = train(tmp_path, model_type="bpe", user_defined_symbols=["[MASK]"], **IDENTITY)
     tokenizer = load_tokenizer(path)
