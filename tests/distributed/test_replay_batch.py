@@ -3,27 +3,21 @@
 import functools
 import json
 import os
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ranks
+from commands import call, run
 from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
-from unit.tools.commands import call, run
 
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.config.cli import write_record
-from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
-from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.inspection import replay as tool
 from megatron_neobert.inspection.found_batch import checkpoint_before
 from megatron_neobert.training import step
 
 LAST = 5  # its batch is skipped
-LAST_SPECIAL_TOKEN = 4
 RARE_TOKEN = 240  # which is in some micro-batches of the last batch, not in all
 
 
@@ -76,9 +70,7 @@ def files_of(folder: Path) -> dict[Path, int]:
 @pytest.mark.slow
 def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_that_are_not_finite(trained):
     before = files_of(trained.save)
-    code, said, errors = run(
-        "replay_batch", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST
-    )
+    code, said, errors = run("replay", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST)
     assert code == 0, errors
     expected = [RARE_TOKEN in tokens for tokens in trained.batches[LAST - 1]]
     assert set(expected) == {True, False}
@@ -99,43 +91,10 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
         ranks.run_training = lambda settings: tool.compute_batch(settings, iteration, weights=place, place=place)
 
     settings = tool.settings_of(trained.save, place, [])
-    train_on_ranks(settings, world_size=2, prepare=prepare)
+    train_on_ranks(settings, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
     assert f"loss {loss:.4f} nats | gradient norm {grad_norm:.3f}\n" in capfd.readouterr().out
-
-
-def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(trained, tiny_corpus, tmp_path, capfd):
-    assert checkpoint_before(trained.save, 2) is None
-
-    def prepare() -> None:
-        note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.compute_batch(settings, 2, weights=None, place=None)
-
-    train_on_ranks(tool.settings_of(trained.save, None, []), prepare=prepare)
-    assert noted_batches(tmp_path) == [trained.batches[1]]
-    said = capfd.readouterr().out
-    assert "batch 2 with fresh weights on 1 x cpu\nwarning: there is no checkpoint from before batch 2" in said
-    listed = [[int(n) for n in line.split()[1:]] for line in said.splitlines() if f"  {tiny_corpus.prefix}: " in line]
-    corpus = Corpus(Path(tiny_corpus.prefix))
-    for tokens, numbers in zip(trained.batches[1], listed, strict=True):
-        held = Counter(token for number in numbers for token in corpus.document(number).tolist())
-        assert Counter(token for token in tokens if token > LAST_SPECIAL_TOKEN) <= held
-
-
-def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_batch_changes(tiny_corpus, tmp_path):
-    layout = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}
-    saved = tiny_settings(tiny_corpus, save=tmp_path, parallel=layout, training={"exit_interval": 4})
-    folder = tmp_path / "iter_0000004"
-    folder.mkdir()
-    write_record(saved, folder / "settings.yaml")
-    (folder / "MANIFEST.json").touch()
-    settings = tool.settings_of(tmp_path, checkpoint_before(tmp_path, 5), ["--lr", "0.5"])
-    assert settings.parallel == ParallelConfig(use_distributed_optimizer=False)
-    assert settings.checkpoint == CheckpointConfig(load=str(tmp_path))
-    assert settings.optimizer == replace(saved.optimizer, lr=0.5)
-    assert settings.training == replace(saved.training, exit_interval=None)
-    assert (settings.model, settings.data) == (saved.model, saved.data)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +107,5 @@ def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_ba
     ],
 )
 def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, words, code, message):
-    ended, _, errors = call("replay_batch", "--load", trained.save, *words)
+    ended, _, errors = call("replay", "--load", trained.save, *words)
     assert ended == code and message in errors

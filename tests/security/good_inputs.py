@@ -51,6 +51,7 @@ class Reader(NamedTuple):
     command: str
     kinds: tuple[str, ...]
     words: Callable[[Inputs, Path], list[object]]  # given the inputs and a folder for output
+    opens_checkpoints: bool = True  # or no more than their metrics and settings
 
 
 def write_model(folder: Path) -> Path:

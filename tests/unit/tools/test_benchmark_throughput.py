@@ -21,7 +21,7 @@ def folders(tmp_path_factory):
 def test_models_are_measured_in_every_layout_they_take_and_the_report_shows_them(folders, tmp_path):
     output = tmp_path / "results"
     asked = ("--model", *folders, "--output", output, *SIZES, "--layout", "both", "--backward")
-    _, said, _ = call("benchmark_throughput", *asked, "--batch-sizes", 1, 2)
+    _, said, _ = call("evaluate throughput", *asked, "--batch-sizes", 1, 2)
     assert f"bert, {LONGEST + 8}: the model has learned positions for {LONGEST} tokens only" in said
     assert "bert, packed: its forward takes no cu_seqlens" in said
     models = ("bert", "neobert")
@@ -49,10 +49,10 @@ def test_a_model_without_a_head_is_measured_forward_and_refused_backward(folders
     write_model(folder, "neobert")
     NeoBERT.from_pretrained(folders[1]).save_pretrained(folder)
     asked = ("--model", folder, "--output", tmp_path / "results", *SIZES, "--batch-sizes", 1)
-    _, _, errors = call("benchmark_throughput", *asked, "--backward")
+    _, _, errors = call("evaluate throughput", *asked, "--backward")
     assert re.search(r"decoder\.\w+ is not there.*AutoModelForMaskedLM would have random weights", errors)
     assert not (tmp_path / "results").exists()
-    assert call("benchmark_throughput", *asked)[0] == 0
+    assert call("evaluate throughput", *asked)[0] == 0
     assert (tmp_path / "results" / "headless" / "throughput.json").exists()
 
 
@@ -70,6 +70,6 @@ def test_a_model_without_a_head_is_measured_forward_and_refused_backward(folders
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(folders, tmp_path, monkeypatch, flags, reason):
     monkeypatch.chdir(folders[0].parent)
-    code, _, errors = call("benchmark_throughput", "--output", tmp_path / "results", "--batch-sizes", 1, *flags)
+    code, _, errors = call("evaluate throughput", "--output", tmp_path / "results", "--batch-sizes", 1, *flags)
     assert code == 2 and reason in errors
     assert not (tmp_path / "results").exists()

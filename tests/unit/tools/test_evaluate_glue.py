@@ -8,8 +8,8 @@ import datasets
 import psutil
 import pytest
 import torch
+from commands import ENVIRONMENT, call, command_line, run
 from unit.evaluation.glue_place import make_place
-from unit.tools.commands import ENVIRONMENT, call, command_line, run
 
 from megatron_neobert.evaluation import fetch
 from megatron_neobert.evaluation.glue_tasks import TASKS, read_task
@@ -37,16 +37,16 @@ def results_of(place, output):
 @pytest.mark.slow
 def test_command_killed_in_two_processes_resumes_in_one_with_the_same_results(place):
     seeds = ("--seeds", "0", "1", "2")
-    command = command_line("evaluate_glue", *arguments_of(place, "killed", *seeds, "--jobs", "2"))
+    command = command_line("evaluate glue", *arguments_of(place, "killed", *seeds, "--jobs", "2"))
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         first = next(line for line in process.stderr if line.startswith("rte 1/3 | "))
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
         assert psutil.wait_procs(workers, timeout=600)[1] == []  # they do not outlive it
-    _, output, errors = call("evaluate_glue", *arguments_of(place, "killed", *seeds))
+    _, output, errors = call("evaluate glue", *arguments_of(place, "killed", *seeds))
     assert "rte 3/3 | " in errors and first.split(" | ")[1] not in errors
     assert "| measured |" in output
-    assert call("evaluate_glue", *arguments_of(place, "whole", *seeds))[0] == 0
+    assert call("evaluate glue", *arguments_of(place, "whole", *seeds))[0] == 0
     assert results_of(place, "killed") == results_of(place, "whole")
 
 
@@ -66,18 +66,18 @@ def test_command_killed_in_two_processes_resumes_in_one_with_the_same_results(pl
     ],
 )
 def test_settings_that_cannot_be_are_refused(place, arguments, reason):
-    code, _, errors = call("evaluate_glue", *arguments_of(place, "refused", *arguments))
+    code, _, errors = call("evaluate glue", *arguments_of(place, "refused", *arguments))
     assert code == 2 and reason in errors
     assert not (place / "refused").exists()
 
 
 def test_fetching_without_a_network_says_so(tmp_path):
     environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    code, said, errors = run("fetch_glue", "--output", tmp_path / "glue", "--tasks", "rte", env=environment)
+    code, said, errors = run("fetch glue", "--output", tmp_path / "glue", "--tasks", "rte", env=environment)
     assert code == 66
     assert "1/1 rte: failed (" in said
     assert "1 of 1 could not be fetched (rte)" in errors and "with network" in errors.replace("\n", " ")
-    code, _, errors = call("fetch_glue", "--output", tmp_path / "glue", "--tasks", "snli")
+    code, _, errors = call("fetch glue", "--output", tmp_path / "glue", "--tasks", "snli")
     assert code == 2 and "snli" in errors
 
 

@@ -29,14 +29,14 @@ def evaluate(place, monkeypatch):
     monkeypatch.chdir(place)
 
     def start(*arguments):
-        return call("evaluate_mteb", "--model", "model", "--output", "out", "--data-dir", "data", *arguments)
+        return call("evaluate mteb", "--model", "model", "--output", "out", "--data-dir", "data", *arguments)
 
     return start
 
 
 def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate):
     environment = {**ENVIRONMENT, "HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
-    fetch = ("fetch_mteb", "--output", place / "data", "--tasks")
+    fetch = ("fetch mteb", "--output", place / "data", "--tasks")
     code, output, errors = run(*fetch, "SICK-R", "BIOSSES", "NFCorpus", cwd=place / "hub", env=environment)
     assert code == 66
     assert output.splitlines()[1:] == ["2/3 BIOSSES: fetched", "3/3 NFCorpus: fetched"]

@@ -34,7 +34,7 @@ def own_cache(place, monkeypatch):
 def start(place, output, *flags):
     """Trains for three steps; flags may replace what is given here."""
     where = ("--config", place / "run.yaml", "--data-dir", place / "data", "--output", output)
-    return call("finetune_contrastive", "--model", place / "bert", "--device", "cpu", "--steps", 3, *where, *flags)
+    return call("finetune", "--model", place / "bert", "--device", "cpu", "--steps", 3, *where, *flags)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def fetch(folder, **sources):
     common = {"query": "query", "positive": "positive", "divisor": 2, "instruction": "find :"}
     content = {"training": {}, "datasets": {key: common | source for key, source in sources.items()}}
     (folder / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    return call("fetch_contrastive", "--config", folder / "run.yaml", "--data-dir", folder / "data")
+    return call("fetch contrastive", "--config", folder / "run.yaml", "--data-dir", folder / "data")
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 import torch
+from commands import run_forked
 from unit.data.small_corpus import numbered_tokenizer, random_documents
-from unit.tools.commands import run_forked
 
 from megatron_neobert.data.corpus import adoption
 from megatron_neobert.data.corpus.adoption import adopt
@@ -111,11 +111,11 @@ def test_files_of_others_are_not_replaced(tmp_path):
 def test_every_reader_names_the_command_that_makes_a_corpus_of_such_files(tmp_path, tiny_corpus):
     documents = [document.tolist() for document in map(Corpus(tiny_corpus.prefix).document, range(3))]
     prefix = write_as_megatron(tmp_path / "M", documents)
-    refused = run_forked("inspect_data", prefix)
+    refused = run_forked("inspect data", prefix)
     command = f"neobert adopt {prefix} --tokenizer-model TOKENIZER"
     assert refused.refused(65) and command in refused.output
-    code, output = run_forked("adopt_corpus", prefix, "--tokenizer-model", tiny_corpus.tokenizer)
+    code, output = run_forked("adopt", prefix, "--tokenizer-model", tiny_corpus.tokenizer)
     assert code == 0, output
     assert "M_documents is a corpus: 3 documents, one sequence each, nothing at their end, 0 empty" in output
-    assert run_forked("validate_data", f"{prefix}_documents", "--full").code == 0
-    assert run_forked("adopt_corpus", tmp_path / "none", "--tokenizer-model", tiny_corpus.tokenizer).refused(66)
+    assert run_forked("validate", f"{prefix}_documents", "--full").code == 0
+    assert run_forked("adopt", tmp_path / "none", "--tokenizer-model", tiny_corpus.tokenizer).refused(66)

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import call
 from unit.data.preprocess_place import Place, cut_small, random_text
-from unit.tools.commands import call
 
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, attribute_types, choose_documents
 from megatron_neobert.data.corpus.reader import Corpus, check_content
@@ -156,8 +156,8 @@ def test_corpus_of_an_earlier_version_with_sources_is_read_without_them(place):
 def test_command_keeps_attributes_and_inspection_lists_them(place):
     prefix = place.folder / "P"
     shards = ("--input", place.shards, "--output-prefix", prefix, "--tokenizer-model", place.vocab)
-    assert call("preprocess_data", *shards, "--record-key", "meta.from")[0] == 0
-    code, output, errors = call("inspect_data", f"{prefix}_content_document")
+    assert call("preprocess", *shards, "--record-key", "meta.from")[0] == 0
+    code, output, errors = call("inspect data", f"{prefix}_content_document")
     assert (code, errors) == (0, "") and "meta_from (a text), length (a number), input (a text)" in output
 
 
