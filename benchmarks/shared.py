@@ -87,7 +87,7 @@ def write_corpus(
             length = min(int(rng.lognormvariate(math.log(median_tokens), sigma)) + 1, longest)
             stream.write(json.dumps({"content": " ".join(rng.choices(words, k=length))}) + "\n")
     settings = PreprocessSettings((str(shard),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
-    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    preprocess(plan_preprocessing(settings))
     return str(folder / "c_content_document"), str(vocabulary)
 
 

@@ -224,14 +224,12 @@ def choices_of(item: Field, wanted: Any) -> tuple[str, ...]:
 def _type_words(wanted: Any, item: Field) -> str:
     plain, optional = plain_type(wanted)
     is_list = typing.get_origin(plain) is tuple
-    entry = typing.get_args(plain)[0] if is_list else plain
     if legal := choices_of(item, wanted):
         return f"one of {', '.join(legal)}."
-    text = ("a text", "in UTF-8 that a file could be called")
-    one, rest = {int: ("a whole number", ""), float: ("a number", ""), bool: ("true or false", "")}.get(entry, text)
-    words = f"{one} or a list of {one.partition(' ')[2]}s" if is_list else one
-    rest = rest.replace("a file", "files") if is_list else rest
-    return f"{words} {rest}".strip() + (" or null" if optional else "")
+    entry = typing.get_args(plain)[0] if is_list else plain
+    name = {int: "whole number", float: "number", bool: "true or false"}.get(entry, "text")
+    words = name if entry is bool else f"a {name} or a list of {name}s" if is_list else f"a {name}"
+    return words + (" in UTF-8" if name == "text" else "") + (" or null" if optional else "")
 
 
 def _source_of(item: Field) -> str:
@@ -251,16 +249,13 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         also: Flags that another parser reads, out of what parse_known_args leaves.
-        foreign: Flags of other programs, each with the flag that does the same here.
     """
 
     _completes: ClassVar[bool] = False
 
-    def __init__(
-        self, description: str = "", *, also: Iterable[str] = (), foreign: Mapping[str, str] | None = None, **more: Any
-    ) -> None:
+    def __init__(self, description: str = "", *, also: Iterable[str] = (), **more: Any) -> None:
         super().__init__(description=description, allow_abbrev=False, **more)
-        self._also, self._foreign, self._words = tuple(also), foreign or {}, [""]
+        self._also, self._words = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; a shell that asks for completions is answered here."""
@@ -275,32 +270,22 @@ class Parser(argparse.ArgumentParser):
     def parse_all(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the given values by name, and a problem for each word that is no flag or value."""
         parsed, rest = self.parse_known_args(words)
-        problems = []
-        for before, word in zip(["", *rest], rest, strict=False):
-            if word.startswith("-"):
-                problems.append(self._unknown(word.partition("=")[0]))
-            elif not before.startswith("-"):  # what stands right after an unknown flag is that flag's value
-                problems.append(
-                    f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value "
-                    "that has a space."
-                )
+        problems = [self._unknown(word.partition("=")[0]) for word in rest if word.startswith("-")]
+        problems += [
+            f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value that has a "
+            "space."
+            for before, word in zip(["", *rest], rest, strict=False)
+            if not word.startswith("-") and not before.startswith("-")  # after an unknown flag it is that flag's value
+        ]
         return vars(parsed), problems
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with every unknown flag, and with what argparse found unless that adds nothing."""
-        problems = self.unknown_flags()
-        if not (problems and message.startswith("unrecognized arguments")):
-            hint = " Quote a value that has a space." if message.startswith("unrecognized arguments") else ""
-            problems.append(f"{' '.join(message.split())[:LONGEST_REASON]}.{hint} See --help.")
-        raise ConfigError(problems)
+        """Raise a ConfigError with every unknown flag, and with what argparse found."""
+        raise ConfigError([*self.unknown_flags(), f"{' '.join(message.split())[:LONGEST_REASON]}. See --help."])
 
     def all_flags(self) -> list[str]:
-        """Return every flag of this parser and its sub-commands."""
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                actions += [inner for parser in action.choices.values() for inner in parser._actions]
-        return [flag for action in actions for flag in action.option_strings]
+        """Return every flag of this parser."""
+        return [flag for action in self._actions for flag in action.option_strings]
 
     def unknown_flags(self) -> list[str]:
         """Return a problem for each flag in the last command line that neither this parser nor the other knows."""
@@ -310,8 +295,7 @@ class Parser(argparse.ArgumentParser):
         return [self._unknown(flag) for flag in dict.fromkeys(flags) if flag not in known]
 
     def _unknown(self, flag: str) -> str:
-        own = self._foreign.get(flag.lstrip("-").replace("-", "_"))
-        meant = suggestion(flag, [*self.all_flags(), *self._also]) if own is None else f"; did you mean {own!r}?"
+        meant = suggestion(flag, [*self.all_flags(), *self._also])
         return f"unknown flag {' '.join(flag.split())[:80]}{meant}"
 
 

@@ -1,26 +1,36 @@
 """Starts a training script on the ranks of this node: `python -m megatron_neobert.launch SCRIPT [flags]`.
 
 Checks the flags before any process is started, hands the script to torchrun, and ends with the exit code of the rank
-that failed first.
+that failed first: torchrun itself always ends with 1, which does not tell a preempted run from a broken one.
 
 Environment: NPROC_PER_NODE (default: the number of GPUs, or 1), NNODES (1), NODE_RANK, MASTER_ADDR and MASTER_PORT
 (needed with more than one node; srun gives the first two), RENDEZVOUS_TIMEOUT_SECONDS (600). See docs/launching.md.
 """
 
+import logging
 import os
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.checkpoint.start import refuse_full_disk, refuse_unfit_start
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.data.batches.inputs import open_phases
-from megatron_neobert.errors import ConfigError, run_command
+from megatron_neobert.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED_EARLY,
+    EXIT_UNAVAILABLE,
+    ConfigError,
+    run_command,
+)
 from megatron_neobert.runtime import signals
-from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, find_node, whole_number
-from megatron_neobert.runtime.torchrun import run_ranks
+from megatron_neobert.runtime.environment import Node, find_node, whole_number
+from megatron_neobert.runtime.store import serve_store
 
 
 def train() -> int:
@@ -35,6 +45,8 @@ def main() -> int:
         raise ConfigError("usage: python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
     signals.pass_on_stop_signals()
+    if "MAX_RESTARTS" in os.environ:
+        print("warning: MAX_RESTARTS is not read any more; torchrun --max-restarts replaces it", file=sys.stderr)
     node = find_node()
     nproc = whole_number("NPROC_PER_NODE", str(_default_processes()))
     timeout_seconds = whole_number("RENDEZVOUS_TIMEOUT_SECONDS", "600")
@@ -42,15 +54,13 @@ def main() -> int:
     command = parse_command_line(arguments, world_size=world_size)
     settings = command.settings
     inputs = open_phases(settings)  # once and now, before any rank is started
-    # Of several nodes one tries to create --save, which all of them share.
-    check_folders(settings.checkpoint, create=node.rank == 0 and not command.dry_run)
+    check_folders(settings.checkpoint)
     refuse_unfit_start(settings, inputs)
     refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan
 
         return print_plan(settings, world_size=world_size)
-    os.environ[CHECKED_BY_LAUNCHER] = "1"
     if world_size == 1:
         # Kept back until the rank is prepared for them: it will be this process, for a moment without any handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
@@ -65,6 +75,73 @@ def _default_processes() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
+    """Run a script with its arguments on the ranks of this node, and return the exit code of the node.
+
+    Raises:
+        ConnectionError: The nodes do not find each other in time, or the port of node 0 is taken.
+    """
+    from torch.distributed import DistError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    store = None  # kept until the ranks have ended
+    if node.nodes == 1:
+        # Not --standalone: its store listens on all interfaces, and torchrun unpickles what a stranger writes there.
+        store = serve_store("127.0.0.1", 0, nodes=1)
+        node = replace(node, address=store.host, port=store.port)
+    else:
+        place = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
+        print(f"node {node.rank} of {node.nodes} can start; {place}", file=sys.stderr, flush=True)
+        if node.rank == 0:
+            store = serve_store(node.address, node.port, nodes=node.nodes)
+    options = [f"--nproc-per-node={nproc}", f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
+    options += [f"--master-addr={node.address}", f"--master-port={node.port}", f"--rdzv-conf=timeout={timeout_seconds}"]
+    options.append(f"--log-dir={os.devnull}")  # not torchrun's logs in a folder below TMPDIR
+    # Not torchrun's way with the others: it would kill the ranks 30 s later, in the middle of saving.
+    options.append("--signals-to-handle=SIGHUP,SIGQUIT")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message is clearer
+    started = time.monotonic()
+    try:
+        torchrun.run(torchrun.parse_args([*options, *script]))
+    except ChildFailedError as error:
+        return exit_code_of_node({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except SignalException as error:  # a closed terminal, or SIGQUIT; the ranks got it as well
+        signals.passed_on.add(error.sigval)
+        return 128 + error.sigval
+    except DistError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ConnectionError(
+            f"the {node.nodes} nodes did not all meet at {node.address} port {node.port} within "
+            f"{time.monotonic() - started:.0f} s ({reason}). Look at the output of the other nodes: one may have "
+            "refused its start. Check NODE_RANK, MASTER_ADDR, MASTER_PORT and the firewall; if a node is only slow, "
+            "raise RENDEZVOUS_TIMEOUT_SECONDS."
+        ) from error
+    return 0
+
+
+def exit_code_of_node(codes: Mapping[int, int]) -> int:
+    """Return the code of the rank that failed for a reason of its own; 128 + the signal if a signal ended it.
+
+    Args:
+        codes: By rank, those that torchrun found failed first. A rank that lost another one waits for its end, but
+            both may have ended by then.
+    """
+    if len(signals.interrupts) > 1:
+        return EXIT_INTERRUPTED
+    own_reasons = {rank: code for rank, code in codes.items() if code != EXIT_UNAVAILABLE}
+    rank, code = next(iter((own_reasons or codes).items()))
+    if code >= 0:
+        if code not in (EXIT_UNAVAILABLE, EXIT_STOPPED_EARLY, EXIT_INTERRUPTED):
+            print(f"rank {rank} ended first, with exit code {code}", file=sys.stderr, flush=True)
+        return code
+    if -code in signals.passed_on:  # it came before the rank could prepare for it: nothing had begun, nothing is lost
+        return EXIT_STOPPED_EARLY
+    print(f"error: rank {rank} was ended by signal {-code}", file=sys.stderr, flush=True)
+    return 128 - code
 
 
 if __name__ == "__main__":

@@ -61,7 +61,6 @@ class RankStatus:
     """Facts that one rank alone has, as whole numbers; the largest value over all ranks decides."""
 
     stop_code: int = 0  # of runtime/signals.py
-    save_is_wanted: int = 0
     is_saving: int = 0  # the rank still writes its part of a checkpoint
     memory_mib: int = 0
 

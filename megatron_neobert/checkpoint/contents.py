@@ -1,11 +1,8 @@
 """What a checkpoint holds: a safetensors file per rank, as torch.distributed.checkpoint reads and writes it, and JSON.
 
-Every tensor has one name in the whole model, and each rank stores the part that it holds. Where a part begins stands in
-the header of its file, so that another number of ranks or another layout finds what it needs; torch's
-HuggingFaceStorageReader reads the same files. They hold numbers alone: nothing in them can be executed, and what a
-header says is compared with the size of the files before memory is taken. train_state.json holds how far the run had
-come and its optimizer's groups; the values are checked before anything is computed with them: the file may come from
-another machine, or another person.
+Every tensor has one name in the whole model, and each rank stores the part that it holds. The header of its file has
+the offsets of each part, so that another number of ranks or another layout finds what it needs; torch's
+HuggingFaceStorageReader reads the same files. Everything is checked before it is used: a stranger may have written it.
 """
 
 import json

@@ -12,7 +12,6 @@ A checkpoint counts when its folder has its final name and a manifest. Names tha
     SAVE/iter_0001000.damaged/                  quarantined: found damaged when a run resumed from an older one
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -21,15 +20,15 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import TypedDict
 
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import (
     lock_if_possible,
-    make_folder,
     read_text,
     replace_file,
     sha256_of,
@@ -84,29 +83,23 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
-    """The newest checkpoint of a save folder, or that of one iteration; its files are not verified.
+    """Return the newest checkpoint of a save folder, or that of one iteration; its files are not verified.
 
     Raises:
         MissingInputError: There is none.
     """
-    candidates = list_checkpoints(save)
-    if not candidates:
+    by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
+    if not by_iteration:
         raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
-    if iteration is None:
-        return candidates[0]
-    for candidate in candidates:
-        if iteration_of(candidate) == iteration:
-            return candidate
-    there = ", ".join(str(iteration_of(candidate)) for candidate in candidates)
-    raise MissingInputError(f"{save} holds no checkpoint of iteration {iteration}; it holds those of {there}.")
+    wanted = max(by_iteration) if iteration is None else iteration
+    if wanted not in by_iteration:
+        found = ", ".join(map(str, by_iteration))
+        raise MissingInputError(f"{save} holds no checkpoint of iteration {wanted}; it holds those of {found}.")
+    return by_iteration[wanted]
 
 
-def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
+def check_folders(config: CheckpointConfig) -> None:
     """Refuse folders that a run must not start with. A refused start leaves no folder: only `claim` creates --save.
-
-    Args:
-        create: Try to create --save, and remove it again. Otherwise only permissions are checked. Of several processes
-            only one may try.
 
     Raises:
         ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
@@ -115,7 +108,7 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
         CheckpointError: --load holds remains of checkpoints, but none that counts.
         OutputError: --save holds checkpoints and is not continued, or cannot be created.
     """
-    if has_stop_file(config.save):
+    if config.save is not None and (Path(config.save) / "STOP").exists():
         raise ConfigError(
             f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
         )
@@ -129,40 +122,19 @@ def check_folders(config: CheckpointConfig, *, create: bool = True) -> None:
             f"--save {config.save} already holds checkpoints of a run; give --load {config.save} to continue it, or "
             "name another folder."
         )
-    if save:
+    if save and not save.is_dir():
+        existing = next(path for path in (save, *save.parents) if os.path.lexists(path))
         try:
-            if create:
-                made = make_folder(save)
-                with suppress(OSError):  # another run has just claimed the folder; `claim` will say so
-                    for folder in made:
-                        folder.rmdir()
-            else:
-                _refuse_what_mkdir_would(save)
+            with TemporaryDirectory(dir=existing):  # of its own name: other nodes try at the same time
+                pass
         except OSError as error:
             raise OutputError(
                 f"--save {config.save} cannot be created ({error.strerror}); name another folder."
             ) from error
 
 
-def has_stop_file(save: str | None) -> bool:
-    """Whether somebody wants no run to train in this folder."""
-    return save is not None and (Path(save) / "STOP").exists()
-
-
-def _refuse_what_mkdir_would(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    is_dir, may_write = there.is_dir(), os.access(there, os.W_OK | os.X_OK)
-    if not os.path.lexists(there):  # another node tries at this moment whether it can be created
-        return
-    if not is_dir:
-        code = errno.EEXIST if there == folder else errno.ENOTDIR
-        raise OSError(code, os.strerror(code))
-    if there != folder and not may_write:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-
 def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save: bool) -> None:
-    """Refuses it unless it is what the user meant: never from scratch where there was something."""
+    """Refuse a start from scratch where there was something, and an input that is missing."""
     if load is not None:
         remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(POINTER)))
         if remains:
@@ -217,7 +189,7 @@ def claim(save: str | None) -> Iterator[None]:
 
 
 def refuse_lost_claim(save: Path) -> None:
-    """Ends the older of two runs that write to one folder: some file systems grant the same lock on several machines.
+    """End the older of two runs that write to one folder: some file systems grant the same lock on several machines.
 
     Raises:
         OutputError: Another run has claimed the folder since this process did.
@@ -301,14 +273,6 @@ def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointE
     raise CheckpointError(f"{load}: no usable checkpoint. {' '.join(str(problem) for _, problem in problems)}")
 
 
-def is_newest(checkpoint: Path) -> bool:
-    """Whether the pointer beside it, as far as that is readable, names no later one."""
-    try:
-        return int(read_text(checkpoint.parent / POINTER)) <= iteration_of(checkpoint)
-    except (OSError, ValueError):
-        return True
-
-
 def quarantine(checkpoint: Path) -> Path:
     """Renames a damaged checkpoint, so that it neither counts nor is in the way of its successor."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
@@ -321,23 +285,14 @@ def leftovers(save: Path) -> list[Path]:
     return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
 
 
-def prepare_folder(temporary: Path, *, expected_bytes: int) -> None:
-    """Creates the folder that a checkpoint is written to; removes what crashes have left beside it.
-
-    Raises:
-        OSError: It cannot be created, or there is no room for the checkpoint.
-    """
+def prepare_folder(temporary: Path) -> None:
+    """Create the folder that a checkpoint is written to; remove what crashes have left beside it."""
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(save):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
         leftover.unlink(missing_ok=True)
-    free = shutil.disk_usage(save).free
-    if free < expected_bytes:
-        raise OSError(
-            f"{save} has {free / 2**20:,.0f} MiB free, but a checkpoint takes {expected_bytes / 2**20:,.0f} MiB"
-        )
     temporary.mkdir()
 
 

@@ -12,11 +12,11 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
 
 from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
-from megatron_neobert.checkpoint.folder import find_good_checkpoint, is_newest, list_checkpoints, quarantine
+from megatron_neobert.checkpoint.folder import find_good_checkpoint, list_checkpoints, quarantine
 from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import phase_at
@@ -41,8 +41,6 @@ _STATE_FORMAT = {
 def load_checkpoint(run: Run) -> Path | None:
     """Restore weights, optimizer and train state from the newest good checkpoint of --load, else of --continue-from.
 
-    From the latter, the run continues in the same data; other data start anew.
-
     Returns:
         Its folder; None if there is no checkpoint yet (`check_folders` has judged whether that is allowed).
 
@@ -52,14 +50,11 @@ def load_checkpoint(run: Run) -> Path | None:
     Collective: all ranks.
     """
     config = run.settings.checkpoint
-    folder = _choose(run.settings, config.load) if config.load is not None else None
-    has_new_data = folder is None
-    if folder is None and config.continue_from is not None:
-        folder = _choose(run.settings, config.continue_from)
-    if folder is None:
-        return None
-    load_from(run, folder, has_new_data=has_new_data)
-    return folder
+    for load in (config.load, config.continue_from):
+        if load is not None and (folder := _choose(run.settings, load)) is not None:
+            load_from(run, folder, has_new_data=load != config.load)
+            return folder
+    return None
 
 
 def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
@@ -115,17 +110,16 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 
 def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
-    """What is written or read. Tensors are known by their names in the whole model, in any layout; FP8 is bfloat16."""
+    """What is written or read. Tensors are known by their names in the whole model, in any layout."""
     model = _sharded_model(run.unwrapped_model)
     optimizer = run.optimizer.sharded_state_dict({_MODEL: model}, is_loading=loading, metadata=_STATE_FORMAT)
     if len(run.optimizer.chained_optimizers) > 1:
         optimizer = {str(number): state for number, state in optimizer.items()}  # as JSON has them
-    force_all_tensors_to_non_fp8(model)  # now: the optimizer has found its parameters by what they are
     return {_MODEL: model, "optimizer": optimizer}
 
 
 def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-    """The state with the tensors of the checkpoint in it, and the optimizer's plain values.
+    """Return the state with the tensors of the checkpoint and the optimizer's plain values.
 
     Raises:
         CheckpointError: A rank lacks a tensor, or cannot read one; the same error on all ranks.
@@ -149,9 +143,8 @@ def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None
         error = found
     errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(errors, error)  # collective: all ranks
-    for problem in errors:
-        if problem is not None:
-            raise problem
+    if problem := next(filter(None, errors), None):
+        raise problem
     merge(state, plain)
     if optimizer is not None:
         merge(state, {"optimizer": optimizer})
@@ -234,9 +227,6 @@ def _choose(settings: Settings, load: str) -> Path | None:
                 aside = f" It is now {quarantine(folder).name}." if owns and is_damaged else ""
                 kind = "a damaged" if is_damaged else "an unreadable"
                 print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
-            is_named = choice[0] == Path(load).absolute()  # one checkpoint of a run, which may have newer ones
-            if not problems and not is_named and not is_newest(choice[0]):
-                print(f"warning: {load} has held a later checkpoint than {choice[0].name}, which is gone", flush=True)
         except (CheckpointError, OSError) as error:
             choice[0] = error
     torch.distributed.broadcast_object_list(choice)  # collective: all ranks read the same one, or none does

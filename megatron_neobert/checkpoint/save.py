@@ -35,11 +35,9 @@ from megatron_neobert.checkpoint.folder import (
 from megatron_neobert.checkpoint.load import sharded_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, SaveError
-from megatron_neobert.model.flops import checkpoint_bytes
 from megatron_neobert.model.initialization import name_in_whole_model
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
-from megatron_neobert.runtime.signals import fulfil_save_request, take_save_request
 from megatron_neobert.state import Run, TrainState
 
 
@@ -64,7 +62,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes tensors."""
+        """True while this rank's background write is in progress."""
         file = None if self._pending is None else self._pending.file
         return file is not None and not file.done()
 
@@ -78,15 +76,13 @@ class Saver:
         Collective: all ranks.
         """
         self.finish()
-        take_save_request()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.state.iteration
         self.refuse_drift()
         problem = None
         if is_rank_zero():
             try:
-                expected = checkpoint_bytes(run.settings, vocab_size=run.tokenizer.vocab_size)
-                prepare_folder(self._temporary, expected_bytes=expected)
+                prepare_folder(self._temporary)
             except OSError as error:
                 problem = _describe(error)
         self._raise_alike(problem)
@@ -183,7 +179,6 @@ class Saver:
         except Exception as error:  # the other ranks wait to hear of it
             return _describe(error)
         try:
-            fulfil_save_request(self.save_folder)
             if config.keep_last is not None:
                 prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
         except OSError as error:  # the checkpoint is there
@@ -212,16 +207,13 @@ class Saver:
 
 
 def describe_drift(run: Run) -> str | None:
-    """Which rank holds other weights than its replicas, and where; None if all agree, or there are none.
+    """Return which rank holds other weights than its replicas, and where; None if all agree, or there are none.
 
-    Replicas begin alike and apply the same updates, so a difference is a fault: memory, a link, a kernel that does not
-    repeat itself. Nothing else shows it. Without the distributed optimizer each replica drifts on from there. With it
-    the next gather overwrites most of what differs, so a look finds what has happened since the last one. Not
-    megatron.core's check_param_hashes_across_dp_replicas: that one copies all weights to the CPU for a sha1, and its
-    answer is one bit.
+    Replicas begin alike and apply the same updates, so a difference is a fault of memory, a link or a kernel, which
+    nothing else shows. megatron.core's check_param_hashes_across_dp_replicas copies all weights to the CPU, and its
+    answer is one bit. This costs 0.3 s for 28 x 768 in float32 on one CPU core.
 
-    Costs a sum over the weights and a gather of 4 bytes per tensor: 0.3 s for 28 x 768 in float32 on one busy CPU core.
-    Each rank hears of its own replicas alone. Collective: all ranks.
+    Collective: all ranks; each hears of its own replicas alone.
     """
     if run.model.ddp_config.overlap_param_gather:
         run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
@@ -245,11 +237,9 @@ def describe_drift(run: Run) -> str | None:
     name, values = next(iter(drifted.items()))
     usual = Counter(values).most_common(1)[0][0]  # of two replicas, the first one's
     ranks = torch.distributed.get_process_group_ranks(group)
-    others = [str(rank) for rank, value in zip(ranks, values, strict=True) if value != usual]
-    return (
-        f"{name} on rank {', '.join(others)} is not what its replica on rank {ranks[values.index(usual)]} holds "
-        f"({len(drifted):,} of {len(hashes):,} tensors differ)"
-    )
+    others = ", ".join(str(rank) for rank, value in zip(ranks, values, strict=True) if value != usual)
+    replica, count = ranks[values.index(usual)], f"{len(drifted):,} of {len(hashes):,} tensors differ"
+    return f"{name} on rank {others} is not what its replica on rank {replica} holds ({count})"
 
 
 def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, Fingerprint]:
@@ -259,7 +249,6 @@ def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[
 
 
 def _describe(error: BaseException) -> str:
-    """An error as the other ranks should hear of it."""
     text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return f"rank {torch.distributed.get_rank()} on {socket.gethostname()}: {text}"
 

@@ -34,8 +34,7 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
     Raises:
         CheckpointError, ConfigError: As `refuse_unfit_checkpoint`, or the tokenizers differ.
     """
-    resumed, continued = _newest_checkpoints(settings.checkpoint)
-    folder = resumed or continued
+    folder = newest_checkpoint(settings.checkpoint)
     if folder is None:
         return
     try:
@@ -53,7 +52,9 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     own = inputs[phase_at(settings, saved.iteration).number]
-    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=resumed is None)
+    load = settings.checkpoint.load
+    has_new_data = load is None or not list_checkpoints(Path(load))
+    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, tokenizer, own.tokenizer)
 
 
@@ -79,17 +80,16 @@ def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
         )
 
 
+def newest_checkpoint(config: CheckpointConfig) -> Path | None:
+    """Return the newest checkpoint of --load, else that of --continue-from."""
+    places = [place for place in (config.load, config.continue_from) if place is not None]
+    return next((folder for place in places for folder in list_checkpoints(Path(place))), None)
+
+
 def first_iteration(config: CheckpointConfig) -> int:
-    """Return the iteration of the newest checkpoint that this run would continue; 0 if there is none."""
-    resumed, continued = _newest_checkpoints(config)
-    folder = resumed or continued
+    """Return the iteration of the checkpoint that this run would continue; 0 if there is none."""
+    folder = newest_checkpoint(config)
     return 0 if folder is None else iteration_of(folder)
-
-
-def _newest_checkpoints(config: CheckpointConfig) -> list[Path | None]:
-    """Return the newest checkpoint of --load and that of --continue-from."""
-    places = (config.load, config.continue_from)
-    return [next(iter(list_checkpoints(Path(place))), None) if place is not None else None for place in places]
 
 
 def refuse_other_tokenizer(folder: Path, saved: Tokenizer, now: Tokenizer) -> None:

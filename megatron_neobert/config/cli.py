@@ -27,55 +27,21 @@ FIRST = (
     *("micro_batch_size", "global_batch_size", "train_iters", "bf16"),
     *("save", "load", "continue_from", "save_interval", "log_interval"),
 )
-# What transformers' TrainingArguments and example scripts call the same.
-_OF_TRANSFORMERS = {
-    "learning_rate": "--lr",
-    "lr_scheduler_type": "--lr-decay-style",
-    "max_grad_norm": "--clip-grad",
-    "max_steps": "--train-iters",
-    "num_train_epochs": "--train-iters",
-    "num_epochs": "--train-iters",
-    "epochs": "--train-iters",
-    "warmup_steps": "--lr-warmup-iters",
-    "per_device_train_batch_size": "--micro-batch-size",
-    "gradient_accumulation_steps": "--global-batch-size",
-    "max_seq_length": "--seq-length",
-    "mlm_probability": "--mask-prob",
-    "output_dir": "--save",
-    "resume_from_checkpoint": "--load",
-    "save_steps": "--save-interval",
-    "eval_steps": "--eval-interval",
-    "logging_steps": "--log-interval",
-}
 # All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
 _MOST_PHASES = 100  # each is checked and planned as a run of its own
-# Settings of earlier versions that the record of a run may still hold. Some changed what a run computes; their value is
-# fixed now. The others may be different when a run resumes, so their value does not matter.
+# Settings of earlier versions that the record of a run may hold. Some changed what a run computes; their value is fixed
+# now. The others may differ when a run resumes.
 _NOW_FIXED = {"muon_momentum": 0.95, "loss_spike_window": 128}
 _NOW_IGNORED = {
-    "attention_bounds",
-    "check_for_nan",
-    "cross_entropy_fusion_impl",
-    "cross_entropy_loss_fusion",
-    "fp8_amax_compute_algo",
-    "fp8_amax_history_len",
-    "fp8_margin",
-    "gradient_accumulation_fusion",
-    "max_skipped_iters",
-    "num_layers_at_end_in_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_layers_per_virtual_pipeline_stage",
-    "object_storage_cache_gb",
-    "overlap_param_gather",
-    "probe_data_path",
-    "profile_step_end",
-    "profile_step_start",
-    "recompute_method",
-    "recompute_num_layers",
-    "resume",
-    "sequence_parallel",
-    "tensorboard_dir",
+    *("allow_changed", "attention_bounds", "check_for_nan"),
+    *("check_weight_hash_across_dp_replicas_interval", "cross_entropy_fusion_impl"),
+    *("cross_entropy_loss_fusion", "first_last_layers_bf16", "fp8_amax_compute_algo"),
+    *("fp8_amax_history_len", "fp8_margin", "fp8_param_gather", "gradient_accumulation_fusion"),
+    *("max_skipped_iters", "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16"),
+    *("num_layers_per_virtual_pipeline_stage", "object_storage_cache_gb", "overlap_param_gather"),
+    *("probe_data_path", "profile_step_end", "profile_step_start", "recompute_method"),
+    *("recompute_num_layers", "resume", "save_initial", "sequence_parallel", "tensorboard_dir"),
     "wandb_exp_name",
 }
 
@@ -120,7 +86,6 @@ def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
         usage="%(prog)s [--config FILE] [--SETTING VALUE ...]",
         argument_default=argparse.SUPPRESS,
         epilog="" if shown != FIRST else f"{len(FIRST)} of {len(_SECTION_OF)} settings; --help-all shows every one.",
-        foreign=_OF_TRANSFORMERS,
     )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="every setting, and exit")
     config_help = "YAML file with sections as below, or a recipe, such as tiny"
@@ -268,14 +233,11 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: boo
                 source = f"{path}: {section}.{name}"
                 if is_record and name in _NOW_FIXED and value != _NOW_FIXED[name]:
                     problems.append(f"{source} was {excerpt(value)}, and is always {_NOW_FIXED[name]} now.")
-                elif not (is_record and _is_of_earlier_version(name, value)):
+                    continue
+                was_switch = name == "profile" and isinstance(value, bool)  # and is a range of iterations
+                if not (is_record and (name in _NOW_FIXED or name in _NOW_IGNORED or was_switch)):
                     problems += _assign(values, section, name, value, source=source)
     return problems
-
-
-def _is_of_earlier_version(name: str, value: Any) -> bool:
-    """Return whether an entry of a record no longer matters; --profile was a switch and is a range of iterations."""
-    return name in _NOW_FIXED or name in _NOW_IGNORED or (name == "profile" and isinstance(value, bool))
 
 
 def _load_yaml(text: bytes | str) -> Any:
@@ -283,17 +245,11 @@ def _load_yaml(text: bytes | str) -> Any:
         content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return yaml.load(content, Loader=_UniqueKeyLoader)  # noqa: S506  a SafeLoader
     except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
-        raise ConfigError(_one_line(yaml_reason(error)) or type(error).__name__) from error
+        raise ConfigError(yaml_reason(error) or type(error).__name__) from error
 
 
 def _name_of(key: Any) -> str:
-    """A key as it stands in a message; a text that could be a name as it is."""
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else excerpt(key)
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:

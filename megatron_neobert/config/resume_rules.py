@@ -1,8 +1,8 @@
 """Whether a checkpoint and the settings of a start belong together. Needs no torch.
 
 Three kinds of settings: with other values of the first the weights or the optimizer's state do not fit; with other
-values of the second they fit, but the run silently becomes another one, so it takes --allow-changed; all others (rates,
-length, precision, layout of the ranks, kernels) may change, and what has changed is logged.
+values of the second they fit, but the run becomes another one, so it takes --continue-from and a folder of its own; all
+others (rates, length, precision, layout of the ranks, kernels) may change, and what has changed is logged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,14 +26,15 @@ _MUST_FIT = {
         "normalization",
         "position_embedding_type",
         "position_rows",
+        "rotary_base",
+        "norm_epsilon",
     ),
     # The optimizer's state is laid out by these.
     "parallel": ("use_distributed_optimizer",),
     "optimizer": ("weight_decay_scope",),
 }
 
-_MUST_BE_ALLOWED = {
-    "model": ("rotary_base", "norm_epsilon"),
+_SAME_RUN = {
     "data": (
         "seq_length",
         "long_documents",
@@ -60,17 +61,13 @@ _NOT_LOGGED = {
     "logging",
     "exit_interval",
     "exit_duration_in_mins",
-    "check_weight_hash_across_dp_replicas_interval",
     "distributed_timeout_minutes",
     "num_workers",
     "object_storage_cache_path",
     "dataloader_type",
 }
 
-# What --allow-changed can name.
-ALLOWABLE = sorted(
-    ["micro_batch_size", "phases", *(_SET_BY.get(name, name) for names in _MUST_BE_ALLOWED.values() for name in names)]
-)
+_AS_ANOTHER_RUN = "to continue as another run, give it as --continue-from and other folders as --save and --load"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +110,8 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
     if begins_anew and not has_new_data:
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {saved.data_identity[:12]}, --data-path "
-            f"{' '.join(own.data.data_path)} has {identities[0][:12]}; its place in the data means nothing there. "
-            "Name the corpus, min, max, where and drop that it was trained on; or, to continue with new data, give "
-            "this folder as --continue-from and others as --save and --load."
+            f"{' '.join(own.data.data_path)} has {identities[0][:12]}; its place in the data means nothing there. Name "
+            f"the corpus, min, max, where and drop that it was trained on; or, {_AS_ANOTHER_RUN}."
         )
     if not has_new_data:
         _refuse_changed_past(saved, now)
@@ -143,53 +139,41 @@ def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
         begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]
         return [(phase.after_iters, {**phase.values, "data_path": phase.data_path is not None}) for phase in begun]
 
-    if past(saved.settings) != past(now) and "phases" not in now.checkpoint.changes_allowed:
+    if past(saved.settings) != past(now):
         raise CheckpointError(
             f"{saved.folder} belongs to another run: a phase that began before iteration {saved.iteration} is not what "
-            f"it was. Start with the phases in {saved.folder / 'settings.yaml'}, or, to continue as another run, add "
-            "--allow-changed phases."
+            f"it was. Start with the phases in {saved.folder / 'settings.yaml'}, or, {_AS_ANOTHER_RUN}."
         )
 
 
 def refuse_other_run(
     saved: Settings, now: Settings, folder: Path, *, has_new_data: bool, weights_only: bool = False
 ) -> None:
-    """Compares a checkpoint's settings with those of this start.
+    """Compare a checkpoint's settings with those of this start.
 
     Args:
-        has_new_data: Whether the data starts anew; then neither they nor their order need match.
-        weights_only: Whether the checkpoint has no optimizer state; then only the model need match.
+        has_new_data: The run continues another one; only weights and optimizer state need fit.
+        weights_only: The checkpoint has no optimizer state; only the model need fit.
 
     Raises:
         CheckpointError: Naming every setting that must not differ, with both values.
     """
-    allowed = now.checkpoint.changes_allowed
-    without = {"parallel", "data", "optimizer", "training"} if weights_only else set()
-    must_be_allowed = _MUST_BE_ALLOWED
-    if now.training.loss_normalization == "micro_batch":  # a batch is then cut into means, not only into shares
-        training = (*must_be_allowed["training"], "micro_batch_size")
-        must_be_allowed = {**must_be_allowed, "training": training}
-    must_fit = _MUST_FIT
-    if not now.parallel.use_distributed_optimizer:  # the whole one keeps main weights in bfloat16 runs only
-        must_fit = {**must_fit, "training": ("bf16",)}
-    if "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):  # its state holds no second moments
-        must_fit = {**must_fit, "optimizer": (*_MUST_FIT["optimizer"], "optimizer")}
-    fixed = dict(_differences(saved, now, {name: names for name, names in must_fit.items() if name not in without}))
-    without |= {"data", "training"} if has_new_data else set()
-    guarded = {
-        name: text
-        for section, names in must_be_allowed.items()
-        if section not in without
-        for name, text in _differences(saved, now, {section: names})
-        if name not in allowed and name not in fixed
-    }
-    if not fixed and not guarded:
-        return
-    texts = [*fixed.values(), *guarded.values()]
-    remedy = f"Start with the values in {folder / 'settings.yaml'}"
-    if not fixed:
-        remedy += f", or, to continue as another run, add --allow-changed {','.join(guarded)}"
-    raise CheckpointError(f"{folder} belongs to another run: {'; '.join(texts)}. {remedy}.")
+    must_fit = {"model": _MUST_FIT["model"]} if weights_only else dict(_MUST_FIT)
+    if not weights_only and not now.parallel.use_distributed_optimizer:  # keeps main weights in bfloat16 runs only
+        must_fit["training"] = ("bf16",)
+    if not weights_only and "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):  # has no second moments
+        must_fit["optimizer"] = (*_MUST_FIT["optimizer"], "optimizer")
+    unfit = dict(_differences(saved, now, must_fit))
+    same_run = {} if has_new_data or weights_only else dict(_SAME_RUN)
+    if same_run and now.training.loss_normalization == "micro_batch":  # a batch is then cut into means, not only shares
+        same_run["training"] = (*_SAME_RUN["training"], "micro_batch_size")
+    changed = {name: text for name, text in _differences(saved, now, same_run) if name not in unfit}
+    if unfit or changed:
+        remedy = "" if unfit else f", or, {_AS_ANOTHER_RUN}"
+        raise CheckpointError(
+            f"{folder} belongs to another run: {'; '.join([*unfit.values(), *changed.values()])}. Start with the "
+            f"values in {folder / 'settings.yaml'}{remedy}."
+        )
 
 
 def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> Iterator[str]:

@@ -8,15 +8,19 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from megatron_neobert.cli import flag_of, typed_fields, value_problem
-from megatron_neobert.config.compute_rules import FP8_TOKENS, compute_problems
 from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.config.phases import resolve_phases
-from megatron_neobert.config.resume_rules import ALLOWABLE
 from megatron_neobert.config.schema import DataConfig, ModelConfig, Settings
 from megatron_neobert.errors import ConfigError
 
+# Tokens of a rank and both sides of every matrix must be multiples of this, so that no FP8 kernel gets a part of its
+# block. Source: TransformerEngine 2.11 pytorch/utils.py assert_dim_for_fp8_exec, and the block lengths in
+# pytorch/tensor/mxfp8_tensor.py and float8_blockwise_tensor.py.
+FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
+# The tokens that are exchanged in FP8 between sequence-parallel ranks; 128 also suits the block-scaled recipes' scales.
+FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
+HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
-_NOT_IN_A_PROJECT = "/\\#?%:"
 LARGEST_DOCUMENT_BLOCK = 4096  # data/batches/rows.py packs windows of so many documents
 
 
@@ -38,15 +42,11 @@ NEEDS = (
     Need("attention_backend", "bf16", "the kernel knows no float32"),
     Need("fp8_format", "bf16", "what is not a matrix product is computed in bfloat16"),
     Need("fp8_recipe", "fp8_format"),
-    Need("fp8_param_gather", "fp8_format"),
-    Need("fp8_param_gather", "use_distributed_optimizer", "which gathers the weights", wanted=True),
-    Need("first_last_layers_bf16", "fp8_format"),
     Need("optimizer", "use_distributed_optimizer", _WHOLE_MATRICES, value="muon", wanted=False),
     Need("optimizer", "tensor_model_parallel_size", _WHOLE_MATRICES, value="muon", wanted=1),
     Need("lr_decay_style", "lr_wsd_decay_iters", "how many of the last iterations decay", value="WSD"),
     Need("lr_wsd_decay_iters", "lr_decay_style", wanted="WSD"),
     Need("lr_wsd_decay_style", "lr_decay_style", wanted="WSD"),
-    Need("save_initial", "save"),
     Need("async_save", "save"),
     Need("profile", "save", "the trace goes there"),
     Need("exit_interval", "save", _RESUMABLE),
@@ -194,7 +194,7 @@ def pipeline_problems(settings: Settings) -> Iterator[str]:
         fitting = [str(stages) for stages in range(1, min(layers, _SUGGESTED) + 1) if layers % stages == 0]
         yield (
             f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp}; every stage holds the "
-            f"same number of layers. Use {' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))} stages."
+            f"same number of layers. Use {' or '.join(fitting)} stages."
         )
 
 
@@ -222,15 +222,10 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
     # Packed sequences: a whole number of micro-batches for every rank.
     group = parallel.ranks_per_model
     if world_size % group:
-        sizes = {
-            "--tensor-model-parallel-size": tp,
-            "--pipeline-model-parallel-size": pp,
-            "--context-parallel-size": cp,
-        }
-        product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         yield (
-            f"{world_size} ranks cannot be divided into groups of {product}"
-            f"{f' = {group}' if ' x ' in product else ''}; start a multiple of {group} ranks or lower it."
+            f"{world_size} ranks cannot be divided into groups of --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {group}; start a multiple of "
+            f"{group} ranks, or lower one of them."
         )
         return
     dp = settings.data_parallel_size(world_size)
@@ -241,6 +236,61 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
             f"{training.micro_batch_size} x {dp} data-parallel ranks = {rows} packed sequences. "
             f"Use {max(rows, round(training.global_batch_size / rows) * rows)}."
         )
+
+
+def compute_problems(settings: Settings) -> Iterator[str]:
+    """Every reason why the compute section cannot stand beside the others; each value alone must be legal."""
+    if settings.compute.attention_backend == "fused":
+        yield from cudnn_problems(settings)
+    if settings.compute.fp8_format is not None:
+        yield from fp8_problems(settings)
+
+
+def cudnn_problems(settings: Settings) -> Iterator[str]:
+    model = settings.model
+    width = model.hidden_size // model.num_attention_heads
+    if settings.compute.transformer_impl == "local":
+        yield (
+            "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local; use "
+            "--transformer-impl transformer_engine or --attention-backend auto."
+        )
+    if width % HEAD_WIDTH_MULTIPLE:
+        yield (
+            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not --hidden-size "
+            f"{model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}; use "
+            "--attention-backend auto."
+        )
+
+
+def fp8_problems(settings: Settings) -> Iterator[str]:
+    compute = settings.compute
+    if compute.transformer_impl == "local":
+        yield (
+            f"--fp8-format {compute.fp8_format} is Transformer Engine's, not with --transformer-impl local; use "
+            "--transformer-impl transformer_engine."
+        )
+    yield from alignment_problems(settings)
+
+
+def alignment_problems(settings: Settings) -> Iterator[str]:
+    """Each tensor-parallel rank has an equal part of the attention's output and of the feed-forward.
+
+    The other sides of the matrices are multiples of these; the tokens are judged with the batch (rules.py).
+    """
+    model, recipe, tp = settings.model, settings.compute.fp8_recipe, settings.parallel.tensor_model_parallel_size
+    block = FP8_BLOCK[recipe]
+    for what, size, flag in (
+        ("--hidden-size", model.hidden_size, "--hidden-size"),
+        ("the feed-forward width (--ffn-hidden-size)", model.ffn_width, "--ffn-hidden-size"),
+    ):
+        if size % (block * tp):
+            per_rank = f" over --tensor-model-parallel-size {tp} = {size / tp:g}" if tp > 1 else ""
+            fewer = "" if size % block else " or --tensor-model-parallel-size 1"
+            coarser = " or --fp8-recipe tensorwise" if block > 16 else ""
+            yield (
+                f"--fp8-recipe {recipe} needs matrices whose sides are multiples of {block}: {what} {size}{per_rank} "
+                f"is not. Use {flag} {-(-size // (block * tp)) * block * tp}{fewer}{coarser}."
+            )
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
@@ -298,8 +348,6 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
             f"--valid-data-path {' '.join(settings.data.valid_data_path)} is measured at validations, of which "
             "--eval-iters 0 makes none; leave one of the two out."
         )
-    if training.seed >= 2**63:
-        yield (f"--seed {training.seed} does not fit 63 bits; use one below {2**63}.")
 
 
 def checkpoint_problems(settings: Settings) -> Iterator[str]:
@@ -308,12 +356,6 @@ def checkpoint_problems(settings: Settings) -> Iterator[str]:
         yield (
             f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
             "as well, so that the same command resumes after a stop; add that."
-        )
-    unknown = sorted(checkpoint.changes_allowed - set(ALLOWABLE))
-    if unknown:
-        yield (
-            f"--allow-changed {','.join(unknown)} cannot be allowed: either the weights would not fit, or the setting "
-            f"may change anyway. It takes {', '.join(ALLOWABLE)}."
         )
 
 
@@ -324,10 +366,4 @@ def logging_problems(settings: Settings) -> Iterator[str]:
         yield (
             f"--profile {logging.profile} is not a range of iterations between 1 and --train-iters {last}; give the "
             "first and the last one, such as 10-12."
-        )
-    project = logging.wandb_project
-    if project is not None and (wrong := sorted(set(project) & set(_NOT_IN_A_PROJECT))):
-        yield (
-            f"--wandb-project {project} contains {' '.join(wrong)}, which no project's name at Weights & Biases may; "
-            "use letters, digits, - and _, and WANDB_ENTITY for its owner."
         )

@@ -95,11 +95,6 @@ class ParallelConfig:
         "with the forward pass; default: on CUDA",
     )
     ddp_bucket_size: int | None = setting(None, "gradient bucket size in parameters; default Megatron's", minimum=1)
-    check_weight_hash_across_dp_replicas_interval: int | None = setting(
-        None,
-        "replica check: iterations between comparisons of their weights, which are compared before each save as well",
-        minimum=1,
-    )
     distributed_timeout_minutes: float = setting(
         10.0, "hang timeout: a run without progress for so long ends and names the rank that holds it up", minimum=0.01
     )
@@ -136,8 +131,6 @@ class ComputeConfig:
         None, "FP8 matrix products: E4M3 forward and E5M2 backward (hybrid), or E4M3 both", choices=("hybrid", "e4m3")
     )
     fp8_recipe: str = setting("tensorwise", "FP8 scaling", choices=("tensorwise", "delayed", "blockwise", "mxfp8"))
-    fp8_param_gather: bool = setting(False, "FP8 weights: kept and gathered in FP8")
-    first_last_layers_bf16: bool = setting(False, "bfloat16 for the first and the last layer (not delayed)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,10 +296,6 @@ class CheckpointConfig:
         "folder of another run, or one of its checkpoints (RUN/iter_0001000), used while --load is empty: weights, "
         "optimizer state, iteration and, in the same data, the position are taken; other data begin at their start",
     )
-    allow_changed: tuple[str, ...] = setting(
-        (), "settings that may differ from those of the checkpoint although the run becomes another one by them"
-    )
-    save_initial: bool = setting(False, "save the initial weights too, as the checkpoint of iteration 0")
     save_interval: int = setting(1000, "checkpoint interval in iterations", minimum=1)
     async_save: bool = setting(False, "asynchronous checkpoints: written from host memory while training continues")
     keep_last: int | None = setting(
@@ -322,12 +311,6 @@ class CheckpointConfig:
         if self.load is None or self.save is None:
             return False
         return Path(self.load).resolve() == Path(self.save).resolve()
-
-    @property
-    def changes_allowed(self) -> set[str]:
-        """The settings named by --allow-changed, one by one or with commas between, as `seq_length`."""
-        names = (name for words in self.allow_changed for name in words.split(","))
-        return {name.strip().removeprefix("--").replace("-", "_") for name in names if name.strip()}
 
 
 @dataclass(frozen=True, kw_only=True)

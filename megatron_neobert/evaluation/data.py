@@ -179,23 +179,6 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
     return datasets.Dataset.from_dict(sentences, features=datasets.Features({"tokens": texts, "ner_tags": texts}))
 
 
-def stream_rows(place: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Return the rows of a file, a saved data set, or a repository of the Hub or its local copy, one at a time."""
-    path = Path(place)
-    if path.is_file():
-        form = "parquet" if path.suffix == ".parquet" else "json"
-        return datasets.load_dataset(form, data_files=place, split="train", streaming=True)
-    if was_saved(path):
-        saved = datasets.load_from_disk(place)
-        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-    return datasets.load_dataset(place, config, split=split, streaming=True)
-
-
-def was_saved(folder: Path) -> bool:
-    """Return whether `datasets` saved this folder."""
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-
-
 # --- rows
 
 

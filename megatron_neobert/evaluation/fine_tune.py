@@ -258,7 +258,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
         raise ChildProcessError(f"{reason}; if memory ran out, use fewer --jobs.") from error
 
 
-def _fine_tune_in_worker(run: Run, report: Any) -> Outcome:
+def _fine_tune_in_worker(run: Run) -> Outcome:
     print_warnings_as_sentences()
     _choose_gpu(int(multiprocessing.current_process().name.rpartition("-")[2]))  # counted by the parent
     return fine_tune(run)

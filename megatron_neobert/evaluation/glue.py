@@ -44,7 +44,6 @@ from megatron_neobert.evaluation.sweep import (
     last_sweep,
     run_sweep,
     show_progress,
-    unit_of,
     write_results,
 )
 
@@ -76,13 +75,13 @@ def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Pat
         from_mnli = TASKS[task].starts_from_mnli and not options.no_transfer
         start = _best_mnli(folder / "glue" / SOURCE, model) if from_mnli else options.model
         with open_ledger(folder / "glue" / task, options.device) as ledger:
-            unit = unit_of(task, options, model=model, start=fingerprint(start), data=data[task])
             sweep = Sweep(
                 run=GlueRun,
                 task=task,
                 grid=grids[task],
+                model=model,
                 start=start,
-                unit=unit,
+                data=data[task],
                 metrics=TASKS[task].metrics,
                 about={**about, "from_mnli": from_mnli},
                 options=options,
@@ -226,28 +225,23 @@ def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
 
 
 def average_tasks(tasks: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the average over the paper's tasks, or why there is none, and the tasks that are missing."""
-    why_none = why_no_average(tasks, settings)
-    scores = [result["score"]["mean"] for task, result in tasks.items() if task in PAPER_TASKS]  # without WNLI
-    return {
-        "average": statistics.fmean(scores) if why_none is None else None,
-        "no_average": why_none,
-        "missing": [task for task in PAPER_TASKS if task not in tasks],
-    }
-
-
-def why_no_average(tasks: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> str | None:
-    """Return why a mean over the paper's eight tasks would mean nothing; None if it means something.
+    """Return the average over the paper's tasks, or why it would mean nothing, and the tasks that are missing.
 
     Grids may differ: the paper's best points do.
     """
-    eight = [task for task in PAPER_TASKS if task in tasks]
+    eight = [task for task in PAPER_TASKS if task in tasks]  # without WNLI
+    alike = [
+        {name: settings[task][name] for name in ("protocol", "seeds")}
+        | ({"start from MNLI": settings[task]["from_mnli"]} if TASKS[task].starts_from_mnli else {})
+        for task in eight
+    ]
+    common = {name: value for each in alike for name, value in each.items()}
+    different = sorted({name for each in alike for name, value in each.items() if value != common[name]})
+    why_none = f"tasks differ in {', '.join(different)}" if different else None
     if len(eight) < len(PAPER_TASKS):
-        return f"{len(eight)} of {len(PAPER_TASKS)} tasks"
-    if any(settings[task]["protocol"] != settings[eight[0]]["protocol"] for task in eight):
-        return "protocols differ"
-    if any(set(tasks[task]["seeds"]) != set(tasks[eight[0]]["seeds"]) for task in eight):
-        return "seeds differ"
-    if len({settings[task]["from_mnli"] for task in eight if TASKS[task].starts_from_mnli}) > 1:
-        return "only some of the tasks that may start from MNLI do"
-    return None
+        why_none = f"{len(eight)} of {len(PAPER_TASKS)} tasks"
+    return {
+        "average": statistics.fmean(tasks[task]["score"]["mean"] for task in eight) if why_none is None else None,
+        "no_average": why_none,
+        "missing": [task for task in PAPER_TASKS if task not in tasks],
+    }

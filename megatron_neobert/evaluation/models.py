@@ -124,18 +124,16 @@ def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, 
     """
     from sentence_transformers import SentenceTransformer
 
-    from megatron_neobert.evaluation.sentence_modules import build_modules, read_prompts, read_transformer_settings
+    from megatron_neobert.evaluation.sentence_modules import build_modules
 
     options = options or LoadOptions()
-    settings = read_transformer_settings(folder)
-    prompts = read_prompts(folder)
     load_tokenizer(folder)  # refuses a folder without one, for which the library would make an empty one
     backbone = load_model(folder, "AutoModel", options)
     with loading(folder, "a SentenceTransformer"):
-        modules = build_modules(folder, backbone, settings)
-        model = SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
-    longest = min(max_length, settings.max_seq_length or max_length)
-    model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=longest)
+        modules, longest = build_modules(folder, backbone)
+        model = SentenceTransformer(modules=modules, device="cpu")
+    at_most = min(max_length, longest or max_length)
+    model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=at_most)
     return model.to(options.device)
 
 

@@ -40,7 +40,6 @@ from megatron_neobert.evaluation.sweep import (
     Sweep,
     run_sweep,
     show_progress,
-    unit_of,
     write_results,
 )
 
@@ -106,8 +105,9 @@ def evaluate(options: NerOptions, on_progress: Progress = show_progress) -> Path
                 run=NerRun,
                 task=task,
                 grid=GRIDS[options.grid].replace(options),
+                model=model,
                 start=options.model,
-                unit=unit_of(task, options, model=model, start=model, data=data[task].digests),
+                data=data[task].digests,
                 metrics=[f"{split}{name}" for split in splits for name in METRICS],
                 options=options,
             )

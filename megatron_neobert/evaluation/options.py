@@ -96,7 +96,7 @@ class PerplexityOptions(ComputeOptions):
     documents_per_bin: int | None = option(None, "only the first N documents of each length", minimum=1)
     limit: int | None = option(None, "only the first N documents", minimum=1)
     seed: int = option(0, "of --positions-per-doc")
-    batch_tokens: int = option(16384, "of one batch, at most", minimum=1)
+    batch_tokens: int = option(8192, "of one batch, at most", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,6 @@ class MtebOptions(ComputeOptions):
     pooling: Literal["mean", "cls"] = option("mean", "of the token states")
     max_length: int = option(1024, "truncate texts after N tokens", minimum=1)
     batch_size: int = option(32, "texts at once", minimum=1)
-    limit: int | None = option(None, "only N examples or queries per task: a quick look, not a result", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ class FinetuneOptions:
 
     model: Path = option(help=_MODEL, metavar="DIR")
     config: str = option(help="settings and datasets, or a recipe: evaluation/contrastive", metavar="FILE")
-    data_dir: Path = option(help="a file or folder per dataset", metavar="DIR")
+    data_dir: Path = option(help="KEY.parquet or KEY.jsonl for each dataset", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     steps: int | None = option(None, "instead of the file's, as the next five", minimum=1)
     batch_size: int | None = option(None, "pairs per process, before a dataset's divisor", minimum=1)
@@ -180,7 +179,6 @@ class FinetuneOptions:
     )
     device: Literal["cpu", "cuda"] | None = option(None, "without it a GPU if there is one")
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
-    resume: bool = option(False, "resume from the newest checkpoint in --output, or start if there is none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +206,6 @@ class FetchMtebOptions:
     benchmark: str = option(MTEB_PAPER, "any benchmark of mteb, with all its tasks", metavar="NAME")
     tasks: tuple[str, ...] = option((), "these tasks of mteb instead", metavar="NAME")
     languages: tuple[str, ...] = option(("eng",), "of --tasks, as ISO 639-3 codes", metavar="CODE")
-    check: bool = option(False, "fetch nothing: read what is there, without a network")
 
 
 @dataclass(frozen=True, kw_only=True)

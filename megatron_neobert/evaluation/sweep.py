@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,26 @@ GRIDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Sweep:
     """All points of a grid with all seeds, on one task."""
 
     run: type[Run]
     task: str
     grid: Grid
-    start: Path
-    unit: dict[str, Any]  # what all of the runs depend on: model, starting weights, data, protocol
+    model: str  # fingerprint of the model that is evaluated
+    start: Path  # weights that the runs start from
+    data: Mapping[str, str]  # hash of each split
     metrics: Sequence[str]  # of the result
     about: Mapping[str, Any] = field(default_factory=dict)  # more settings for the record
     options: FineTuneOptions
+
+    @cached_property
+    def unit(self) -> dict[str, Any]:
+        """Everything that a run depends on beside its point."""
+        protocol = {name: getattr(self.options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
+        about = {"task": self.task, "model": self.model, "start": fingerprint(self.start)}
+        return {**about, "data": dict(self.data), "protocol": protocol}
 
     @property
     def of_itself(self) -> Unit:
@@ -95,18 +104,6 @@ class Sweep:
             "data": self.unit["data"],
             **self.about,
         }
-
-
-def unit_of(task: str, options: FineTuneOptions, *, model: str, start: str, data: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a run depends on beside its point.
-
-    Args:
-        model: Fingerprint of the model that is evaluated.
-        start: Fingerprint of the weights that the runs start from.
-        data: Hash of each split.
-    """
-    protocol = {name: getattr(options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
-    return {"task": task, "model": model, "start": start, "data": dict(data), "protocol": protocol}
 
 
 def run_sweep(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> None:

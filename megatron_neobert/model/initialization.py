@@ -53,16 +53,11 @@ def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: 
             if not hasattr(param, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(param, True, dim, blocks)
             shape[dim] *= tp_size
-        full = _draw(name, shape, seed=seed, init_range=init_range, vocab_size=vocab_size)
-        own = full
+        own = full = _draw(name, shape, seed=seed, init_range=init_range, vocab_size=vocab_size)
         if partition is not None:
             own = torch.cat([block.chunk(tp_size, dim)[tp_rank] for block in full.chunk(blocks, dim)], dim)
         with torch.no_grad():
             param.copy_(own)
-        if hasattr(param, "get_high_precision_init_val"):
-            # Weights that Transformer Engine keeps in FP8 remember what they were built with, unset memory here; the
-            # optimizer starts its main weights from it.
-            param._high_precision_init_val = own.bfloat16()
 
 
 def name_in_whole_model(model: Any, name: str) -> str:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from megatron_neobert.config.compute_rules import HEAD_WIDTH_MULTIPLE
-from megatron_neobert.config.schema import ComputeConfig, Settings
+from megatron_neobert.config.rules import HEAD_WIDTH_MULTIPLE
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 
 # What a GPU must be for a recipe: lowest capability, first capability that is too new, lowest CUDA version.
 # Source: TransformerEngine 2.11 pytorch/quantization.py, check_fp8_support and the like (capability 10.0: CUDA 12.8).
 _ANY_NEWER = (99, 0)
-_CPU_INFO = Path("/proc/cpuinfo")  # Linux's; elsewhere bfloat16 is believed to be there
 _FP8_NEEDS = {
     "delayed": ((8, 9), _ANY_NEWER, (12, 1)),
     "tensorwise": ((8, 9), _ANY_NEWER, (12, 1)),
@@ -52,7 +51,6 @@ class Hardware:
     apex_weight_gradients: Library = Library()
     apex_optimizers: Library = Library()
     foreign_apex: str | None = None  # version of a package that is called apex and is not NVIDIA's
-    cpu_bf16: bool = True  # whether the CPU has instructions for bfloat16, as far as Linux lists them
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,14 @@ class Kernels:
     attention: str  # "transformer_engine", "torch" or "flash_attn"
     attention_backend: str  # the name in Megatron's AttnBackend, with which it steers Transformer Engine
     gradient_accumulation_fusion: bool  # by Apex, in all of Megatron's own linear layers
-    optimizer: str
-    summary: str  # a line for the start of a run, and a second one if there is a warning
+    summary: str  # a line for the start of a run
 
 
 @functools.cache
 def detect_hardware() -> Hardware:
     """What is here; packages for CUDA are tried only where there is CUDA."""
     if not torch.cuda.is_available():
-        # By the names of its features: avx512_bf16, amx_bf16, on ARM bf16. Not by torch, which also counts emulation.
-        has_bf16 = not _CPU_INFO.exists() or "bf16" in _CPU_INFO.read_text()
-        return Hardware(foreign_apex=_foreign_apex(), cpu_bf16=has_bf16)
+        return Hardware(foreign_apex=_foreign_apex())
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
     return Hardware(
         gpu=torch.cuda.get_device_name(),
@@ -132,12 +127,6 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
-    fusion = hardware.apex_weight_gradients.version is not None
-    accumulated = "after the product"
-    if fusion:
-        accumulated = "in the product (Apex)"
-    elif engine:
-        accumulated = "in the product (Transformer Engine; the decoder's after it)"
     # In the order in which Megatron takes them; torch's through FusedAdam of training/optimizer.py.
     optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
     if hardware.transformer_engine.version is not None:
@@ -146,20 +135,14 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers",
         f"attention by {attention_name}",
         precision,
-        f"weight gradients accumulated {accumulated}",
         f"Adam by {optimizer}",
     ]
-    is_slow = bf16 and hardware.gpu is None and not hardware.cpu_bf16
-    warning = (
-        "\nwarning: this CPU has no instructions for bfloat16, with --bf16 it may take 50 times as long as without"
-    )
     return Kernels(
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
-        gradient_accumulation_fusion=fusion,
-        optimizer=optimizer,
-        summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}{warning if is_slow else ''}",
+        gradient_accumulation_fusion=hardware.apex_weight_gradients.version is not None,
+        summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}",
     )
 
 
@@ -265,21 +248,6 @@ def precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
             f"--fp8-recipe {recipe} needs compute capability {dotted(lowest)} or higher{below} and CUDA "
             f"{dotted(cuda)} or newer, not {here}. {remedy}"
         )
-
-
-def fp8_arguments(compute: ComputeConfig) -> dict[str, Any]:
-    """The keyword arguments of Megatron's TransformerConfig; none without FP8."""
-    if compute.fp8_format is None:
-        return {}
-    return {
-        "fp8": compute.fp8_format,
-        "fp8_recipe": compute.fp8_recipe,
-        "fp8_param": compute.fp8_param_gather,
-        # Of the recipe "delayed". Megatron's default is the amax of the last iteration alone.
-        "fp8_amax_history_len": 1024,
-        "fp8_amax_compute_algo": "max",
-        "first_last_layers_bf16": compute.first_last_layers_bf16,
-    }
 
 
 def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megatron_neobert.config.compute_rules import HEAD_WIDTH_MULTIPLE
+from megatron_neobert.config.rules import HEAD_WIDTH_MULTIPLE
 
 
 class TorchAttention(MegatronModule):

@@ -27,9 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
-from megatron_neobert.config.schema import ParallelConfig, Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.attention import CoreAttention
-from megatron_neobert.model.kernels import choose_kernels, fp8_arguments
+from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.packed_kernels import FlashAttention, TorchAttention
 
 
@@ -43,7 +43,8 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    recomputes_layers = settings.compute.recompute_granularity == "full"
+    compute, parallel = settings.compute, settings.parallel
+    recomputes_layers = compute.recompute_granularity == "full"
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -71,26 +72,22 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
         attention_backend=AttnBackend[kernels.attention_backend],
         # Of loss.py. Eager on a CPU, with a vocabulary of 30,592, it takes 3.7 times as long as Megatron's own.
         cross_entropy_loss_fusion=torch.cuda.is_available(),
-        **_layout_arguments(settings.parallel, settings),
-        recompute_granularity=settings.compute.recompute_granularity,
-        **({"recompute_method": "uniform", "recompute_num_layers": 1} if recomputes_layers else {}),
-        **fp8_arguments(settings.compute),
-    )
-
-
-def _layout_arguments(parallel: ParallelConfig, settings: Settings) -> dict:
-    """How Megatron's layers and schedules share the work.
-
-    Context parallelism is not among it: layers see a slice of tokens and need not know that it is one (attention.py).
-    """
-    return {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "sequence_parallel": parallel.sequence_parallel,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "pipeline_dtype": torch.bfloat16 if settings.training.bf16 else torch.float32,
+        # Context parallelism is not named: layers see a slice of tokens and need not know that (attention.py).
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        pipeline_dtype=dtype,
         # By default the host waits for the device after every send and receive, for the sake of old releases of torch.
-        "batch_p2p_sync": False,
-    }
+        batch_p2p_sync=False,
+        recompute_granularity=compute.recompute_granularity,
+        recompute_method="uniform" if recomputes_layers else None,
+        recompute_num_layers=1 if recomputes_layers else None,
+        fp8=compute.fp8_format,
+        fp8_recipe=compute.fp8_recipe,
+        # Of the recipe "delayed". Megatron's default is the amax of the last iteration alone.
+        fp8_amax_history_len=1024,
+        fp8_amax_compute_algo="max",
+    )
 
 
 class LocalRMSNorm(nn.RMSNorm):

@@ -5,31 +5,33 @@ from the settings. Memory is that of the fullest rank. Times are stated for a sh
 knows before a run has been measured.
 """
 
-import shlex
+import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from megatron_neobert.checkpoint.start import first_iteration
-from megatron_neobert.cli import flag_of
 from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.rows import count_windows, documents_in_window, pack_window, usual_masked
-from megatron_neobert.model.flops import count_parameters, training_flops_per_token
-from megatron_neobert.planning.costs import checkpoint_lines, gpu_lines, memory_lines
+from megatron_neobert.model.flops import checkpoint_bytes, count_parameters, training_flops_per_token
+from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import RankMemory, plan_memory
-from megatron_neobert.text import counted, percent
+from megatron_neobert.runtime.atomic_files import existing_parent
+from megatron_neobert.text import counted, duration, in_bytes, percent
 
 _INDENT = 12  # columns for a line's name
 _COLUMNS = 80  # of a terminal
 _MOST_WINDOWS = 8  # 32,768 documents
 _LARGE_CUT = 0.1  # share of tokens that are never read
 _MANY_EPOCHS = 5
+_SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
+_SHOWN_MFU = (0.1, 0.15, 0.2)  # the paper's own run had about 15 %
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,7 @@ class IterationSample:
     packing_efficiency: float  # share of the token capacity that holds one
     truncated: float  # share of the documents' tokens that no row has room for
     tokens_of_a_tokens_document: float  # how many tokens the average token attends to
-    document_shares: tuple[float, ...]  # of each component
-    token_shares: tuple[float, ...]
+    token_shares: tuple[float, ...]  # of each component
     epochs: tuple[float, ...]
 
 
@@ -94,25 +95,21 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     ]
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
     sections = [
-        ("settings", settings_lines(settings)),
         ("model", model_lines(settings, inputs[0])),
         ("ranks", [describe_ranks(settings, world_size)]),
     ]
     for forecast in forecasts:
         if len(forecasts) > 1:
             sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
-        lines = iteration_lines(forecast.phase.settings, forecast.sample, world_size=world_size)
-        sections.append(("iteration", lines))
+        sections.append(("iteration", iteration_lines(forecast, world_size=world_size)))
         sections.append(("corpus", corpus_lines(forecast.inputs, forecast.sample, left=forecast.left)))
     flops = sum(forecast.left * forecast.flops for forecast in forecasts)
     sections += [
         ("run", run_lines(settings, forecasts, first=first)),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
         ("GPUs", gpu_lines(settings, fullest.memory, flops=flops, world_size=world_size)),
-        ("checkpoints", checkpoint_lines(settings, vocab_size=vocab_size, first=first)),
+        ("checkpoints", checkpoint_lines(settings, vocab_size=vocab_size)),
     ]
-    if len(forecasts) > 1:
-        sections[-3][1].append(f"in phase {fullest.phase.number}, which takes most")
     for name, lines in sections:
         folded = [part for line in lines for part in _fold(line)]
         for label, line in zip([name, *[""] * len(folded)], folded, strict=False):
@@ -120,27 +117,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     return 0
 
 
-# ---- what is run
-
-
-def settings_lines(settings: Settings) -> list[str]:
-    """The flags that differ from the defaults, such that they can be pasted."""
-    words = [word for section in fields(settings) for word in _differing(getattr(settings, section.name))]
-    return ["  ".join(words) or "the defaults, all of them"]
-
-
-def _differing(section: Any) -> Iterator[str]:
-    for item in fields(section):
-        value, flag = getattr(section, item.name), flag_of(item.name)
-        if value == item.default:
-            continue
-        if item.name == "phases":
-            value = f"[{', '.join(map(str, value))}]"
-        if isinstance(value, bool):
-            yield flag if value else flag.replace("--", "--no-", 1)
-        else:
-            values = value if isinstance(value, tuple) else (value,)
-            yield f"{flag} {shlex.join(str(one) for one in values)}"
+# ---- lines
 
 
 def model_lines(settings: Settings, inputs: Inputs) -> list[str]:
@@ -165,7 +142,8 @@ def describe_ranks(settings: Settings, world_size: int) -> str:
     return f"{world_size} = {' x '.join(factors)}"
 
 
-def iteration_lines(settings: Settings, sample: IterationSample, *, world_size: int) -> list[str]:
+def iteration_lines(forecast: Forecast, *, world_size: int) -> list[str]:
+    settings, sample = forecast.phase.settings, forecast.sample
     training, data = settings.training, settings.data
     micro_batches = counted(settings.micro_batches_per_rank(world_size), "micro-batch", "micro-batches")
     mean = sample.tokens / sample.documents
@@ -186,18 +164,12 @@ def iteration_lines(settings: Settings, sample: IterationSample, *, world_size: 
 
 def corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
     lines = [
-        f"about {_rounded(epochs * left)} epochs of {line}"
-        for line, epochs in zip(inputs.description, sample.epochs, strict=True)
+        f"{percent(tokens, digits=2)} of the tokens, about {epochs * left:,.2f} epochs of {line}"
+        for line, tokens, epochs in zip(inputs.description, sample.token_shares, sample.epochs, strict=True)
     ]
-    if len(lines) > 1:
-        shares = zip(lines, sample.document_shares, sample.token_shares, strict=True)
-        lines = [
-            f"{percent(documents, digits=2)} of the documents, {percent(tokens, digits=2)} of the tokens: {line}"
-            for line, documents, tokens in shares
-        ]
     if (most := max(sample.epochs) * left) > _MANY_EPOCHS:
         lines.append(
-            f"warning: documents are read up to {_rounded(most)} times; repetitions beyond the first few add little. "
+            f"warning: documents are read up to {most:,.0f} times; repetitions beyond the first few add little. "
             "Use fewer --train-iters or more data"
         )
     return lines
@@ -228,6 +200,54 @@ def run_lines(settings: Settings, forecasts: Sequence[Forecast], *, first: int) 
         f"{counted(settings.training.train_iters, 'iteration')}{done}: {tokens:.3e} tokens of documents"
         f"{' to go' if first else ''}",
         flops,
+    ]
+
+
+def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
+    """Format a line for each part of the memory of the fullest rank."""
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "head, loss": memory.head,
+        "at work": memory.work,
+        "CUDA, NCCL (assumed)": memory.context,
+        "together": memory.total,
+    }
+    lines = [f"{part:<20}{size / (1 << 30):>10,.2f} GiB" for part, size in parts.items()]
+    return lines + ([f"fullest pipeline stage: {memory.stage + 1} of {stages}"] if stages > 1 else [])
+
+
+def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_size: int) -> list[str]:
+    """Format a table of GPUs: the time of the run at some shares of the peak rate, and whether the memory suffices."""
+    shares = _SHOWN_MFU if settings.training.bf16 else ()
+    header = "".join(f"{f'{percent(mfu, digits=0)} MFU':>12}" for mfu in shares)
+    lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
+    for gpu in GPUS:
+        if gpu.name not in _SHOWN_GPUS:
+            continue
+        peak = world_size * gpu.bf16_tflops * 1e12
+        times = "".join(f" {duration(flops / (peak * mfu)):>11}" for mfu in shares)
+        spare = gpu.memory_gib - memory.total / (1 << 30)
+        room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
+        lines.append(f"{gpu.name:<14}{times}  {room}")
+    note = "The paper's own run had about 15 % MFU; measure this machine before you plan with a share."
+    lines.append(note if shares else "Times are stated for bfloat16 alone (--bf16).")
+    return lines
+
+
+def checkpoint_lines(settings: Settings, *, vocab_size: int) -> list[str]:
+    """Format the size of a checkpoint and the number of them that the disk has room for."""
+    size, checkpoint = checkpoint_bytes(settings, vocab_size=vocab_size), settings.checkpoint
+    if checkpoint.save is None:
+        return [f"{in_bytes(size)} each; none is saved without --save"]
+    folder = existing_parent(Path(checkpoint.save).resolve())
+    free = shutil.disk_usage(folder).free
+    kept = "all are kept" if checkpoint.keep_last is None else f"the last {checkpoint.keep_last} are kept"
+    return [
+        f"{in_bytes(size)} each, every {counted(checkpoint.save_interval, 'iteration')}; {kept}; {in_bytes(free)} free "
+        f"in {folder}, which is room for {free // size:,}"
     ]
 
 
@@ -265,15 +285,11 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
         packing_efficiency=share * tokens / settings.tokens_per_iteration,
         truncated=1 - read / given,
         tokens_of_a_tokens_document=squares / tokens,
-        document_shares=tuple((documents_c / documents).tolist()),
         token_shares=tuple((tokens_c / tokens).tolist()),
         epochs=tuple(
             share * own / len(source.documents) for own, source in zip(documents_c.tolist(), sources, strict=True)
         ),
     )
-
-
-# ---- words
 
 
 def _fold(line: str) -> list[str]:
@@ -283,11 +299,3 @@ def _fold(line: str) -> list[str]:
     return textwrap.wrap(
         line, width=_COLUMNS - _INDENT, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-
-
-def _rounded(number: float) -> str:
-    """Format a number with three significant digits, at most two of them behind the point."""
-    if number < 0.01:
-        return f"{number:.1e}"
-    rounded = float(f"{number:.3g}")
-    return f"{rounded:,.{2 if rounded < 10 else 1 if rounded < 100 else 0}f}"

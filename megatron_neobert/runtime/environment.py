@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from megatron_neobert.errors import LauncherError
 
-# Set by our launcher for its ranks: files and folders have been looked at, and need not be by each rank once more.
-CHECKED_BY_LAUNCHER = "MEGATRON_NEOBERT_CHECKED"
 _LARGEST = 2**31 - 1  # ranks are int32 in every backend
-_WHO_SETS = "torchrun and neobert train set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +42,12 @@ def world_size() -> int:
     Raises:
         LauncherError: The variables of a launcher contradict each other, are incomplete, or are not numbers.
     """
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if not given:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 1
-    if len(given) == 1:
-        other = "WORLD_SIZE" if given == ["RANK"] else "RANK"
+    if missing := _missing(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), os.environ):
         raise LauncherError(
-            f"the environment variable {given[0]} is {os.environ[given[0]]!r}, but {other} is not set; {_WHO_SETS}, so "
-            f"start with one of them, or unset {given[0]} for one process."
+            f"{missing} not set; torchrun and neobert train set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            "MASTER_PORT, so start with one of them, or unset RANK and WORLD_SIZE for one process."
         )
     ranks, rank = whole_number("WORLD_SIZE"), whole_number("RANK", minimum=0)
     if rank >= ranks:
@@ -61,11 +56,6 @@ def world_size() -> int:
             "Start all ranks with the same WORLD_SIZE."
         )
     local_rank()
-    if missing := _missing(("MASTER_ADDR", "MASTER_PORT"), os.environ):
-        raise LauncherError(
-            f"RANK is {rank} of WORLD_SIZE {ranks}, but {missing} not set, so the ranks cannot find each other; "
-            f"{_WHO_SETS}."
-        )
     whole_number("MASTER_PORT")
     return ranks
 

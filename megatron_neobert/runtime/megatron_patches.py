@@ -12,11 +12,7 @@
 4. `finalize_model_grads` asks the device whether any token was counted. `scale_by_tokens` needs no answer;
    megatron.core 0.19 has the same.
 
-`refuse_other_upstream` compares what the patches rely on with the installed sources: a release that computes offsets or
-norms in another way would not fail, but train with wrong numbers.
-
-Proof: tests/distributed/test_resume.py of the first two, tests/gpu_path of the others, which also fails as soon as the
-oldest supported megatron.core waits no longer without them.
+Proof: tests/distributed/test_resume.py of the first two, tests/gpu_path of the others.
 """
 
 import contextlib
@@ -65,7 +61,7 @@ def install() -> None:
 
 
 def refuse_other_upstream() -> None:
-    """Refuse a megatron.core whose sources are not those that the patches were written for.
+    """Refuse a megatron.core whose sources differ: it would not fail, but train with wrong numbers.
 
     Raises:
         ConfigError: Naming the installed version and the first function that differs.

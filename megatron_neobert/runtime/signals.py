@@ -1,19 +1,16 @@
-"""Requests to end a run before its last iteration, or to save: a signal to any process, the time limit, a file.
+"""Requests to end a run before its last iteration: a signal to any process, the time limit, the file SAVE/STOP.
 
 All ranks stop at the same iteration, after saving. Before the process group stands there is no such iteration and
 nothing to save, so a signal ends the rank at once. No torch: this has to hold before it is imported.
-
-    SAVE/STOP        save and stop, with 75; no run starts in this folder until somebody removes it
-    SAVE/SAVE_NOW    save and continue; removed when the checkpoint is there
 """
 
 import contextlib
+import functools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +20,11 @@ from megatron_neobert.config.schema import Settings, TrainingConfig
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE
 
 _NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
-_REASONS = {
-    _TIME_LIMIT: "--exit-duration-in-mins is over",
-    _STOP_FILE: "the file STOP in --save asked for it",
-    _SIGNAL: "a signal asked for it",
-}
+_REASONS = ("", "--exit-duration-in-mins is over", "the file STOP in --save asked for it", "a signal asked for it")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ABORT_SIGNAL = signal.SIGQUIT  # what the launcher makes of the second Ctrl-C
 FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint if there is --save; Ctrl-C again aborts at once"
-
-_SECONDS_BETWEEN_LOOKS = 1.0  # at the files; a network file system answers each look in milliseconds
 
 _SECONDS_TO_WRITE = 2.0  # to stderr, whose reader may have stopped
 
@@ -115,7 +106,7 @@ def watch_signals(answer: Callable[[int], None]) -> None:
 def _end_with_launcher(launcher: int) -> None:
     """End a rank whose torchrun or launcher has ended: it would wait for other ranks, or write beside its successor."""
     while os.getppid() == launcher:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(1.0)
     rank = os.environ.get("RANK", "0")
     _write(f"error: rank {rank}: the launcher that started it has gone. The last checkpoint is untouched.\n")
     os._exit(EXIT_UNAVAILABLE)
@@ -162,66 +153,31 @@ def count_signals() -> int:
     return len(_signals_received)
 
 
-@dataclass
-class _Files:
-    """What rank 0 saw when it last looked into `folder`."""
+def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:
+    """Return the stop code of this rank. The largest over all ranks decides. Rank 0 alone looks for the file STOP.
 
-    folder: Path
-    looked_seconds: float = float("-inf")
-    stop: bool = False
-    save: bool = False
-    is_saving: bool = False  # a checkpoint that SAVE_NOW asked for is being written
-
-    def look_into(self, folder: Path) -> None:
-        if folder != self.folder or time.monotonic() - self.looked_seconds >= _SECONDS_BETWEEN_LOOKS:
-            self.stop = _is_there(folder / "STOP")
-            self.save = _is_there(folder / "SAVE_NOW") and not self.is_saving
-            self.folder, self.looked_seconds = folder, time.monotonic()
-
-
-_files = _Files(folder=Path())
+    Args:
+        has_trained: False before the first iteration of a start, where the time limit does not count: a limit below
+            the time that starting takes would end one start after the other.
+    """
+    limit, save = settings.training.exit_duration_in_mins, settings.checkpoint.save
+    if _signals_received:
+        return _SIGNAL
+    if save is not None and os.environ.get("RANK", "0") == "0" and _has_stop_file(save, int(time.monotonic())):
+        return _STOP_FILE
+    is_over = has_trained and limit is not None and time.monotonic() - _started_seconds >= 60 * limit
+    return _TIME_LIMIT if is_over else _NOTHING
 
 
-def _is_there(path: Path) -> bool:
+@functools.lru_cache(maxsize=1)
+def _has_stop_file(save: str, second: int) -> bool:
+    """Look for STOP in the save folder once in each `second`: a network file system answers in milliseconds."""
     try:
-        return path.exists()
-    except OSError:  # a network file system that has a bad moment; it is asked again in a second
+        return Path(save, "STOP").exists()
+    except OSError:  # the network file system is asked again in a second
         return False
 
 
-def requests_of_this_rank(settings: Settings, *, has_trained: bool = True) -> tuple[int, int]:
-    """A stop code, and 1 to save and continue: what this rank alone knows. The largest over all ranks decides.
-
-    Rank 0 looks for the files, at most once a second.
-
-    Args:
-        has_trained: Whether this start has got anywhere: a time limit below the time that starting takes would else
-            end one start after the other.
-    """
-    limit, save = settings.training.exit_duration_in_mins, settings.checkpoint.save
-    code = _NOTHING
-    if has_trained and limit is not None and time.monotonic() - _started_seconds >= 60 * limit:
-        code = _TIME_LIMIT
-    if save is not None and os.environ.get("RANK", "0") == "0":
-        _files.look_into(Path(save))
-        code = max(code, _STOP_FILE if _files.stop else _NOTHING)
-    if _signals_received:
-        code = _SIGNAL
-    return code, int(_files.save)
-
-
-def take_save_request() -> None:
-    """To be called when a save begins: from now on the request is being fulfilled."""
-    _files.is_saving, _files.save = _files.is_saving or _files.save, False
-
-
-def fulfil_save_request(save: Path) -> None:
-    """Removes SAVE/SAVE_NOW, to be called once the checkpoint that it asked for is there."""
-    if _files.is_saving:
-        _files.is_saving = False
-        (save / "SAVE_NOW").unlink(missing_ok=True)
-
-
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
-    """Why all ranks stop after this iteration, in words; None to continue, or because it is over anyway."""
-    return None if iteration >= training.train_iters else _REASONS.get(agreed_code)
+    """Return why all ranks stop after this iteration; None to continue, or because it is the last one."""
+    return None if iteration >= training.train_iters else _REASONS[agreed_code] or None

@@ -13,12 +13,14 @@ _BACKLOG = 4096  # connections that wait to be accepted: the ranks of a large ru
 
 
 def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
-    """Connect to the store of torchrun's environment, below a prefix of this attempt.
+    """Connect to the store of torchrun's environment, below a prefix of this attempt; one rank has a store of its own.
 
     torchrun keeps the store when it starts the ranks again; they must not read what their predecessors wrote.
     """
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import HashStore, PrefixStore, TCPStore
 
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return HashStore()
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -1,7 +1,6 @@
 """The training loop: read a batch, train on it, log, validate, save, stop."""
 
 import functools
-import os
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_neobert.checkpoint.folder import check_folders, claim, list_checkpoints
+from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.checkpoint.load import load_checkpoint
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
@@ -22,8 +21,8 @@ from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, Diverg
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.kernels import choose_kernels, engine_attention
 from megatron_neobert.runtime import distributed
-from megatron_neobert.runtime.environment import CHECKED_BY_LAUNCHER, is_rank_zero
-from megatron_neobert.runtime.signals import reason_to_stop, requests_of_this_rank
+from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
 from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
 from megatron_neobert.training.hang_detector import HangDetector
 from megatron_neobert.training.metrics import Monitor
@@ -43,12 +42,10 @@ def run_training(settings: Settings) -> int:
     Collective: all ranks.
     """
     refuse_missing_wandb(settings)
-    if CHECKED_BY_LAUNCHER not in os.environ:
-        check_folders(settings.checkpoint, create=is_rank_zero())
+    check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         inputs, device = join(settings)
-        if CHECKED_BY_LAUNCHER not in os.environ:
-            refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
+        refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:
             run = build_run(settings, inputs, device)
             run.tick = detector.tick
@@ -59,8 +56,7 @@ def run_training(settings: Settings) -> int:
             monitor.log(_opening_line(run, loaded))
             if settings.checkpoint.save is None:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
-            for line in choose_kernels(settings).summary.splitlines():
-                monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
+            monitor.log(textwrap.fill(choose_kernels(settings).summary, 80, subsequent_indent="  "))
             with monitor.running(), named_worker_deaths():
                 code = train(run, monitor, detector)
         distributed.shut_down()
@@ -99,8 +95,6 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
             monitor.log(f"Transformer Engine computes attention by {attention}")
         control = _control_after_step(run, result)
         _finish_save(saver, result)
-        if _due(run.state.iteration, run.settings.parallel.check_weight_hash_across_dp_replicas_interval):
-            saver.refuse_drift()
         if control.logs:
             run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
         if control.validates:
@@ -126,14 +120,12 @@ def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detect
     """
 
     def own_status(*, has_trained: bool = True) -> RankStatus:
-        requests = requests_of_this_rank(run.settings, has_trained=has_trained)
-        return RankStatus(*requests, is_saving=int(saver.is_writing), memory_mib=monitor.own_memory_mib())
+        stop_code = requested_stop(run.settings, has_trained=has_trained)
+        return RankStatus(stop_code, is_saving=int(saver.is_writing), memory_mib=monitor.own_memory_mib())
 
     run.own_status = functools.partial(own_status, has_trained=False)
     status = share_status(run)  # collective: all ranks
-    training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.state.iteration
-    if checkpoint.save_initial and iteration == 0 and not list_checkpoints(Path(checkpoint.save or "")):
-        saver.save()
+    training, iteration = run.settings.training, run.state.iteration
     control = LoopControl(
         stop=reason_to_stop(training, iteration=iteration, agreed_code=status.stop_code),
         is_last=iteration >= training.train_iters,
@@ -156,7 +148,7 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
         failure=too_many_skips(run.state, training, save=checkpoint.save),
         is_last=iteration == training.train_iters,
     )
-    is_saved = control.ends or bool(result.status.save_is_wanted) or _due(iteration, checkpoint.save_interval)
+    is_saved = control.ends or _due(iteration, checkpoint.save_interval)
     validates = not (control.stop or control.failure) and _validation_is_due(run)
     return replace(
         control,

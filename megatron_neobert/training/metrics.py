@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import psutil
 import torch
@@ -24,67 +24,27 @@ from megatron_neobert.text import duration, percent, with_prefix
 from megatron_neobert.training.trackers import Trackers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """Means over all ranks and the iterations of an interval, unless noted otherwise."""
+def interval_lines(place: str, values: Mapping[str, float]) -> str:
+    """Format two lines of at most 80 columns, what changes most on the first, always of the same parts.
 
-    iteration: int
-    train_iters: int
-    loss: float | None  # nats per masked token; None if every update was skipped
-    masked_accuracy: float | None  # share of the masked tokens whose likeliest prediction is right
-    lr: float  # of the last iteration, as is the gradient norm
-    grad_norm: float
-    ranks: int
-    tokens_per_second: float  # of all ranks; tokens of documents, unused capacity is not counted
-    flops_per_second: float  # of all ranks; what the model needs for these tokens, recomputation not counted
-    peak_tflops: float | None  # of one rank's GPU; None where it is not known, as on CPU
-    memory_gib: float  # of the rank that has most of it: the peak of what it allocated, on CPU what is resident now
-    fill: float  # packing efficiency: share of the token capacity that holds tokens of documents
-    data_wait: float  # share of its time that rank 0 waited for a batch
-    consumed_tokens: int  # since the start of the run, as are the skipped iterations
-    skipped_iterations: int
-    eta_seconds: float
-
-    @property
-    def flops_per_rank(self) -> float:
-        return self.flops_per_second / self.ranks
-
-    @property
-    def mfu(self) -> float | None:
-        """Share of the GPU's peak that the model's own operations take."""
-        return None if self.peak_tflops is None else self.flops_per_rank / (self.peak_tflops * 1e12)
-
-    @property
-    def values(self) -> dict[str, float]:
-        """For the record; what is not known is left out."""
-        values = asdict(self)
-        for name in ("iteration", "train_iters", "ranks", "flops_per_second", "peak_tflops"):
-            del values[name]
-        values["tokens_per_second_per_rank"] = self.tokens_per_second / self.ranks
-        values["tflops_per_rank"] = self.flops_per_rank / 1e12
-        values["mfu"] = self.mfu
-        return {name: value for name, value in values.items() if value is not None}
-
-    def __str__(self) -> str:
-        """Two lines of at most 80 columns, what changes most on the first, always of the same parts; more is recorded.
-
-        A dash stands for what an interval without an update does not have.
-        """
-        training = [
-            f"iteration {self.iteration}/{self.train_iters}",
-            f"loss {_in_seven_columns(self.loss, digits=4)}",
-            f"accuracy {'-' if self.masked_accuracy is None else percent(self.masked_accuracy, digits=2)}",
-            f"grad norm {_in_seven_columns(self.grad_norm, digits=3)}",
-        ]
-        machine = [
-            f"  lr {self.lr:.1e}",
-            with_prefix(self.tokens_per_second, " tok/s"),
-            with_prefix(self.flops_per_rank, "FLOP/s") if self.mfu is None else f"MFU {percent(self.mfu)}",
-            f"{self.memory_gib:.{0 if self.memory_gib >= 9.95 else 1}f} GiB",
-            f"wait {percent(self.data_wait, digits=0)}",
-            f"ETA {duration(self.eta_seconds)}",
-        ]
-        return "\n".join(" | ".join(line) for line in (training, machine))
+    A dash stands for what an interval without an update does not have.
+    """
+    accuracy, mfu, memory = values.get("masked_accuracy"), values.get("mfu"), values["memory_gib"]
+    training = [
+        place,
+        f"loss {_in_seven_columns(values.get('loss'), digits=4)}",
+        f"accuracy {'-' if accuracy is None else percent(accuracy, digits=2)}",
+        f"grad norm {_in_seven_columns(values['grad_norm'], digits=3)}",
+    ]
+    machine = [
+        f"  lr {values['lr']:.1e}",
+        with_prefix(values["tokens_per_second"], " tok/s"),
+        with_prefix(1e12 * values["tflops_per_rank"], "FLOP/s") if mfu is None else f"MFU {percent(mfu)}",
+        f"{memory:.{0 if memory >= 9.95 else 1}f} GiB",
+        f"wait {percent(values['data_wait'], digits=0)}",
+        f"ETA {duration(values['eta_seconds'])}",
+    ]
+    return "\n".join(" | ".join(line) for line in (training, machine))
 
 
 def _in_seven_columns(value: float | None, *, digits: int) -> str:
@@ -167,9 +127,9 @@ class Monitor:
     def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> TrainState:
         """Log the averages since the last call, and return the train state with their tokens counted."""
         state = replace(state, consumed_tokens=state.consumed_tokens + round(self.sums.tokens))
-        interval = self._interval(state, lr=lr, grad_norm=grad_norm)
-        self.log(str(interval))
-        self._record(state, interval.values)
+        values = {**self._values(state), "lr": lr, "grad_norm": grad_norm}
+        self.log(interval_lines(self._place(state), values))
+        self._record(state, values)
         self.restart_clock()
         return state
 
@@ -198,30 +158,35 @@ class Monitor:
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
 
-    def _interval(self, state: TrainState, *, lr: float, grad_norm: float) -> Interval:
+    def _values(self, state: TrainState) -> dict[str, float]:
+        """Return means over all ranks and the iterations of the interval; what is not known is left out.
+
+        `tokens_per_second` counts tokens of documents, `tflops_per_rank` the operations that the model needs for them.
+        `memory_gib` is that of the rank that has most of it: the peak of what it allocated, on CPU what is resident
+        now. `fill` is the packing efficiency, `data_wait` the share of its time that rank 0 waited for a batch.
+        """
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds
         flops_per_token = training_flops_per_token(
             settings, vocab_size=self.vocab_size, document_tokens=sums.attended_pairs / max(sums.tokens, 1)
         )
-        return Interval(
-            iteration=state.iteration,
-            train_iters=settings.training.train_iters,
-            loss=sums.mean_loss if self.updates else None,
-            masked_accuracy=sums.accuracy if self.updates else None,
-            lr=lr,
-            grad_norm=grad_norm,
-            ranks=world_size(),
-            tokens_per_second=sums.tokens / seconds,
-            flops_per_second=sums.tokens * flops_per_token / seconds,
-            peak_tflops=self.peak_tflops,
-            memory_gib=self.largest_memory_mib / 1024,
-            fill=sums.tokens / self.capacity_tokens,
-            data_wait=self.waited_seconds / seconds,
-            consumed_tokens=state.consumed_tokens,
-            skipped_iterations=state.skipped_iterations,
-            eta_seconds=(settings.training.train_iters - state.iteration) * seconds / self.iterations,
-        )
+        tflops = sums.tokens * flops_per_token / seconds / world_size() / 1e12
+        values: dict[str, float] = {
+            "tokens_per_second": sums.tokens / seconds,
+            "tokens_per_second_per_rank": sums.tokens / seconds / world_size(),
+            "tflops_per_rank": tflops,
+            "memory_gib": self.largest_memory_mib / 1024,
+            "fill": sums.tokens / self.capacity_tokens,
+            "data_wait": self.waited_seconds / seconds,
+            "consumed_tokens": state.consumed_tokens,
+            "skipped_iterations": state.skipped_iterations,
+            "eta_seconds": (settings.training.train_iters - state.iteration) * seconds / self.iterations,
+        }
+        if self.updates:
+            values |= {"loss": sums.mean_loss, "masked_accuracy": sums.accuracy}
+        if self.peak_tflops is not None:
+            values["mfu"] = tflops / self.peak_tflops
+        return values
 
     def _place(self, state: TrainState) -> str:
         return f"iteration {state.iteration}/{self.settings.training.train_iters}"

@@ -105,7 +105,6 @@ def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
             overlap_param_gather=overlaps and parallel.use_distributed_optimizer,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
             bucket_size=parallel.ddp_bucket_size,
-            fp8_param_gather=settings.compute.fp8_param_gather,
         ),
         model,
     )

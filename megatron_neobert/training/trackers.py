@@ -14,7 +14,6 @@ import datetime
 import importlib.util
 import json
 import math
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,19 +27,10 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.atomic_files import replace_file
 
 _RECORD = "metrics.jsonl"
-_SPEED = [
-    "tokens_per_second",
-    "tokens_per_second_per_rank",
-    "tflops_per_rank",
-    "mfu",
-    "fill",
-    "data_wait",
-    "eta_seconds",
-]
-# Of TensorBoard's tags; all others are train/.
+# Groups of TensorBoard's tags; all others are train/.
+_SPEED: tuple[str, ...] = ("tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank", "mfu")
+_SPEED += ("fill", "data_wait", "eta_seconds")
 _GROUPS = {"memory_gib": "memory", **dict.fromkeys(_SPEED, "speed")}
-_ID_FILE = "wandb_id.txt"
-_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REASON_LINES = 3  # of an error of W&B: a heading, the setting, what is wrong with it
 
 
@@ -52,7 +42,7 @@ class Trackers:
         self.log = log
         self.failed: set[str] = set()  # what values could not be written to; training is worth more than a log of it
         self.tensorboard = _open_tensorboard(settings, iteration)
-        self.wandb = None if settings.logging.wandb_project is None else WandbRun(settings, log=log)
+        self.wandb = None if settings.logging.wandb_project is None else start_wandb(settings)
         has_record = self.save is not None and (self.save / _RECORD).exists()
         # Not recorded yet: a run that has nothing left to do, or is stopped before it does anything, has not resumed.
         self.resumes_from = iteration if iteration > 0 and has_record else None
@@ -75,18 +65,20 @@ class Trackers:
             with self._logging_failures(self.tensorboard.log_dir):
                 for name, value in values.items():
                     self.tensorboard.add_scalar(_tag(name), value, iteration)
-        if self.wandb is not None:
-            self.wandb.record(iteration, values)
+        if self.wandb is not None and "W&B" not in self.failed:
+            with self._logging_failures("W&B"):
+                self.wandb.log({"iteration": iteration, **values})
 
     @contextmanager
     def _logging_failures(self, place: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:
+            if not isinstance(error, OSError) and place != "W&B":
+                raise
             if place not in self.failed:
-                self.log(
-                    f"warning: {place} takes no values ({error.strerror or error}); the run continues without them"
-                )
+                reason = getattr(error, "strerror", None) or error
+                self.log(f"warning: {place} takes no values ({reason}); the run continues without them")
             self.failed.add(place)
 
     def _append(self, values: dict[str, Any]) -> None:
@@ -99,8 +91,9 @@ class Trackers:
         if self.tensorboard is not None:
             with self._logging_failures(self.tensorboard.log_dir):
                 self.tensorboard.close()
-        if self.wandb is not None:
-            self.wandb.close(failed=failed)
+        if self.wandb is not None and "W&B" not in self.failed:
+            with self._logging_failures("W&B"):
+                self.wandb.finish(exit_code=int(failed))  # returns when W&B has everything, or the disk if offline
 
 
 def _tag(name: str) -> str:
@@ -135,37 +128,12 @@ def refuse_missing_wandb(settings: Settings) -> None:
         )
 
 
-class WandbRun:
-    """A new run, or more of the one that this save folder began.
+def start_wandb(settings: Settings) -> Any:
+    """Start a run at W&B, or resume that of the save folder.
 
     Raises:
         ConfigError: W&B does not let it start.
     """
-
-    def __init__(self, settings: Settings, *, log: Callable[[str], None]) -> None:
-        self.log = log
-        self.run: Any = _start(settings)  # None once it has ended
-
-    def record(self, iteration: int, values: Mapping[str, float]) -> None:
-        self._unless_ended(lambda run: run.log({"iteration": iteration, **values}))
-
-    def close(self, *, failed: bool) -> None:
-        """Waits until W&B has taken everything, or on disk if it is offline."""
-        self._unless_ended(lambda run: run.finish(exit_code=int(failed)))
-
-    def _unless_ended(self, use: Callable[[Any], None]) -> None:
-        import wandb
-
-        if self.run is None:
-            return
-        try:
-            use(self.run)
-        except (wandb.Error, OSError) as error:  # of the connection to W&B's own process on this machine
-            self.run = None
-            self.log(f"W&B takes no more values ({error}); the run continues without it, metrics.jsonl has them all")
-
-
-def _start(settings: Settings) -> Any:
     import wandb
 
     project, save = settings.logging.wandb_project, settings.checkpoint.save
@@ -193,18 +161,8 @@ def _start(settings: Settings) -> Any:
 
 
 def _id_of(save: Path) -> str:
-    """Drawn once per save folder: a run that branches off to another folder is another run.
-
-    Raises:
-        ConfigError: The file holds something else.
-    """
-    path = save / _ID_FILE
+    """Drawn once per save folder: a run that branches off to another folder is another run."""
+    path = save / "wandb_id.txt"
     if not path.exists():
         replace_file(path, secrets.token_hex(4) + "\n")
-    identity = path.read_text(encoding="utf-8", errors="replace").strip()
-    if not _ID.fullmatch(identity):
-        raise ConfigError(
-            f"{path} holds {identity[:80]!r}, which is no id of a run at W&B (letters, digits, - and _); write "
-            "the id of this folder's run there, or delete the file to begin a new run at W&B."
-        )
-    return identity
+    return path.read_text(encoding="utf-8", errors="replace").strip()[:64]

@@ -59,7 +59,7 @@ MANIFESTS = {
     "special id 400": (edited(special_ids=[0, 1, 2, 3, 400]), "400] are not all below vocab_size"),
     "mask is pad": (edited(special_tokens={"mask": 0}), "expected special_tokens"),
     "dtype uint8": (edited(dtype="uint8"), "expected dtype uint16 as in small.idx, found uint8"),
-    "no sha256": (edited(volumes={"bin": {"bytes": 20, "sha256": "0"}}), "sha256 0 as in small.json"),
+    "no sha256": (edited(volumes={"bin": {"bytes": 20, "sha256": "0"}}), "expected sha256 0 as in"),
     "statistics": (edited(statistics={"tokens_above": {}}), "documents_above and tokens_above are for different cuts"),
 }
 

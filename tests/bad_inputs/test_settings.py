@@ -39,7 +39,7 @@ YAML = {
     "400 digits": ("model:\n  num_layers: " + "9" * 400, "1329 bits is beyond 9223372036854775807"),
     "other digits": ("training:\n  train_iters: ٣٠٠٠\n", "'٣٠٠٠' is not a whole number"),
     "quoted bool": ("training:\n  bf16: 'true'\n", "'true' is not true or false"),
-    "empty path": ('checkpoint:\n  save: ""\n', "'' is not a text in UTF-8 that a file could be called"),
+    "empty path": ('checkpoint:\n  save: ""\n', "'' is not a text in UTF-8"),
     "NUL in a path": ('checkpoint:\n  save: "a\\0b"\n', "'a\\x00b' is not a text"),
     "half a character in a path": ('checkpoint:\n  save: "a\\uD800b"\n', "is not a text"),
     "list for a section": ("? [a]\n: 1\n", "not readable as YAML"),

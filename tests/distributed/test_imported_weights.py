@@ -65,14 +65,6 @@ def test_converted_weights_give_the_loss_of_the_run_that_they_come_from(
     assert abs(fresh - expected) > 1e-3 * expected, "fresh weights would do as well"
 
 
-def test_resuming_after_converted_weights_goes_on_bit_for_bit(settings: Any, imported: str):
-    whole, halves = (continued(settings(name), imported) for name in ("whole", "halves"))
-    train_on_ranks(whole)
-    train_on_ranks(halves.with_section("training", exit_interval=2))
-    train_on_ranks(halves)
-    assert read_metrics(halves.checkpoint.save) == read_metrics(whole.checkpoint.save)
-
-
 @pytest.mark.parametrize("distributed_optimizer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_bfloat16_run_updates_the_converted_weights_and_not_their_rounding(
     settings: Any, imported: str, distributed_optimizer: bool

@@ -12,7 +12,7 @@ import pytest
 from processes import run_command
 from ranks import read_metrics
 from torch.distributed import TCPStore
-from training_command import BASH, REPOSITORY, SCRIPT, TORCHRUN, environment
+from training_command import BASH, SCRIPT, TORCHRUN, environment
 
 TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64"
@@ -115,14 +115,6 @@ def test_torchrun_resumes_what_bash_has_started(stopped, tiny_corpus):
     assert max(read_metrics(stopped.save)) == last + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
-def test_other_signals_to_the_launcher_save_and_end_with_75_as_well(tiny_corpus, tmp_path, number):
-    output = signal_in_iteration_3([*BASH, *flags(tiny_corpus, tmp_path, train_iters=100_000)], number)
-    assert "a signal asked for it" in output
-    assert (tmp_path / f"iter_{max(read_metrics(tmp_path)):07d}" / "MANIFEST.json").is_file()
-
-
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
@@ -143,23 +135,3 @@ def test_a_bad_start_ends_in_one_sentence_and_its_exit_code(tiny_corpus, tmp_pat
     assert ended.refused(code), ended.output
     assert message in ended.output
     assert list(tmp_path.iterdir()) == [], "nothing is half written"
-
-
-def test_a_start_that_a_rank_refuses_leaves_no_folder(tiny_corpus, tmp_path):
-    words = flags(tiny_corpus, tmp_path / "new" / "run", train_iters=2, transformer_impl="transformer_engine")
-    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
-    ended = run_command("megatron_neobert.launch", SCRIPT, *words, "--bf16", environment=no_gpu)
-    assert ended.refused(2) and "this machine has no CUDA device" in ended.output, ended.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_package_called_apex_that_is_not_nvidias_is_refused_before_megatron_imports_it(tiny_corpus, tmp_path):
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("raise AttributeError('another project')\n")
-    (tmp_path / "apex-0.9.10.dist-info").mkdir()
-    (tmp_path / "apex-0.9.10.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\n")
-    here = environment(1, PYTHONPATH=f"{REPOSITORY}:{tmp_path}")
-    finished = subprocess.run([*BASH, *flags(tiny_corpus)], env=here, capture_output=True, text=True, check=False)
-    assert finished.returncode == 2, finished.stderr
-    assert finished.stderr.startswith("error: The installed package apex 0.9.10 is not NVIDIA Apex")
-    assert "Traceback" not in finished.stderr

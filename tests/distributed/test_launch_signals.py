@@ -1,7 +1,6 @@
 """Signals to a launcher whose rank hangs, and ranks whose launcher has gone."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -60,29 +59,6 @@ def hanging(tiny_corpus, tmp_path) -> Iterator[subprocess.Popen[str]]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.kill()
         process.kill()
-
-
-@pytest.mark.slow
-def test_signal_before_a_single_rank_has_any_handler_ends_it_with_75(tiny_corpus, tmp_path):
-    script = tmp_path / "early.py"
-    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n" + HANGING_SCRIPT)
-    words = [*LAUNCHER, str(script), *flags_of(tiny_settings(tiny_corpus))]
-    finished = subprocess.run(words, env=environment(1), capture_output=True, text=True, check=False, timeout=600)
-    assert (finished.returncode, finished.stderr) == (75, "rank 0: stopped by SIGTERM before the first iteration\n")
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="with fewer cores each rank gets one anyway")
-def test_ranks_get_as_many_threads_as_the_launcher_may_use_cores(tiny_corpus, tmp_path):
-    """Slurm and containers allow a process fewer cores than the machine has."""
-    script = tmp_path / "threads.py"
-    script.write_text('import os\nprint(os.environ["OMP_NUM_THREADS"], "threads")\n')
-    words = [*LAUNCHER, str(script), *flags_of(resumable(tiny_corpus, tmp_path / "run"))]
-    one = min(os.sched_getaffinity(0))
-    here = {name: value for name, value in environment(2).items() if name != "OMP_NUM_THREADS"}
-    finished = subprocess.run(
-        words, env=here, capture_output=True, text=True, check=False, preexec_fn=lambda: os.sched_setaffinity(0, {one})
-    )
-    assert (finished.returncode, finished.stdout) == (0, "1 threads\n" * 2), finished.stderr
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:

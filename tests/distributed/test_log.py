@@ -118,22 +118,6 @@ def test_a_profile_is_a_trace_of_its_iterations_and_changes_no_figure(build, pla
     assert read_metrics(run.checkpoint.save) == read_metrics(plain.save)
 
 
-def test_memory_is_that_of_the_rank_that_has_most(build, tmp_path):
-    """Rank 1 takes 300 MiB more than rank 0, which writes the record."""
-    ballast_mib, held = 300, []
-
-    def take_and_note(run, batches):
-        if os.environ["RANK"] == "1" and not held:
-            held.append(b"\1" * (ballast_mib << 20))
-        (tmp_path / os.environ["RANK"]).write_text(str(psutil.Process().memory_info().rss / 2**30))
-
-    run = build()
-    train_on_ranks(run, world_size=2, prepare=lambda: before_each_step(take_and_note))
-    light, heavy = (float((tmp_path / rank).read_text()) for rank in "01")
-    assert heavy - light > 0.8 * ballast_mib / 1024
-    assert read_metrics(run.checkpoint.save, "memory_gib")[LAST] == pytest.approx(heavy, rel=0.05)
-
-
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_run_without_save_warns_at_its_start_and_at_its_end_on_one_rank_that_weights_are_lost(build, capfd, saves):
     run = build(checkpoint={} if saves else {"save": None, "load": None})
@@ -166,10 +150,6 @@ def test_of_two_runs_that_both_got_the_lock_the_older_one_ends_before_it_writes_
         train_on_ranks(run, prepare=prepare)
     assert list(read_metrics(save)) == [1]
     assert checkpoint_files.list_checkpoints(save) == []
-
-
-def test_nothing_of_wandb_is_started_unless_it_is_asked_for(plain):
-    assert not list(plain.save.glob("wandb*"))
 
 
 def test_wandb_that_is_not_installed_is_refused_before_ranks_meet(build, monkeypatch, tmp_path):
@@ -209,7 +189,7 @@ def test_training_goes_on_when_wandb_has_ended(build, monkeypatch, capfd):
 
     run = build(logging={"wandb_project": "books"})
     train_on_ranks(run, prepare=lambda: before_each_step(kill))
-    assert capfd.readouterr().out.count("W&B takes no more values") == 1
+    assert capfd.readouterr().out.count("warning: W&B takes no values") == 1
     assert list(read_metrics(run.checkpoint.save)) == list(range(1, LAST + 1))
 
 

@@ -8,14 +8,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 from ranks import read_metrics, train_on_ranks
 from reliability.states import assert_same_state
-from test_layouts import largest_relative_gap
-from tolerances import LAYOUT_LOSS
 from training_command import REPOSITORY, environment, flags_of
 
 from megatron_neobert.checkpoint.folder import iteration_folder
@@ -79,19 +76,6 @@ def test_a_checkpoint_that_the_other_line_loads_and_saves_keeps_every_bit(settin
     train_on_ranks(resumed(there))  # and back
     losses = read_metrics(uninterrupted.checkpoint.save)
     assert read_metrics(there.checkpoint.save) == {k: v for k, v in losses.items() if k > STOP}
-
-
-@pytest.mark.parametrize("first_half", ["here", "elsewhere"])
-def test_a_run_that_resumes_under_the_other_line_has_the_losses_of_one_that_stays(settings, first_half):
-    uninterrupted, moved = settings("uninterrupted", training=LENGTH), stopped_halfway(settings, "moved")
-    train_on_ranks(uninterrupted)
-    halves = [train_on_ranks, partial(run_elsewhere, "-m", "megatron_neobert.pretrain")]
-    before, after = halves if first_half == "here" else halves[::-1]
-    before(settings=moved)
-    after(settings=resumed(moved).with_section("training", exit_interval=None))
-    losses = read_metrics(moved.checkpoint.save)
-    assert sorted(losses) == list(range(1, ITERATIONS + 1))
-    assert largest_relative_gap(read_metrics(uninterrupted.checkpoint.save), losses) <= LAYOUT_LOSS.gate
 
 
 if __name__ == "__main__":

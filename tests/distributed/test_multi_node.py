@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,23 +11,11 @@ import pytest
 from processes import Ended
 from ranks import read_metrics, train_on_ranks
 from test_layouts import largest_relative_gap
-from tests_tiny import ITERATIONS, tiny_settings
+from tests_tiny import tiny_settings
 from tolerances import LAYOUT_LOSS
-from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of, free_port
+from training_command import BASH, SCRIPT, environment, flags_of, free_port
 
 TRAIN_ITERS = 20  # what LAYOUT_LOSS was measured with
-
-WAIT_UNTIL_GLOO_OF_RANK_0_WAITS = """
-import os, time
-from torch.distributed import TCPStore
-
-store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-store.set("attempt_0/address of node 0", "127.0.0.1")  # for which rank 0 asks the ranks of other nodes
-while not any("//cpu//" in key for key in store.list_keys()):  # where rank 0 says that it can be reached
-    time.sleep(0.1)
-print("rank 0 waits", flush=True)
-time.sleep(300)
-"""
 
 
 class Nodes:
@@ -134,15 +121,6 @@ def test_node_that_refuses_its_start_ends_at_once_and_the_others_when_the_wait_i
     assert not (tmp_path / "run").exists(), "no rank was started"
 
 
-def test_node_that_cannot_reach_node_0_ends_when_the_wait_is_over(tiny_corpus):
-    words = flags_of(tiny_settings(tiny_corpus))
-    elsewhere = free_port()
-    _, second = start_both(words, words, seconds=2, ports=(free_port(), elsewhere))
-    assert second.code == 74
-    assert f"the 2 nodes did not all meet at localhost port {elsewhere} within " in second.output
-    assert "Traceback" not in second.output
-
-
 @pytest.mark.parametrize(
     ("flags", "ranks", "difference"),
     [(["--lr", "0.5"], (1, 1), "--lr 0.5, not "), ([], (1, 2), "NPROC_PER_NODE 2, not 1")],
@@ -168,30 +146,3 @@ def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corp
         nodes.processes[rank].send_signal(number)
     assert nodes.exit_codes() == [75, 75]
     assert "stopped by SIGUSR1 while no rank was running" in nodes.said(0)
-
-
-@pytest.mark.slow
-def test_stop_signal_while_ranks_wait_for_those_of_another_node_ends_the_node_with_75(tiny_corpus, tmp_path, nodes):
-    words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
-    (tmp_path / "no_rank.py").write_text(WAIT_UNTIL_GLOO_OF_RANK_0_WAITS)
-    nodes.ranks = 1
-    nodes.start(0, words)
-    nodes.start(1, words, command=[sys.executable, "-m", "megatron_neobert.launch", str(tmp_path / "no_rank.py")])
-    nodes.wait_until_said(1, "rank 0 waits")
-    nodes.processes[0].send_signal(signal.SIGTERM)
-    assert nodes.processes[0].wait(20) == 75, nodes.said(0)
-    assert "rank 0: stopped by SIGTERM before the first iteration" in nodes.said(0)
-    assert list((tmp_path / "run").glob("*iter_*")) == []
-    nodes.processes[1].send_signal(signal.SIGTERM)
-    assert nodes.processes[1].wait(20) == 75, nodes.said(1)
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_same_file_on_two_nodes(tiny_corpus, tmp_path, nodes):
-    words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
-    for rank in (0, 1):
-        where = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
-        where += ["--master-addr", "localhost", "--master-port", str(nodes.port)]
-        nodes.start(rank, words, command=[*TORCHRUN, *where, SCRIPT])
-    assert nodes.exit_codes() == [0, 0], nodes.said(0) + nodes.said(1)
-    assert sorted(read_metrics(tmp_path / "run")) == list(range(1, ITERATIONS + 1))

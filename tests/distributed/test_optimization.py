@@ -8,12 +8,9 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from ranks import read_metrics, train_on_ranks
-from test_layouts import largest_relative_gap
 from tests_tiny import ITERATIONS
-from tolerances import LAYOUT_LOSS
 
 from megatron_neobert.checkpoint.contents import StoredTensors
-from megatron_neobert.checkpoint.folder import list_checkpoints
 
 PEAK, FLOOR = 2e-3, 2e-4
 
@@ -79,49 +76,3 @@ def test_vectors_are_decayed_with_scope_all_and_spared_with_scope_matrices(setti
     assert left < 0.85
     assert means["all"] == pytest.approx(left, abs=0.02)
     assert means["matrices"] == pytest.approx(1.0, abs=0.02)
-
-
-@pytest.mark.slow
-def test_adam_puts_the_decay_into_the_gradient_and_adamw_does_not(settings):
-    """Decoupled, the decay scales the weight; in the gradient, Adam divides its scale out again."""
-    means = {}
-    for optimizer in ("adam", "adamw"):
-        run = settings(optimizer, optimizer={"optimizer": optimizer, "weight_decay": 50.0})
-        train_on_ranks(run)
-        means[optimizer] = final_norm_weights(run.checkpoint.save).mean().item()
-    left = share_left_by_decay(run.checkpoint.save)
-    assert means["adamw"] == pytest.approx(left, abs=0.02)
-    assert left + 0.1 < means["adam"] < 1.0
-
-
-@pytest.mark.slow
-def test_clipping_limits_the_update_and_zero_switches_it_off(settings):
-    curves = {}
-    for clip in (0.0, 1e-12, 1e9):
-        run = settings(f"clip {clip}", optimizer={"clip_grad": clip, "weight_decay": 0.0})
-        train_on_ranks(run)
-        curves[clip] = read_metrics(run.checkpoint.save)
-    assert curves[0.0] == curves[1e9]
-    # Adam divides the scale of the gradient out again, unless it falls below epsilon (1e-8), as here.
-    still = curves[1e-12]
-    assert max(still.values()) - min(still.values()) < 0.2 * (curves[0.0][1] - curves[0.0][ITERATIONS])
-
-
-@pytest.mark.slow
-def test_the_split_into_micro_batches_does_not_change_the_loss_curve(settings):
-    curves = []
-    for rows in (2, 4, 8):
-        run = settings(f"{rows} rows", training={"micro_batch_size": rows})
-        train_on_ranks(run)
-        curves.append(read_metrics(run.checkpoint.save))
-    assert largest_relative_gap(curves[0], curves[1]) <= LAYOUT_LOSS.gate
-    assert largest_relative_gap(curves[0], curves[2]) <= LAYOUT_LOSS.gate
-
-
-def test_time_limit_stops_and_saves_and_every_start_gets_further_although_a_validation_is_due(settings):
-    run = settings(training={"exit_duration_in_mins": 0.0, "train_iters": 3, "eval_interval": 1})
-    run = run.with_section("checkpoint", load=run.checkpoint.save)
-    for iteration in (1, 2, 3):
-        train_on_ranks(run)
-        assert list_checkpoints(Path(run.checkpoint.save))[0].name == f"iter_{iteration:07}"
-    assert list(read_metrics(run.checkpoint.save, "validation_loss")) == [1, 2, 3]

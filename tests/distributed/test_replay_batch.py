@@ -3,8 +3,6 @@
 import functools
 import json
 import os
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +13,11 @@ from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.config.cli import write_record
-from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig
-from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.inspection import replay as tool
 from megatron_neobert.inspection.found_batch import checkpoint_before
 from megatron_neobert.training import step
 
 LAST = 5  # its batch is skipped
-LAST_SPECIAL_TOKEN = 4
 RARE_TOKEN = 240  # which is in some micro-batches of the last batch, not in all
 
 
@@ -101,39 +95,6 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
     assert f"loss {loss:.4f} nats | gradient norm {grad_norm:.3f}\n" in capfd.readouterr().out
-
-
-def test_a_batch_before_every_checkpoint_is_found_from_the_start_of_the_data(trained, tiny_corpus, tmp_path, capfd):
-    assert checkpoint_before(trained.save, 2) is None
-
-    def prepare() -> None:
-        note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.compute_batch(settings, 2, weights=None, place=None)
-
-    train_on_ranks(tool.settings_of(trained.save, None, []), prepare=prepare)
-    assert noted_batches(tmp_path) == [trained.batches[1]]
-    said = capfd.readouterr().out
-    assert "batch 2 with fresh weights on cpu\nwarning: there is no checkpoint from before batch 2" in said
-    listed = [[int(n) for n in line.split()[1:]] for line in said.splitlines() if f"  {tiny_corpus.prefix}: " in line]
-    corpus = Corpus(Path(tiny_corpus.prefix))
-    for tokens, numbers in zip(trained.batches[1], listed, strict=True):
-        held = Counter(token for number in numbers for token in corpus.document(number).tolist())
-        assert Counter(token for token in tokens if token > LAST_SPECIAL_TOKEN) <= held
-
-
-def test_one_process_takes_the_layout_of_one_rank_and_no_other_setting_of_the_batch_changes(tiny_corpus, tmp_path):
-    layout = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}
-    saved = tiny_settings(tiny_corpus, save=tmp_path, parallel=layout, training={"exit_interval": 4})
-    folder = tmp_path / "iter_0000004"
-    folder.mkdir()
-    write_record(saved, folder / "settings.yaml")
-    (folder / "MANIFEST.json").touch()
-    settings = tool.settings_of(tmp_path, checkpoint_before(tmp_path, 5), ["--lr", "0.5"])
-    assert settings.parallel == ParallelConfig(use_distributed_optimizer=False)
-    assert settings.checkpoint == CheckpointConfig(load=str(tmp_path))
-    assert settings.optimizer == replace(saved.optimizer, lr=0.5)
-    assert settings.training == replace(saved.training, exit_interval=None)
-    assert (settings.model, settings.data) == (saved.model, saved.data)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -171,22 +171,6 @@ def test_a_skipped_step_takes_its_batch_and_its_rate_and_the_next_goes_on_with_t
     assert losses[POISONED + 1] != expected[POISONED + 1]
 
 
-@pytest.mark.slow
-def test_counts_of_skipped_updates_go_on_where_the_run_stopped(settings, tmp_path, capfd):
-    """Stopped between two skipped updates in a row, and bit for bit the run that never stopped."""
-    poison = Poison(tmp_path / "notes", iterations=(3, 4))
-    uninterrupted = settings("uninterrupted")
-    train_on_ranks(uninterrupted, prepare=poison)
-    for _ in range(2):
-        run = settings("stopped", training={"exit_interval": 3})
-        train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save), prepare=poison)
-    for key in ("loss", "skipped_iterations", "consumed_tokens", "validation_loss"):
-        assert read_metrics(run.checkpoint.save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
-    assert read_metrics(run.checkpoint.save, "skipped_iterations")[ITERATIONS] == 2
-    said = "iteration 4/6 | update skipped: loss nan, gradient norm nan | 2 skipped, 2 in a row\n"
-    assert capfd.readouterr().out.count(said) == 2
-
-
 SPIKES = {"loss_spike_sigma": 6.0, "train_iters": 8}
 
 
@@ -202,26 +186,6 @@ def test_a_loss_spike_is_skipped_on_all_ranks_and_judged_alike_after_a_resume(se
     for key in ("loss", "grad_norm", "skipped_iterations"):
         assert read_metrics(run.checkpoint.save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
     assert 6 not in read_metrics(run.checkpoint.save)
-
-
-def test_a_batch_without_a_masked_token_is_no_skip(settings, tmp_path):
-    run = settings()
-    train_on_ranks(run, prepare=mask_nothing)
-    assert read_metrics(run.checkpoint.save)[POISONED] == read_metrics(run.checkpoint.save, "grad_norm")[POISONED] == 0
-    assert read_metrics(run.checkpoint.save, "skipped_iterations")[ITERATIONS] == 0
-
-
-def mask_nothing() -> None:
-    """In one iteration, no position is predicted."""
-    original = loop.train_step
-
-    def train_step(run, batches):
-        if run.state.iteration + 1 == POISONED:
-            empty = dict.fromkeys(("labels_m", "masked_positions_m"), torch.empty(0, dtype=torch.int64))
-            batches = replace(batches, micro_batches=[replace(batch, **empty) for batch in batches.micro_batches])
-        return original(run, batches)
-
-    loop.train_step = train_step
 
 
 @pytest.mark.parametrize(

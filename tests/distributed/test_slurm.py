@@ -117,12 +117,3 @@ def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluste
         output, _ = job.communicate(timeout=600)
     assert job.returncode == 2, output
     assert f"error: {save}/STOP exists, so no run starts" in output
-
-
-def test_job_that_fails_is_not_queued_again(tiny_corpus, tmp_path, cluster):
-    settings = tiny_settings(tiny_corpus).with_section("data", tokenizer_model="nowhere")
-    with submit(cluster, settings, nodes=1) as job:
-        output, _ = job.communicate(timeout=600)
-    assert job.returncode == 66, output
-    assert "error: --tokenizer-model nowhere" in output
-    assert not (cluster / "requeued").exists()

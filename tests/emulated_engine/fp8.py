@@ -186,33 +186,3 @@ def fused_amax_and_scale_update_after_reduction(
         fresh = _largest(fp8_dtype) / amax / 2**margin
         fresh = torch.where((amax > 0) & amax.isfinite(), fresh, scale)
         scale.copy_(fresh.clamp_max(torch.finfo(torch.float32).max))
-
-
-def compute_amax(tensor: Tensor, amax: Tensor) -> None:
-    amax.copy_(tensor.float().abs().amax())
-
-
-def multi_tensor_compute_scale_and_scale_inv(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Any, max_fp8: float, force_pow_2_scales: bool, epsilon: float
-) -> None:
-    for amax, scale, inverse in zip(*tensor_lists, strict=True):
-        scale.copy_(_scale_of(amax, max_fp8, epsilon=epsilon, power_of_two=force_pow_2_scales))
-        inverse.copy_(1 / scale)
-
-
-def fp8_block_scaling_compute_partial_amax(
-    tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
-) -> None:
-    """Of the part of a weight [h, w] that a data-parallel rank has; blocks without a value of it keep 0."""
-    whole = torch.zeros(h * w)
-    whole[start_offset : start_offset + tensor.numel()] = tensor.float().abs()
-    tiles = F.pad(whole.view(h, w), (0, -w % block_len, 0, -h % block_len))
-    blocks = tiles.unflatten(1, (-1, block_len)).unflatten(0, (-1, block_len)).amax((1, 3))
-    amax[: blocks.shape[0], : blocks.shape[1]] = blocks
-
-
-def fp8_block_scaling_partial_cast(
-    inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
-) -> None:
-    of_each = scale.repeat_interleave(block_len, 0)[:h].repeat_interleave(block_len, 1)[:, :w].flatten()
-    out.copy_(_cast(inp.float() * of_each[start_offset : start_offset + inp.numel()], out_dtype))

@@ -167,32 +167,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     return torch.cat([*contexts, q.new_zeros(rest, *q.shape[1:])]).to(q.dtype)
 
 
-def fused_rope_forward(
-    t: Tensor, freqs: Tensor, start_positions: Any, qkv_format: Any, interleaved: bool, cu_seqlens: Any, cp_size: int,
-    cp_rank: int,
-) -> Tensor:  # fmt: skip
-    assert qkv_format.name == "NVTE_SBHD" and start_positions is None and not interleaved
-    assert freqs.dtype == torch.float32 and freqs.shape[0] >= t.shape[0]  # apply_rope.cpp
-    cos, sin, half = *_angles(freqs, t), freqs.shape[-1] // 2
-    first, second = t.detach().float().split(half, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(t.dtype)
-
-
-def fused_rope_backward(
-    grad: Tensor, freqs: Tensor, start_positions: Any, qkv_format: Any, interleaved: bool, cu_seqlens: Any,
-    cp_size: int, cp_rank: int,
-) -> Tensor:  # fmt: skip
-    cos, sin, half = *_angles(freqs, grad), freqs.shape[-1] // 2
-    first, second = grad.float().split(half, -1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1).to(grad.dtype)
-
-
-def _angles(freqs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine; both halves of a head are turned by the same angles."""
-    angles = freqs[: like.shape[0], ..., : freqs.shape[-1] // 2]
-    return angles.cos(), angles.sin()
-
-
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ class Census(TorchDispatchMode):
         self.copies: collections.Counter[str] = collections.Counter()
         self.bytes: collections.Counter[str] = collections.Counter()
         self.kernels: collections.Counter[str] = collections.Counter()
+        self.kept: dict[int, Tensor] = {}  # by its storage, what autograd keeps for a backward pass
         self.is_inside_kernel = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,6 +79,11 @@ class Census(TorchDispatchMode):
         # An expanded tensor repeats what its storage has once.
         self.bytes[name] += sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in (*inputs, *outputs))
         self.kernels[name] += 1
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            self.kept[storage_of(tensor)] = tensor.detach()
+        return tensor
 
     @contextlib.contextmanager
     def inside_kernel(self) -> Iterator[None]:

@@ -41,37 +41,42 @@ class OneKernel(torch.autograd.Function):
     """A function of tensors, counted as one kernel forward and one backward."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], name: str, options: Any, *args: Any) -> Any:
+    def forward(ctx: Any, function: Callable[..., Any], name: str, options: Any, keeps: bool, *args: Any) -> Any:
         ctx.function, ctx.name, ctx.options = function, name, options
         ctx.args = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
         with CENSUS.inside_kernel():
             result = function(*args, **options)
         if not CENSUS.is_inside_kernel:
             CENSUS.note_kernel(name, tensors_of((args, options)), tensors_of(result))
+            for tensor in read_again(function, ctx.args, options) if keeps else ():
+                CENSUS.keep(tensor)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         wanted = [arg for arg in ctx.args if isinstance(arg, Tensor) and arg.requires_grad]
-        kept: list[Tensor] = []  # what autograd would keep: arguments, or something computed from them
-        keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept)
-        with CENSUS.inside_kernel(), torch.enable_grad(), keep:
+        with CENSUS.inside_kernel(), torch.enable_grad():
             results = tensors_of(ctx.function(*ctx.args, **ctx.options))
             pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
             found = torch.autograd.grad([one for one, _ in pairs], wanted, [gradient for _, gradient in pairs])
-        places = {storage_of(tensor): tensor for tensor in tensors_of(ctx.args)}
-        needed = {storage_of(tensor) for tensor in kept}
-        read = tensors_of(ctx.args)
-        if needed <= places.keys():
-            read = [tensor for tensor in read if storage_of(tensor) in needed]
+        read = read_again(ctx.function, ctx.args, ctx.options)
         CENSUS.note_kernel(f"{ctx.name}, backward", [*read, *tensors_of(gradients)], list(found))
         own = iter(found)
         return (
-            None,
-            None,
-            None,
+            *[None] * 4,
             *(next(own) if isinstance(arg, Tensor) and arg.requires_grad else None for arg in ctx.args),
         )
+
+
+def read_again(function: Callable[..., Any], args: list[Any], options: Any) -> list[Tensor]:
+    """The arguments that backward reads: those that autograd keeps, or all if it keeps something computed from them."""
+    kept: list[Tensor] = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept)
+    with CENSUS.inside_kernel(), torch.enable_grad(), keep:
+        function(*args, **options)
+    needed, all_tensors = {storage_of(tensor) for tensor in kept}, tensors_of(args)
+    is_enough = needed <= {storage_of(tensor) for tensor in all_tensors}
+    return [tensor for tensor in all_tensors if not is_enough or storage_of(tensor) in needed]
 
 
 def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **compiler_options: Any) -> Any:
@@ -82,7 +87,7 @@ def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        return OneKernel.apply(function, name, options, *args)
+        return OneKernel.apply(function, name, options, torch.is_grad_enabled(), *args)
 
     return call
 
@@ -238,6 +243,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron_neobert.data.batches.rows import usual_masked
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.model.kernels import choose_kernels
+    from megatron_neobert.planning.memory import plan_memory
     from megatron_neobert.runtime import distributed
     from megatron_neobert.state import Run, TrainState
     from megatron_neobert.training import setup, step
@@ -283,15 +289,29 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         for _ in range(2):
             CENSUS.clear()
             reports.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+        counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
+        waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
+        kept = kept_bytes(model, batches[0].to(device)) if case.get("counts_kept_bytes") else 0
     distributed.shut_down()
     assert [report.skip_reason for report in reports] == [None, None]
-    counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
+    plan = plan_memory(settings, vocab_size=VOCAB, world_size=RANKS["world_size"], masked_tokens=masked)
     return {
         "summary": choose_kernels(settings).summary,
-        "waits": {name: count for name, count in CENSUS.waits.items() if count},
-        "copies": dict(CENSUS.copies),
+        "waits": waits,
+        "copies": copies,
         "counts": counts,
+        "kept": kept,
+        "planned": plan.activations + plan.head,
     }
+
+
+def kept_bytes(model: Any, batch: Any) -> int:
+    """The bytes that autograd keeps of one micro-batch: each storage once, weights not counted."""
+    CENSUS.kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(CENSUS.keep, lambda tensor: tensor):
+        model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
+    weights = {storage_of(weight) for weight in model.parameters()}
+    return sum(t.untyped_storage().nbytes() for storage, t in CENSUS.kept.items() if storage not in weights)
 
 
 if __name__ == "__main__":

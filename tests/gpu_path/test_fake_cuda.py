@@ -123,6 +123,21 @@ def waits_of_megatron(*, has_engine: bool) -> dict[str, int]:
     return waits
 
 
+@pytest.mark.parametrize(
+    ("compute", "factor"),
+    [
+        pytest.param(ENGINE, 1.007, marks=emulated_engine.needs_sources),
+        ({}, 1.126),
+        ({"recompute_granularity": "full"}, 1.06),
+    ],
+    ids=["transformer_engine", "local", "recomputed"],
+)
+def test_activations_are_planned_with_the_error_that_the_page_states(library, tmp_path, compute, factor):
+    case = {"num_layers": 12, "compute": compute, "counts_kept_bytes": True}
+    found = run_cases(library, {"case": case}, tmp_path)["case"]
+    assert found["kept"] / found["planned"] == pytest.approx(factor, abs=0.002)
+
+
 @pytest.mark.slow
 @BOTH
 def test_every_layout_waits_for_the_device_once(library, tmp_path, compute):

@@ -5,14 +5,13 @@ FAULTS lists what, as `name:rank:iteration`; the names are those of the function
 
 import os
 import resource
-import threading
 from typing import Any
 
 from megatron_neobert import pretrain
 from megatron_neobert.errors import run_command
 from megatron_neobert.runtime import signals
 from megatron_neobert.state import Run
-from megatron_neobert.training import loop, skip_update
+from megatron_neobert.training import loop
 
 RANK = os.environ.get("RANK", "0")
 LARGEST_FILE_BYTES = 1 << 16
@@ -24,29 +23,9 @@ def crash(run: Run) -> None:
         raise RuntimeError("crashed on purpose")
 
 
-def hang(run: Run) -> None:
-    threading.Event().wait()
-
-
 def clock_ahead(run: Run) -> None:
     """By an hour, as if this rank had started that much earlier."""
     signals._started_seconds -= 3600
-
-
-def nan_loss(run: Run) -> None:
-    """In the first micro-batch of this rank."""
-
-    def spoil(module: Any, inputs: Any, output: Any) -> Any:
-        hook.remove()
-        losses, correct = output
-        return losses * float("nan"), correct
-
-    hook = run.unwrapped_model.register_forward_hook(spoil)
-
-
-def one_skip(run: Run) -> None:
-    """From now on a single skipped update ends the run."""
-    skip_update.MOST_SKIPPED = 1
 
 
 def file_size_limit(run: Run) -> None:

@@ -17,14 +17,9 @@ def found(pattern: str, text: str = DOCKERFILE) -> list[str]:
     return re.findall(pattern, text, flags=re.MULTILINE)
 
 
-def test_both_recipes_begin_with_the_same_numbered_image_and_run_the_same_steps():
-    (base,) = found(r"^FROM (\S+)$")
-    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3", base)
-    assert found(r"^From: (\S+)$", DEFINITION) == [base]
-    for text in (DOCKERFILE, DEFINITION):
-        assert found(r"containers/install\.sh (\w+)", text)[-2:] == ["engine", "project"]
-        assert found(r"python -m megatron_neobert check environment$", text)
-        assert "PIP_CONSTRAINT=" in text, "the image's pins would keep ours from being installed"
+def test_both_recipes_begin_with_the_same_image_and_the_commands_of_one_do_not_run_as_root():
+    assert found(r"^FROM (\S+)$") == found(r"^From: (\S+)$", DEFINITION) != []
+    assert found(r"^USER (\S+)$")[-1:] not in ([], ["root"], ["0"])
 
 
 def test_what_is_copied_exists_and_nothing_that_is_needed_stays_behind():
@@ -33,13 +28,6 @@ def test_what_is_copied_exists_and_nothing_that_is_needed_stays_behind():
     for copied in (in_docker, [line.split()[0] for line in section.splitlines()]):
         assert [source for source in copied if not (REPOSITORY / source).exists()] == []
         assert NEEDED - set(copied) == set()
-
-
-def test_commands_do_not_run_as_root_and_the_environment_is_checked_as_they_run():
-    *_, user = found(r"^USER (\S+)$")
-    before, _, after = DOCKERFILE.partition("\nUSER ")
-    assert user not in ("root", "0") and f" {user} " in before, "the user is made before"
-    assert "check environment" in after
 
 
 def test_engine_is_compiled_at_a_version_that_setup_py_allows():

@@ -34,7 +34,6 @@ PLACES = {
     # Start-up and files need no torch; what touches Megatron comes later.
     "megatron_neobert.runtime": Place(1, "runtime"),
     "megatron_neobert.runtime.store": Place(2, "runtime"),
-    "megatron_neobert.runtime.torchrun": Place(3, "platform"),
     "megatron_neobert.model.reference": PURE,
     "megatron_neobert.model.flops": PURE,
     "megatron_neobert.data.batches.masking": PURE,

@@ -17,51 +17,30 @@ import numpy as np
 import pyarrow as pa
 import torch
 import yaml
-from hostile import Canary, Checkpoint
+from hostile import Canary, Spoil, change_json, each, edit_json, in_place_of, pipe_in_place_of
+from safetensors.torch import load_file, save_file
 
 SECRET = "text of another folder"
 ESCAPE = "\x1b]0;owned\x07"
 
-Spoil = Callable[[Path, Canary], object]
-
 
 class Hostile(NamedTuple):
-    """One change of an input of some kind, and what its canary needs to run where the file is trusted."""
+    """One change of an input of some kind.
+
+    `refused_by` names the commands that must refuse it, if not all that read the kind: the others do not read the
+    changed file, or have no need to trust it.
+    """
 
     kind: str
     name: str
     spoil: Spoil
+    refused_by: tuple[str, ...] | None = None
 
 
-def each(*patterns: str, change: Callable[[Path, Canary], object]) -> Spoil:
-    """Return a change of all files that match; a checkpoint gets a new manifest, as an attacker would write it."""
-
-    def spoil(folder: Path, canary: Canary) -> None:
-        found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-        assert found, patterns
-        for path in found:
-            change(path, canary)
-        for path in folder.glob("iter_*"):
-            Checkpoint(path).seal()
-
-    return spoil
-
-
-def in_place_of(*patterns: str, content: Callable[[Canary], bytes]) -> Spoil:
-    return each(*patterns, change=lambda path, canary: path.write_bytes(content(canary)))
-
-
-def edit_json(pattern: str, change: Callable[[dict[str, Any]], object]) -> Spoil:
-    def edit(path: Path, canary: Canary) -> None:
-        content = json.loads(path.read_text())
-        change(content)
-        good.write_json(path, content)
-
-    return each(pattern, change=edit)
-
-
-def change_json(pattern: str, **changes: object) -> Spoil:
-    return edit_json(pattern, lambda content: content.update(changes))
+TRAINING = ("train", "replay")
+FOLDERS = ("evaluate glue", "evaluate ner", "evaluate mteb")  # of data sets
+NOBODY: tuple[str, ...] = ()
+SENTENCE_TRANSFORMERS = ("evaluate mteb", "finetune")
 
 
 def forge_optimizer(change: Callable[[dict[str, Any]], object]) -> Spoil:
@@ -70,19 +49,29 @@ def forge_optimizer(change: Callable[[dict[str, Any]], object]) -> Spoil:
     )
 
 
-def pipe_in_place_of(*names: str) -> Spoil:
-    def spoil(folder: Path, canary: Canary) -> None:
-        for name in names:
-            for path in sorted(folder.glob(name)) or [folder / name]:
-                path.unlink(missing_ok=True)
-                os.mkfifo(path)
-
-    return spoil
-
-
 def link_elsewhere(path: Path, canary: Canary) -> None:
     path.rename(canary.mark.parent / path.name)
     path.symlink_to(canary.mark.parent / path.name)
+
+
+def change_places(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """Return a change of the places that tensors of a checkpoint have in the whole tensors."""
+
+    def edit(path: Path, canary: Canary) -> None:
+        tensors = load_file(path)
+        places: dict[str, Any] = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+        change(places)
+        save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+
+    return each("iter_*/rank_*.safetensors", change=edit)
+
+
+def add_extra_state(path: Path, canary: Canary) -> None:
+    """Write bytes that megatron.core 0.16.1 unpickles when Transformer Engine's modules load them."""
+    state = torch.frombuffer(bytearray(pickle.dumps(canary)), dtype=torch.uint8)
+    name = "decoder.layers.0.self_attention.linear_qkv._extra_state"
+    places = json.dumps({name: {"saved_offsets": [0]}})
+    save_file({name: state}, path / "rank_00001.safetensors", metadata={"DCP_SHARDING_INFO": places})
 
 
 def nested(_: Canary) -> bytes:
@@ -141,11 +130,6 @@ def pickle_a_dense_module(folder: Path, canary: Canary) -> None:
     good.add_dense(folder)
     (folder / "2_Dense" / "model.safetensors").unlink()
     (folder / "2_Dense" / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
-
-
-def pipe_for_a_dense_module(folder: Path, canary: Canary) -> None:
-    good.add_dense(folder)
-    pipe_in_place_of("2_Dense/model.safetensors")(folder, canary)
 
 
 def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
@@ -211,7 +195,7 @@ def in_each_data_set(write: Callable[[Path, Canary], object]) -> Spoil:
     """Return a change that empties the folders of all data sets and fills them again."""
 
     def spoil(folder: Path, canary: Canary) -> None:
-        for part in ("rte", "tagged", "classes", "PAIRS"):
+        for part in ("rte", "tagged", "classes"):
             shutil.rmtree(folder / part)
             (folder / part).mkdir()
             write(folder / part, canary)
@@ -308,32 +292,32 @@ def pipe_for_figure(folder: Path, canary: Canary) -> None:
 
 HOSTILE = (
     Hostile("model", "modules: router of a nested model", nest_a_model(
-        "Router", "0_Own", ("router_config.json",), ROUTES)),
+        "Router", "0_Own", ("router_config.json",), ROUTES), SENTENCE_TRANSFORMERS),
     Hostile("model", "modules: asym of a nested model", nest_a_model(
-        "Asym", "0_Own", ("router_config.json", "config.json"), ROUTES)),
+        "Asym", "0_Own", ("router_config.json", "config.json"), ROUTES), SENTENCE_TRANSFORMERS),
     Hostile("model", "modules: word embeddings of a nested model", nest_a_model(
-        "WordEmbeddings", ".", ("wordembedding_config.json",), {"tokenizer_class": NESTED, "max_seq_length": 8})),
+        "WordEmbeddings", ".", ("wordembedding_config.json",), {"tokenizer_class": NESTED, "max_seq_length": 8}),
+        SENTENCE_TRANSFORMERS),
     Hostile("model", "settings that allow pickles", pickle_the_weights),
     Hostile("model", "index that names a pickle", name_a_pickle_in_the_index),
-    Hostile("model", "own code", bring_code()),
+    Hostile("model", "own code", bring_code(), (
+        "convert hf-to-megatron", "evaluate glue", "evaluate ner", "evaluate mteb", "evaluate ppl", "finetune")),
     Hostile("model", "own architecture", bring_code("own_model")),
     Hostile("model", "state dict that runs code", save_a_state_dict_that_runs_code),
     Hostile("model", "adapter", be_an_adapter),
-    Hostile("model", "modules: module that is imported", name_an_unknown_module),
+    Hostile("model", "modules: module that is imported", name_an_unknown_module, SENTENCE_TRANSFORMERS),
     Hostile("model", "attention kernel of the Hub", change_json("config.json", attn_implementation="owner/kernel")),
     Hostile("model", "modules: attention kernel by settings", change_json(
-        "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"})),
+        "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"}), SENTENCE_TRANSFORMERS),
     Hostile("model", "other weights", change_json("config.json", transformers_weights="../other.bin")),
-    Hostile("model", "modules: pickled Dense", pickle_a_dense_module),
-    Hostile("model", "modules: pipe for a Dense module", pipe_for_a_dense_module),
-    Hostile("model", "modules: Dense with a class as activation", lambda folder, canary: good.add_dense(
-        folder, activation_function="subprocess.Popen")),
+    Hostile("model", "modules: pickled Dense", pickle_a_dense_module, SENTENCE_TRANSFORMERS),
     Hostile("model", "pickles for weights", in_place_of("*.safetensors", content=pickle.dumps)),
     Hostile("model", "pickles for settings", in_place_of("config.json", content=pickle.dumps)),
     Hostile("model", "nested config", in_place_of("config.json", content=nested)),
-    Hostile("model", "modules: nested", in_place_of("modules.json", content=nested)),
+    Hostile("model", "modules: nested", in_place_of("modules.json", content=nested), SENTENCE_TRANSFORMERS),
     Hostile("model", "chat template", change_json(
-        "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__ }}{% for x in range(10**9) %}{% x")),
+        "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__ }}{% for x in range(10**9) %}{% x"),
+        NOBODY),
     Hostile("model", "escape sequences", change_json("config.json", model_type=ESCAPE)),
     *(Hostile("model", f"pipe for {name}", pipe_in_place_of(name)) for name in (
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "modules.json",
@@ -344,50 +328,59 @@ HOSTILE = (
     Hostile("checkpoint", "nested state", in_place_of("iter_*/train_state.json", content=nested)),
     Hostile("checkpoint", "nested manifest", lambda folder, canary: [
         path.write_bytes(nested(canary)) for path in folder.glob("iter_*/MANIFEST.json")]),
-    Hostile("checkpoint", "pickled metrics", in_place_of("metrics.jsonl", content=pickle.dumps)),
+    Hostile("checkpoint", "pickled metrics", in_place_of("metrics.jsonl", content=pickle.dumps), ("plot",)),
     Hostile("checkpoint", "record that calls", in_place_of("iter_*/settings.yaml", content=lambda canary: (
         f"training:\n  seed: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),
     Hostile("checkpoint", "huge iteration", edit_json(
         "iter_*/train_state.json", lambda state: state["progress"].update(iteration=10**400))),
-    Hostile("checkpoint", "groups as text", forge_optimizer(lambda state: state.update(param_groups="all"))),
+    Hostile("checkpoint", "groups as text", forge_optimizer(lambda state: state.update(param_groups="all")), TRAINING),
     *(Hostile("checkpoint", f"step of a group as {type(step).__name__}", forge_optimizer(
-        lambda state, step=step: state["param_groups"][0].update(step=step))) for step in ("2", {})),
+        lambda state, step=step: state["param_groups"][0].update(step=step)), TRAINING) for step in ("2", {})),
     Hostile("checkpoint", "format of megatron.core", each(
         "iter_*", change=lambda path, canary: (path / ".metadata").write_bytes(pickle.dumps(canary)))),
+    *(Hostile("checkpoint", f"tensors that begin at {offset}", change_places(
+        lambda places, offset=offset: places["output_layer.bias"].update(saved_offsets=[offset])))
+      for offset in (10**15, -1)),
+    Hostile("checkpoint", "tensors without a place", change_places(lambda places: places.pop("output_layer.bias"))),
+    Hostile("checkpoint", "tensors that are pickles of extra state", each("iter_*", change=add_extra_state)),
     Hostile("checkpoint", "tensors elsewhere", each("iter_*/*.safetensors", change=link_elsewhere)),
     Hostile("checkpoint", "pointer out of the folder", in_place_of(
-        "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc")),
+        "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc"), NOBODY),
     *(Hostile("checkpoint", f"pipe for {name}", pipe_in_place_of(name)) for name in (
-        "iter_0000001/MANIFEST.json", "latest_checkpointed_iteration.txt", "metrics.jsonl",
-        "iter_0000001/train_state.json", "iter_0000001/settings.yaml", "iter_0000001/extra.safetensors")),
+        "iter_0000001/MANIFEST.json", "iter_0000001/train_state.json", "iter_0000001/settings.yaml")),
+    *(Hostile("checkpoint", f"pipe for {name}", pipe_in_place_of(name), refused_by) for name, refused_by in (
+        ("metrics.jsonl", ("plot",)), ("latest_checkpointed_iteration.txt", NOBODY),
+        ("iter_0000001/extra.safetensors", NOBODY))),
     *(Hostile("corpus", f"pickle for {end}", in_place_of(f"*{end}", content=pickle.dumps))
       for end in (".bin", ".idx", ".json")),
     *(Hostile("corpus", f"pipe for {end}", pipe_in_place_of(f"*{end}")) for end in (".bin", ".idx", ".json")),
     Hostile("corpus", "nested manifest", in_place_of("*_document.json", content=nested)),
     Hostile("dataset", "pickles", in_each_data_set(lambda folder, canary: [
-        (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")])),
-    Hostile("dataset", "damaged Arrow", in_each_data_set(damage_arrow)),
-    Hostile("dataset", "files elsewhere", in_each_data_set(point_elsewhere)),
+        (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")]),
+        FOLDERS),
+    Hostile("dataset", "damaged Arrow", in_each_data_set(damage_arrow), FOLDERS),
+    Hostile("dataset", "files elsewhere", in_each_data_set(point_elsewhere), FOLDERS),
     Hostile("dataset", "files of a URL", in_each_data_set(
-        lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl"))),
-    Hostile("dataset", "script", in_each_data_set(bring_a_script)),
-    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl")),
-    Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested)),
+        lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl")), FOLDERS),
+    Hostile("dataset", "script", in_each_data_set(bring_a_script), FOLDERS),
+    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl", "PAIRS.parquet")),
+    Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("finetune",)),
+    Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
     Hostile("records", "embedded files", embed_files),
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),
     Hostile("records", "pickles", in_place_of("*/*.json", content=pickle.dumps)),
-    Hostile("records", "pipes for figures", pipe_for_figure),
+    Hostile("records", "pipes for figures", pipe_for_figure, NOBODY),
     Hostile("records", "pipes", pipe_in_place_of("*/*.json")),
     Hostile("texts", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("texts", "pipes", pipe_in_place_of("a.jsonl", "b.parquet")),
     *(Hostile("texts", kind, in_place_of("a.jsonl", content=content)) for kind, content in (
         ("tar archive", tar_archive), ("zip archive", zip_archive), ("NumPy objects", numpy_objects))),
-    Hostile("texts", "Arrow type that is a pickle", write_arrow_type),
+    Hostile("texts", "Arrow type that is a pickle", write_arrow_type, NOBODY),
     Hostile("texts", "nested", in_place_of("a.jsonl", content=nested)),
     Hostile("tokenizer", "own code", bring_tokenizer_code),
     Hostile("tokenizer", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("tokenizer", "pipes", pipe_in_place_of("tokenizer.json", "vocab.txt")),
-    Hostile("tokenizer", "pipe for its settings", pipe_in_place_of("tokenizer_config.json")),
+    Hostile("tokenizer", "pipe for its settings", pipe_in_place_of("tokenizer_config.json"), NOBODY),
     Hostile("tokenizer", "nested", in_place_of("tokenizer.json", content=nested)),
     Hostile("settings", "YAML that calls", in_place_of("*.yaml", content=lambda canary: (
         f"training: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),

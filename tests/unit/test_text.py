@@ -6,29 +6,15 @@ from megatron_neobert.text import duration, visible, with_prefix
 
 
 @pytest.mark.parametrize(
-    ("rate", "text"),
-    [
-        (12.4, "12 tokens/s"),
-        (999.6, "1.00 k tokens/s"),
-        (9_996, "10.0 k tokens/s"),
-        (99_960, "100 k tokens/s"),
-        (151_203, "151 k tokens/s"),
-        (1_214_000, "1.21 M tokens/s"),
-    ],
+    ("rate", "text"), [(12.4, "12"), (999.6, "1.00 k"), (9_996, "10.0 k"), (99_960, "100 k"), (1_214_000, "1.21 M")]
 )
 def test_rates_have_three_digits(rate, text):
-    assert with_prefix(rate, " tokens/s") == text
+    assert with_prefix(rate, " tokens/s") == f"{text} tokens/s"
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59.6, "1 min 0 s"),
-        (3_700, "1 h 1 min"),
-        (86_400 * 9 + 7_200 + 60, "9 d 2 h"),
-        (86_400 * 1003, "1,003 d"),
-    ],
+    [(0.4, "0 s"), (59.6, "1 min 0 s"), (3_700, "1 h 1 min"), (784_860, "9 d 2 h"), (86_400 * 1003, "1,003 d")],
 )
 def test_durations_have_the_two_largest_units(seconds, text):
     assert duration(seconds) == text

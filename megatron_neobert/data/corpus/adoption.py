@@ -46,9 +46,6 @@ def adopt_corpora(options: AdoptOptions) -> None:
 
     Reads all of both files, the .bin once: sizes, index, every id against the vocabulary. Megatron's files stay as they
     are.
-
-    Raises:
-        DataError, MissingInputError, OutputError: As `adopt` does.
     """
     tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     for prefix in options.prefixes:
@@ -101,11 +98,7 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
 
 
 class _MegatronIndex:
-    """Documents of PREFIX.idx, each of which is a run of sequences.
-
-    Raises:
-        DataError: It contradicts itself or the size of the .bin.
-    """
+    """Documents of PREFIX.idx, each of which is a run of sequences. DataError if it contradicts itself or the .bin."""
 
     def __init__(self, files: CorpusFiles) -> None:
         self.dtype, sequences, _ = read_header(files.idx)

@@ -43,10 +43,7 @@ def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
 
 
 def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
-    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document.
-
-    Workers may hand over values that `plain_value` has shortened already.
-    """
+    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document."""
     import pyarrow as pa
 
     table = pa.table({attribute_name(key): _typed([*map(plain_value, values)]) for key, values in columns.items()})
@@ -57,13 +54,7 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
 
 
 def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np.bool_]]) -> None:
-    """Write PREFIX.attributes.parquet: the chosen rows of all chunks in order, in row groups of one size.
-
-    Args:
-        path: File to write.
-        chunks: Files of `pack_columns`.
-        chosen: For each of them, True for each document that is in the corpus.
-    """
+    """Write PREFIX.attributes.parquet: the rows of all chunks, files of `pack_columns`, that are True in `chosen`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

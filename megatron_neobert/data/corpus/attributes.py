@@ -45,13 +45,9 @@ _COMPARE = {
 
 
 class ChosenDocuments:
-    """The documents of a range whose bits are set, numbered from 0.
+    """The documents of a range whose bits, as `choose_documents` returns them, are set, numbered from 0.
 
     One count per 256 documents leads to the block of the n-th document, and the bits of the block to its place.
-
-    Args:
-        bits: One bit per document of the corpus, as `choose_documents` returns them.
-        documents: The range that is chosen from.
     """
 
     def __init__(self, bits: NDArray[np.uint8], documents: range) -> None:
@@ -110,11 +106,7 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None
 
 
 def attribute_types(corpus: Corpus) -> dict[str, str]:
-    """Return the names of all attributes of a corpus, and their types in words.
-
-    Raises:
-        DataError: The file of the attributes is damaged.
-    """
+    """Return the names of all attributes of a corpus, and their types in words."""
     stored: dict[str, str] = {}
     if corpus.manifest.attributes is not None:
         with _open_attributes(corpus) as file:
@@ -203,11 +195,7 @@ def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
 
 
 def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Compare two operands, row by row.
-
-    Raises:
-        ConfigError: They are of different types, or true and false are to be ordered.
-    """
+    """Compare two operands, row by row. Raise ConfigError if their types differ or have no order."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import reprlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -129,36 +128,19 @@ class Statistics(_Entry, frozen=True):
         }
 
 
-class LengthCounts:
-    """Number of documents of each length, filled array by array."""
-
-    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
-        self.counts: Counter[int] = Counter(counts)  # documents by length
-
-    @property
-    def documents(self) -> int:
-        return self.counts.total()
-
-    @property
-    def tokens(self) -> int:
-        return sum(length * count for length, count in self.counts.items())
-
-    def add(self, lengths: NDArray[np.int32]) -> None:
-        self.counts.update(count_lengths(lengths))
-
-    def statistics(self) -> Statistics:
-        """Return the statistics of at least one document."""
-        lengths, counts = (np.array(column) for column in zip(*sorted(self.counts.items()), strict=True))
-        documents, tokens, not_longer = self.documents, self.tokens, np.cumsum(counts)
-        longest_of = {percent: np.searchsorted(not_longer, -(-percent * documents // 100)) for percent in PERCENTS}
-        return Statistics(
-            mean=round(tokens / documents, 2),
-            shortest=int(lengths[0]),
-            percentiles={str(percent): int(lengths[place]) for percent, place in longest_of.items()},
-            longest=int(lengths[-1]),
-            documents_above={str(cut): round(int(counts[lengths > cut].sum()) / documents, 6) for cut in CUTS},
-            tokens_above={str(cut): round(int(np.maximum(lengths - cut, 0) @ counts) / tokens, 6) for cut in CUTS},
-        )
+def length_statistics(documents_of: Mapping[int, int]) -> Statistics:
+    """Return the statistics of at least one document, from the number of documents of each length."""
+    lengths, counts = (np.array(column) for column in zip(*sorted(documents_of.items()), strict=True))
+    documents, tokens, not_longer = int(counts.sum()), int(lengths @ counts), np.cumsum(counts)
+    longest_of = {percent: np.searchsorted(not_longer, -(-percent * documents // 100)) for percent in PERCENTS}
+    return Statistics(
+        mean=round(tokens / documents, 2),
+        shortest=int(lengths[0]),
+        percentiles={str(percent): int(lengths[place]) for percent, place in longest_of.items()},
+        longest=int(lengths[-1]),
+        documents_above={str(cut): round(int(counts[lengths > cut].sum()) / documents, 6) for cut in CUTS},
+        tokens_above={str(cut): round(int(np.maximum(lengths - cut, 0) @ counts) / tokens, 6) for cut in CUTS},
+    )
 
 
 def count_lengths(lengths: NDArray[np.int32]) -> dict[int, int]:

@@ -78,13 +78,7 @@ class ObjectStorage:
         self._fetching = None
 
     def open_corpus(self, prefix: str) -> tuple[CorpusFiles, Manifest, "list[RemoteFile]"]:
-        """Return the local copies of manifest and indexes, and the .bin files, of which nothing is read.
-
-        Raises:
-            MissingInputError: There is no such manifest.
-            DataError: A file differs from the manifest.
-            StorageError: A file cannot be read.
-        """
+        """Return the local copies of manifest and indexes, and the .bin files, of which nothing is read."""
         above, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
         try:
@@ -171,8 +165,7 @@ class ObjectStorage:
 class RemoteFile:
     """A .bin, sliced like bytes in memory. Slicing waits for blocks outside the cache; `will_need` orders them before.
 
-    Raises:
-        DataError: Its size is not that of the manifest. When a block is fetched: it was replaced since it was opened.
+    DataError if its size is not that of the manifest, or if it was replaced since it was opened.
     """
 
     def __init__(self, storage: ObjectStorage, url: str, recorded: FileRecord) -> None:
@@ -277,13 +270,9 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, final: bool = False) -> _Result:
-    """Call `action` with file system, path and options of a call, several times if it fails.
+    """Call `action` with file system, path and options of a call, several times if it fails, then raise StorageError.
 
-    Args:
-        final: A missing object ends the attempts. An overloaded server may report existing objects as missing.
-
-    Raises:
-        StorageError: Every attempt has failed.
+    `final`: a missing object ends the attempts. An overloaded server may report existing objects as missing.
     """
     for wait in (*_WAITS_SECONDS, None):
         try:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import count_lengths
 from megatron_neobert.data.corpus.volumes import write_index
-from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job
 from megatron_neobert.runtime.new_file import NewFile
 
@@ -102,8 +101,8 @@ class ShardJob(Job[ShardCounts]):
     def kinds(self) -> Sequence[str]:
         return ["bin", "idx"]
 
-    def work(self, files: Mapping[str, NewFile], report: Report) -> ShardCounts:
-        counts, dtype, done = ShardCounts(), np.dtype(self.dtype), 0
+    def work(self, files: Mapping[str, NewFile]) -> ShardCounts:
+        counts, dtype = ShardCounts(), np.dtype(self.dtype)
         if len(self.chunks) == 1 and all(window.chosen.all() for window in self._windows()):
             (chunk,) = self.chunks
             files["bin"].link(self._chunk_file(chunk, "ids"), sha256=chunk.sha256["ids"])
@@ -112,8 +111,6 @@ class ShardJob(Job[ShardCounts]):
             for ids in self._read_ids():
                 files["bin"].write(ids)
                 counts.unknown_tokens += int(np.count_nonzero(np.frombuffer(ids, dtype) == self.unknown_id))
-                done += len(ids)
-                report((self.name, done))
         for window in self._windows():
             lengths = window.lengths[window.chosen]
             counts.lengths.update(count_lengths(lengths))

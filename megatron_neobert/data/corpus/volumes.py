@@ -2,7 +2,7 @@
 
 An index is computed from lengths in arrays of bounded size, so memory stays constant. Opening looks at the ends of the
 index and the sizes of both files, which takes no longer for 10^9 documents than for ten; a document's place is checked
-when it is read, all of them by `MappedVolume.check_index`.
+when it is read, all of them by `check_index`.
 
 Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
 boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
@@ -51,7 +51,7 @@ def write_index(
 
 
 def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """The items of a file, some at a time; read and not mapped, so that memory is that of one chunk."""
+    """Yield the items of a file, some at a time; read and not mapped, so that memory is that of one chunk."""
     with path.open("rb") as stream:
         while (items := np.fromfile(stream, dtype, _CHUNK)).size:
             yield items
@@ -69,11 +69,7 @@ def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> I
 
 
 class MappedVolume:
-    """The documents of one .bin, which may be remote, and .idx.
-
-    Raises:
-        DataError: They are damaged or contradict each other or the manifest; names file, byte, expected and found.
-    """
+    """The documents of one .bin, which may be remote, and .idx. DataError if they or the manifest disagree."""
 
     def __init__(
         self, bin_: Path | RemoteFile, idx_path: Path, *, expected: Volume, dtype: str, manifest: Path
@@ -87,7 +83,7 @@ class MappedVolume:
         self.at_pointers = HEADER.size + 4 * documents  # bytes of the index before them
         self.lengths = np.frombuffer(self.index, "<i4", documents, HEADER.size)
         self.pointers = np.frombuffer(self.index, "<i8", documents, self.at_pointers)  # bytes
-        self._after_lengths = np.frombuffer(self.index, "<i8", 2 * documents + 1, self.at_pointers)
+        self.after_lengths = np.frombuffer(self.index, "<i8", 2 * documents + 1, self.at_pointers)
         self.end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
         tokens = self.end // self.dtype.itemsize
@@ -105,18 +101,10 @@ class MappedVolume:
                 )
         self.content = _map(bin_) if isinstance(bin_, Path) else bin_
 
-    def check_index(self) -> None:
-        """Reads all of the index.
-
-        Raises:
-            DataError: Not everything in it follows from the lengths.
-        """
-        check_index(self.idx, self.lengths, self._after_lengths, self.dtype)
-
     def wrong_place(self, number: int) -> DataError:
-        """Of a document that does not end where the next one begins."""
+        """Return the error of a document that does not end where the next one begins."""
         # Behind the last pointer stands the first boundary, which is 0.
-        begin, following = int(self._after_lengths[number]), int(self._after_lengths[number + 1]) or self.end
+        begin, following = int(self.after_lengths[number]), int(self.after_lengths[number + 1]) or self.end
         length = int(self.lengths[number])
         at = HEADER.size + 4 * self.lengths.size + 8 * number
         wanted = (
@@ -127,8 +115,7 @@ class MappedVolume:
     def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
         """Have the operating system, or threads, start to read these documents, adjacent ones in one go.
 
-        Args:
-            with_neighbours: Read what is around them too, if the file is local. A remote one is read by blocks anyway.
+        `with_neighbours`: read what is around them too, if the file is local. A remote one is read by blocks anyway.
         """
         first = np.sort(documents)
         begins = self.pointers[first]
@@ -146,7 +133,7 @@ class MappedVolume:
                 self.content.madvise(mmap.MADV_WILLNEED, page, end - page)
 
     def read_ids(self) -> Iterator[NDArray[Any]]:
-        """All of the .bin, some ids at a time; of a local one read and not mapped, so that it takes no memory."""
+        """Yield all of the .bin, some ids at a time; a local one is read and not mapped, so that it takes no memory."""
         if isinstance(self.bin, Path):
             with self.bin.open("rb") as stream:
                 while (ids := np.fromfile(stream, self.dtype, _SCANNED_BYTES // self.dtype.itemsize)).size:
@@ -168,7 +155,7 @@ class AllowedIds:
         self._run = max(runs, key=lambda run: run[1] - run[0])
 
     def first_wrong(self, ids: NDArray[Any]) -> int | None:
-        """Where the first id stands that no document may hold."""
+        """Return the position of the first id that no document may hold."""
         # Every token that is trained on comes by here, so the cheap looks come first: 1 % of building a micro-batch.
         first, end = self._run
         suspect = ids < first
@@ -183,16 +170,12 @@ class AllowedIds:
         return int(at[np.argmax(wrong)]) if wrong.any() else None
 
     def describe(self, wrong_id: int) -> str:
-        """What should stand where a wrong id does."""
+        """Describe what should be in the place of a wrong id."""
         vocab_size = self._vocab_size
         return "no special token" if 0 <= wrong_id < vocab_size else f"an id below {vocab_size}"
 
     def scan(self, volume: MappedVolume) -> str:
-        """Read all tokens of a volume, and return the sha256 of its .bin.
-
-        Raises:
-            DataError: An id that no document may hold, with its byte, document and position.
-        """
+        """Read all tokens, and return the sha256 of the .bin. Raise DataError for an id that is not allowed."""
         digest, first = hashlib.sha256(), 0
         for ids in volume.read_ids():
             digest.update(ids.data)
@@ -211,24 +194,23 @@ def damage(path: Path | RemoteFile, offset: int, expected: object, found: object
 
 
 def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Item type, number of sequences and of boundaries, where the file's size agrees with them."""
+    """Return item type, number of sequences and of boundaries. Raise DataError if the file's size contradicts them."""
     size = path.stat().st_size
     if size < HEADER.size:
         raise damage(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
     with path.open("rb") as stream:
         magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
-    if magic != MAGIC:
-        raise damage(path, 0, f"magic {MAGIC!r}", f"{magic!r}")
-    if version != 1:
-        raise damage(path, 9, "version 1", version)
-    if code not in DTYPES:
-        raise damage(path, 17, "dtype code 8 (uint16) or 4 (int32)", code)
-    if sequences == 0:
-        raise damage(path, 18, "at least one document", "0")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
-    if size != expected:
-        wanted = f"{expected} bytes for {sequences} sequences and {boundaries} boundaries"
-        raise damage(path, 18, wanted, f"a file of {size} bytes")
+    size_wanted = f"{expected} bytes for {sequences} sequences and {boundaries} boundaries"
+    for offset, wanted, found, is_right in (
+        (0, f"magic {MAGIC!r}", f"{magic!r}", magic == MAGIC),
+        (9, "version 1", version, version == 1),
+        (17, "dtype code 8 (uint16) or 4 (int32)", code, code in DTYPES),
+        (18, "at least one document", sequences, sequences > 0),
+        (18, size_wanted, f"a file of {size} bytes", size == expected),
+    ):
+        if not is_right:
+            raise damage(path, offset, wanted, found)
     return DTYPES[code], sequences, boundaries
 
 
@@ -257,11 +239,8 @@ def check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64],
 class MappedFiles:
     """Files that are mapped into memory, read as one: what many of them hold is gathered without a loop over them.
 
-    Between them lie holes and whatever else the process has, so every offset must be known to be inside a file.
-
-    Attributes:
-        bytes: From the first byte of the file that lies first to the last of the one that lies last.
-        begins: Of each file in `bytes`, in the order given.
+    Between them are holes and whatever else the process has, so every offset must be known to be inside a file.
+    `bytes` reaches from the first file in memory to the last, and `begins` has the place of each file in it.
     """
 
     def __init__(self, files: Sequence[mmap.mmap]) -> None:

@@ -4,7 +4,7 @@ Duplicates are left out and documents are held out here, not in the workers: dup
 are finished, and the chunks are the same for any share of held-out documents. A corpus shard holds whole chunks. Each
 one is a job of its own, so any process may write it, and finished ones are kept when a run is killed.
 
-Everything is built in PREFIX.partial/output and moved to its final name when all of it is on disk, the manifest last.
+Everything is built in PREFIX.partial and moved to its final name when all of it is on disk, the manifest last.
 Disk: chunks and corpus side by side; a chunk that becomes a whole corpus shard is linked and costs none. Memory: some
 megabytes of one chunk, a count per length that occurs, and a byte per document for duplicates and held-out documents.
 """
@@ -13,8 +13,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -31,9 +30,9 @@ from megatron_neobert.data.corpus.format import (
     DUPLICATE,
     CorpusFiles,
     FileRecord,
-    LengthCounts,
     Manifest,
     Volume,
+    length_statistics,
     reject_line,
     validation_files,
     volume_name,
@@ -82,12 +81,7 @@ class WrittenCorpus(NamedTuple):
 
 
 class _Corpus:
-    """One of the two corpora of a split, as it is finished in the folder of work.
-
-    Attributes:
-        shards: Records by the name of the job, in order, of those that have a document.
-        total: Their counts.
-    """
+    """One of the two corpora of a split, as it is finished in the folder of work; empty shards are left out."""
 
     def __init__(self, name: str, files: CorpusFiles, records: Mapping[str, Finished[ShardCounts]]) -> None:
         self.name, self.files = name, files
@@ -98,7 +92,7 @@ class _Corpus:
 
     def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int | None) -> Manifest:
         """Complete the manifest by what follows from the documents; write it, and the file of their attributes."""
-        total, lengths, attributes = self.total, LengthCounts(self.total.lengths), None
+        total, attributes = self.total, None
         if "attributes" in chunks[0].sha256:
             path = work / f"{self.name}_attributes"
             files = [work.parent / f"{chunk.name}.attributes" for chunk in chunks]
@@ -124,9 +118,9 @@ class _Corpus:
                 for name, record in draft.inputs.items()
             },
             documents=total.documents,
-            tokens=lengths.tokens,
+            tokens=total.tokens,
             unknown_tokens=total.unknown_tokens,
-            statistics=lengths.statistics(),
+            statistics=length_statistics(total.lengths),
             attributes=attributes,
             volumes=volumes,
         )
@@ -152,7 +146,6 @@ def write_corpus(
     *,
     folder: Path,
     workers: int | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
 ) -> WrittenCorpus:
     """Write the corpus of these chunks, and replace what exists under its name.
 
@@ -161,7 +154,6 @@ def write_corpus(
         draft: From `draft_manifest`.
         folder: PREFIX.partial, for this call alone; its sub-folder `output-HASH` is used and removed.
         workers: Number of processes.
-        on_progress: Called with the bytes of token ids that are written.
 
     Raises:
         DataError: No document is left for the corpus, or none is held out for validation.
@@ -170,7 +162,7 @@ def write_corpus(
     work = _prepare_folder(folder.absolute(), kept, output, draft)
     jobs = _plan_jobs(work, kept, output, draft)
     try:
-        records = _write_shards(jobs, workers, on_progress)
+        records = _write_shards(jobs, workers)
         split = output.validation_fraction
         held_out = _Corpus(
             _VALIDATION, validation_files(output.files), {_VALIDATION: records.pop(_VALIDATION)} if split else {}
@@ -280,24 +272,13 @@ def choose(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> 
         yield choices
 
 
-def _write_shards(
-    jobs: Sequence[ShardJob], workers: int | None, on_progress: Callable[[int], None]
-) -> dict[str, Finished[ShardCounts]]:
+def _write_shards(jobs: Sequence[ShardJob], workers: int | None) -> dict[str, Finished[ShardCounts]]:
     """Do all jobs that an earlier call has not finished; return the records by name, in the order of the jobs."""
-    records: dict[str, Finished[ShardCounts]] = {}
-    written: Counter[str] = Counter()
-
-    def note(progress: tuple[str, int]) -> None:
-        written[progress[0]] = progress[1]
-        on_progress(written.total())
-
-    for job, record in zip(jobs, read_all_finished(jobs), strict=True):
-        if record is not None:
-            records[job.name] = record
+    earlier = zip(jobs, read_all_finished(jobs), strict=True)
+    records = {job.name: record for job, record in earlier if record is not None}
     missing = [job for job in jobs if job.name not in records]
-    for job, new in run_jobs(run_job, missing, workers=workers, on_report=note):
+    for job, new in run_jobs(run_job, missing, workers=workers):
         records[job.name] = new
-        note((job.name, new.files["bin"].bytes))
     return {job.name: records[job.name] for job in jobs}
 
 

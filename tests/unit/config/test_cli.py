@@ -9,7 +9,6 @@ import pytest
 
 from megatron_neobert.cli import flag_of
 from megatron_neobert.config.cli import (
-    _OF_TRANSFORMERS,
     FIRST,
     model_flags,
     parse_command_line,
@@ -62,26 +61,6 @@ def test_booleans_have_both_directions_on_the_command_line(tmp_path):
     settings = parse("--config", config, "--no-bf16", "--no-use-distributed-optimizer")
     assert (settings.training.bf16, settings.parallel.use_distributed_optimizer) == (False, False)
     assert parse("--bf16").training.bf16 is True
-
-
-def test_an_optional_number_can_be_taken_back(tmp_path):
-    config = write(tmp_path, "optimizer:\n  lr_decay_iters: 5000\n")
-    assert parse("--config", config).optimizer.lr_decay_iters == 5000
-    assert parse("--config", config, "--lr-decay-iters", "none").optimizer.lr_decay_iters is None
-
-
-@pytest.mark.parametrize("word", ["--nproc", "--gpus", "--x"])
-def test_a_flag_like_no_other_is_refused_without_a_suggestion(word):
-    with pytest.raises(ConfigError, match=rf"unknown flag {word}; see --help for the list\."):
-        parse(f"{word}=2")
-
-
-@pytest.mark.parametrize(("theirs", "own"), _OF_TRANSFORMERS.items())
-def test_a_flag_of_transformers_is_refused_with_its_name_here(theirs, own):
-    assert own in run_flags()
-    for flag in (f"--{theirs}", "--" + theirs.replace("_", "-")):
-        with pytest.raises(ConfigError, match=f"unknown flag {flag}; did you mean '{own}'"):
-            parse(f"{flag}=2")
 
 
 def test_a_misspelt_yaml_key_is_refused_with_a_suggestion(tmp_path):
@@ -157,11 +136,6 @@ def test_data_path_is_one_text_or_a_list_on_the_command_line_and_in_yaml(tmp_pat
     assert read_record(tmp_path / "settings.yaml") == from_flags
 
 
-def test_data_path_on_the_command_line_replaces_the_whole_list_of_the_file(tmp_path):
-    config = write(tmp_path, "data:\n  data_path: [0.5, A, 0.5, B]\n")
-    assert parse("--config", config).data.data_path == ("corpus",)
-
-
 @pytest.mark.parametrize("text", ["true", "[true]", "null", "[null]", "[[a]]", "{a: 1}", "[{a: 1}]"])
 def test_data_path_that_is_no_text_and_no_list_of_texts_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"data\.data_path .* is not a text or a list of texts"):
@@ -213,18 +187,6 @@ def test_missing_inputs_are_said_with_whatever_else_is_wrong(tiny_corpus):
     with pytest.raises(ConfigError) as refused:
         parse_command_line([*there, "--num-layers", "0"], world_size=1)
     assert len(refused.value.problems) == 1
-
-
-def test_all_missing_inputs_of_a_dry_run_are_said_at_once(tiny_corpus):
-    blend = ["--data-path", "0.5", "no/corpus", "0.5", "no/other", "--tokenizer-model", str(tiny_corpus.tokenizer)]
-    with pytest.raises(MissingInputError, match=r"(?s)no/corpus\.json; .*no/other\.json; "):
-        parse_command_line([*blend, "--dry-run"], world_size=1)
-    phases = "[{after_iters: 3, data_path: [no/corpus]}]"  # the same corpus in another phase is named once
-    with pytest.raises(MissingInputError) as refused:
-        parse_command_line([*blend, "--phases", phases, "--dry-run"], world_size=1)
-    assert str(refused.value).count("\n") == 2
-    one = ["--data-path", "no/corpus", "--tokenizer-model", str(tiny_corpus.tokenizer), "--dry-run"]
-    assert parse_command_line(one, world_size=1).dry_run, "whoever opens it says so"
 
 
 def test_help_shows_what_people_set_first_and_help_all_every_setting(capsys):

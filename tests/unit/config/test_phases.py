@@ -1,7 +1,5 @@
 """Settings that change while a run trains: which hold when, and what is refused."""
 
-from pathlib import Path
-
 import pytest
 
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
@@ -109,10 +107,3 @@ def test_what_is_wrong_without_the_phases_is_said_once():
     phases = "[{after_iters: 9, mask_prob: 0.1}, {after_iters: 19, mask_prob: 0.2}]"
     assert len(problems_of(phases, "--num-attention-heads", "14")) == 1
     assert problems_of(phases) == []
-
-
-def test_a_missing_corpus_of_a_later_phase_is_missed_at_the_start(tmp_path, tiny_corpus):
-    words = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer, "--num-layers", "0"]
-    with pytest.raises(ConfigError) as refused:
-        parse_command_line([*words, "--phases", f"[{{after_iters: 9, data_path: {tmp_path}/no}}]"], world_size=1)
-    assert any(f"{Path(tmp_path) / 'no'}.json" in problem for problem in refused.value.problems)

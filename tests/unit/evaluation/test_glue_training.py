@@ -51,16 +51,6 @@ def test_optimizer_and_evaluations_are_the_papers(place):
     assert (arguments.max_grad_norm, arguments.eval_steps, arguments.metric_for_best_model) == (0.0, 1, "accuracy")
 
 
-def test_evaluations_read_the_shortest_rows_first_with_their_labels(tmp_path):
-    place = make_place(tmp_path)
-    with (place / "glue" / "SST-2" / "validation.csv").open("a") as stream:  # the others are all of one length
-        stream.write("the,1\n")
-    rows = build_run(place, "sst2").build_trainer().eval_dataset
-    lengths = list(map(len, rows["input_ids"]))
-    assert lengths == sorted(lengths) and lengths[0] < lengths[1]
-    assert rows["labels"][0] == 1
-
-
 def test_scores_are_those_of_the_weights_that_are_kept(place, mnli):
     folder, outcome = mnli
     run = build_run(place, "mnli")

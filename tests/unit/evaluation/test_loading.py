@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from unit.evaluation.pseudo_perplexity_models import LONGEST, WORDS, write_model
+from unit.evaluation.pseudo_perplexity_models import WORDS, write_model
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.evaluation import models
@@ -30,15 +29,6 @@ def test_neobert_folder_is_loaded_with_this_projects_class_whatever_code_lies_in
     folder = write_model(tmp_path / "model", "neobert")
     (folder / "modeling_neobert.py").write_text("raise RuntimeError('this file was run')\n")
     assert type(models.load_model(folder, "AutoModelForMaskedLM")) is modeling_neobert.NeoBERTForMaskedLM
-
-
-def test_options_decide_precision_and_attention(folder: Path):
-    model = models.load_model(
-        folder, "AutoModelForMaskedLM", models.LoadOptions(dtype=torch.bfloat16, attention="eager")
-    )
-    assert model.dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager"
-    assert not model.training
 
 
 def test_folder_without_a_tokenizer_is_refused_though_transformers_makes_an_empty_one(folder: Path):
@@ -121,25 +111,3 @@ def test_classification_head_of_another_number_of_labels_is_drawn_anew(tmp_path:
 def test_device_that_is_not_there_is_refused(name: str):
     with pytest.raises(ConfigError, match=f"--device {name}"):
         models.choose_device(name)
-
-
-@pytest.mark.parametrize("kind", ["Bert", "Roberta", "neobert"])
-def test_longest_input_is_what_the_model_has_positions_for(tmp_path: Path, kind: str):
-    folder = write_model(tmp_path / kind, kind)
-    model, tokenizer = models.load_model(folder, "AutoModelForMaskedLM"), models.load_tokenizer(folder)
-    tokenizer.model_max_length = 1000
-    length = models.longest_input(model, tokenizer, at_most=1024)
-    assert length == LONGEST and models.longest_input(model, tokenizer, at_most=7) == 7
-    model(input_ids=torch.full((1, length), 5))
-    if kind != "neobert":  # whose positions are computed; a table ends there
-        with pytest.raises((IndexError, RuntimeError)):
-            model(input_ids=torch.full((1, length + 1), 5))
-
-
-def test_loading_prints_no_table_of_new_and_unread_weights(folder: Path, caplog: pytest.LogCaptureFixture):
-    transformers.logging.set_verbosity_warning()
-    models.load_model(folder, "AutoModelForSequenceClassification")
-    assert caplog.text == ""
-    transformers.logging.set_verbosity_warning()
-    transformers.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)
-    assert "LOAD REPORT" in caplog.text, "the control: what transformers prints"

@@ -1,6 +1,5 @@
 """Named-entity recognition: files of every form, first tokens of words, scores, and a whole evaluation."""
 
-import dataclasses
 import random
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import tokenizers
 import torch
 import transformers
 from seqeval.metrics import f1_score
-from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
+from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation import fine_tune
@@ -27,7 +26,6 @@ from megatron_neobert.evaluation.ner import (
     find_data_sets,
     load_tagger,
     read_sentences,
-    score,
     to_rows,
 )
 from megatron_neobert.evaluation.options import NerOptions
@@ -81,11 +79,6 @@ def write_parquet(folder):
     datasets.Dataset.from_dict(as_rows(SENTENCES), features=with_names()).to_parquet(path)
 
 
-def write_saved(folder):
-    saved = datasets.Dataset.from_dict(as_rows(SENTENCES), features=with_names())
-    datasets.DatasetDict({"train": saved}).save_to_disk(str(folder))
-
-
 def write_words(folder):
     folder.mkdir(parents=True)
     pyarrow.parquet.write_table(pa.table(as_rows(SENTENCES, numbers=False)), folder / "train.parquet")
@@ -106,7 +99,6 @@ FORMS = {
     "WNUT": lambda folder: write_text(folder, {"train": SENTENCES}, end=".conll", between="\t"),
     "Hub": write_parquet,
     "parquet with words": write_words,
-    "saved": write_saved,
 }
 
 
@@ -228,13 +220,6 @@ def test_words_beyond_the_longest_input_count_as_outside_and_are_named(place):
     assert tagged.to_tags(np.full((1, 4), TAGS.index("B-THING"))) == [["B-THING", "B-THING", "O", "O"]]
 
 
-def test_entity_counts_only_with_both_bounds_and_its_kind():
-    expected = [["B-A", "I-A", "O", "B-B"]]
-    assert score(expected, expected)["f1"] == 1.0
-    assert score(expected, [["B-A", "O", "O", "B-B"]]) == {"f1": 0.5, "precision": 0.5, "recall": 0.5}
-    assert score(expected, [["O"] * 4]) == {"f1": 0.0, "precision": 0.0, "recall": 0.0}
-
-
 def test_scores_are_seqevals_of_the_weights_that_are_kept(place):
     evaluation = build(place, "animals", "untested", epochs=16)
     evaluate(evaluation, lambda *_: None)
@@ -259,14 +244,6 @@ def test_validation_set_is_looked_at_after_every_epoch(place, tmp_path, monkeypa
     training = run.build_trainer()
     training.train()
     assert [entry["step"] for entry in training.state.log_history if "eval_f1" in entry] == [12, 24]
-
-
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_every_encoder_gets_a_head_for_tags(place, tmp_path, kind):
-    write_model(tmp_path / kind, kind)
-    evaluation = build(place, "untested", output=tmp_path / "output", model=tmp_path / kind)
-    evaluate(dataclasses.replace(evaluation, epochs=1, limit=8), lambda *_: None)
-    assert 0 <= results_of(evaluation)["untested"]["score"]["mean"] <= 1
 
 
 def test_data_set_that_is_not_there_is_named_before_anything_is_run(place):

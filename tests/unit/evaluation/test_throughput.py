@@ -1,7 +1,6 @@
 """Speeds: batches, of which only tokens of documents count, memory that ends, and resuming. Nothing is timed."""
 
 import json
-import math
 import statistics
 from types import SimpleNamespace
 
@@ -100,19 +99,6 @@ def test_padded_and_packed_batches_have_the_same_loss_and_without_their_starts_d
         joined = model(input_ids=packed["input_ids"], labels=packed["labels"]).loss.item()
     assert found == pytest.approx(expected, rel=1e-5)  # measured 1e-7
     assert joined != pytest.approx(expected, rel=1e-3)
-
-
-def test_documents_contain_every_token_but_the_padding():
-    batch = build("padded", SimpleNamespace(vocab_size=4, pad_token_id=1), [1000], labels=False)
-    assert set(batch["input_ids"].flatten().tolist()) == {0, 2, 3}
-    assert "labels" not in batch
-
-
-def test_a_fifth_of_the_tokens_is_predicted_and_at_least_one():
-    labels = build("packed", lengths=[100_000])["labels"]
-    share = (labels != -100).float().mean().item()
-    assert share == pytest.approx(0.2, abs=5 * math.sqrt(0.2 * 0.8 / 100_000))
-    assert (build("packed", lengths=[1])["labels"] != -100).all()
 
 
 def test_web_lengths_are_log_normal_with_the_median_and_mean_of_refinedweb_and_truncated():

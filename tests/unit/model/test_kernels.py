@@ -13,14 +13,12 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_neobert.config.schema import ComputeConfig, Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.model import kernels
 from megatron_neobert.model.kernels import (
     Hardware,
     Library,
     check_hardware,
     choose_kernels,
     detect_hardware,
-    fp8_arguments,
 )
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.model.transformer_config import to_transformer_config
@@ -59,59 +57,6 @@ def refusal(settings: Settings, hardware: Hardware) -> str:
 def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, implementation, attention):
     kernels = choose_kernels(settings(**asked), hardware)
     assert (kernels.transformer_impl, kernels.attention) == (implementation, attention)
-
-
-def test_weight_gradients_are_fused_where_apex_offers_it():
-    with_apex = replace(H100, apex_weight_gradients=Library(version="0.1"))
-    assert not choose_kernels(settings(), H100).gradient_accumulation_fusion
-    assert choose_kernels(settings(), with_apex).gradient_accumulation_fusion
-
-
-@pytest.mark.parametrize(
-    ("hardware", "optimizer"),
-    [
-        (H100, "Transformer Engine"),
-        (replace(BARE_H100, apex_optimizers=Library(version="0.1")), "Apex"),
-        (BARE_H100, "torch"),
-        (CPU, "torch"),
-    ],
-)
-def test_the_optimizer_is_the_one_that_megatron_takes(hardware, optimizer):
-    assert choose_kernels(settings(), hardware).optimizer == optimizer
-
-
-def test_one_line_says_what_computes():
-    assert choose_kernels(settings(fp8_format="hybrid"), H100).summary == (
-        "kernels on NVIDIA H100: Transformer Engine 2.11.0, attention by Transformer Engine's choice, FP8 hybrid "
-        "tensorwise, weight gradients accumulated in the product (Transformer Engine; the decoder's after it), Adam by "
-        "Transformer Engine"
-    )
-    assert choose_kernels(settings(bf16=False), CPU).summary == (
-        "kernels on CPU: local layers, attention by torch document by document, float32, weight gradients accumulated "
-        "after the product, Adam by torch"
-    )
-
-
-@pytest.mark.parametrize(
-    ("features", "bf16", "warned"),
-    [
-        ("flags\t\t: fpu avx2 avx512f", True, True),
-        ("flags\t\t: fpu avx2 avx512f", False, False),
-        ("flags\t\t: fpu avx512f avx512_bf16", True, False),
-        ("Features\t: fp asimd i8mm bf16", True, False),
-        (None, True, False),  # no Linux
-    ],
-)
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of_in_one_line(
-    tmp_path, monkeypatch, features, bf16, warned
-):
-    if features is not None:
-        (tmp_path / "cpuinfo").write_text(features)
-    monkeypatch.setattr(kernels, "_CPU_INFO", tmp_path / "cpuinfo")
-    hardware = detect_hardware.__wrapped__()
-    _, *more = choose_kernels(settings(bf16=bf16), hardware).summary.splitlines()
-    assert [line.startswith("warning: this CPU has no instructions for bfloat16") for line in more] == [True] * warned
-    assert "warning" not in choose_kernels(settings(), replace(H100, cpu_bf16=False)).summary
 
 
 @pytest.mark.parametrize(
@@ -203,10 +148,10 @@ def test_nvidia_s_apex_is_not_refused(site):
 def test_fp8_reaches_megatron_s_configuration_and_nothing_of_it_without_a_format():
     compute = ComputeConfig(fp8_format="hybrid", fp8_recipe="delayed")
     config = to_transformer_config(Settings(compute=compute).with_section("training", bf16=True))
-    assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "delayed", False)
+    assert (config.fp8, config.fp8_recipe) == ("hybrid", "delayed")
     assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (1024, "max")
     assert not (config.fp8_dot_product_attention or config.fp8_multi_head_attention)  # attention stays in bf16
-    assert fp8_arguments(ComputeConfig()) == {}
+    assert to_transformer_config(Settings()).fp8 is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
@@ -214,25 +159,6 @@ def test_the_attention_backend_reaches_megatron_as_its_own_kind(backend):
     """A plain text would be ignored without a word: Megatron compares with the members of its enumeration."""
     asked = settings(transformer_impl="transformer_engine", attention_backend=backend)
     assert to_transformer_config(asked).attention_backend is AttnBackend[backend]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "name"),
-    [
-        (
-            {"use_fused_attention": True, "fused_attention_backend": "F16_arbitrary_seqlen"},
-            "cuDNN (F16_arbitrary_seqlen)",
-        ),
-        ({"use_flash_attention": True, "flash_attention_backend": "2.8.3"}, "flash-attn 2.8.3"),
-        ({"use_unfused_attention": True}, "unfused"),
-        ({"use_fused_attention": None}, None),
-    ],
-)
-def test_the_kernel_that_transformer_engine_took_has_a_name_for_the_log(monkeypatch, chosen, name):
-    engine = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-    assert kernels.engine_attention() is None
-    monkeypatch.setitem(sys.modules, engine, SimpleNamespace(_attention_backends=chosen))
-    assert kernels.engine_attention() == name
 
 
 def test_the_environment_lets_transformer_engine_choose_fused_attention_alone(monkeypatch, capsys):

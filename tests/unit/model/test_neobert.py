@@ -8,7 +8,6 @@ import torch
 from tolerances import FILLED_UP_GRADIENT, PACKED_LOSS
 
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.neobert import NeoBERTModel
 
@@ -70,25 +69,6 @@ def test_a_document_has_the_same_loss_alone_and_packed(build):
     assert gap > 100 * PACKED_LOSS.gate, "attention across documents must show"
 
 
-def test_a_row_as_long_as_its_longest_document_restarts_positions_too(build):
-    """megatron.core takes a rotary table as long as the row for absolute positions; the model must not let it."""
-    model = build()
-    tokens_t, cu_seqlens_n = make_row()
-    everywhere = torch.arange(TOKENS)
-    torch.testing.assert_close(
-        model(tokens_t, cu_seqlens_n, TOKENS, everywhere), model(tokens_t, cu_seqlens_n, 50, everywhere), rtol=0, atol=0
-    )
-
-
-def test_the_head_at_some_positions_gives_what_the_head_everywhere_gives_there(build):
-    model = build()
-    tokens_t, cu_seqlens_n = make_row()
-    positions_m = torch.tensor([0, 7, 33])
-    everywhere, _ = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS), tokens_t)
-    some, _ = model(tokens_t, cu_seqlens_n, 64, positions_m, tokens_t[positions_m])
-    torch.testing.assert_close(some, everywhere[positions_m], rtol=PACKED_LOSS.gate, atol=0)
-
-
 def test_a_micro_batch_without_a_masked_token_has_no_loss_and_no_gradient(build):
     model = build()
     tokens_t, cu_seqlens_n = make_row()
@@ -115,19 +95,6 @@ def test_weights_are_uniform_within_the_range_norms_one_and_bias_and_padding_zer
     assert (parameters["decoder.final_layernorm.weight"] == 1).all()
 
 
-def test_the_seed_decides_the_weights(build):
-    first, again, other = (build(seed=seed).output_layer.weight for seed in (3, 3, 4))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_a_parameter_without_a_rule_is_not_initialised_silently(build):
-    model = build()
-    model.pooler = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(AssertionError, match="pooler: no rule"):
-        initialize_weights(model, seed=0, init_range=0.02, vocab_size=2)
-
-
 def test_documents_without_a_token_and_filled_up_positions_change_nothing(build):
     """As rows of constant shape bring them on a GPU."""
     tokens_t, cu_seqlens_n = make_row()
@@ -148,14 +115,3 @@ def test_documents_without_a_token_and_filled_up_positions_change_nothing(build)
     for (name, parameter), other in zip(plain.named_parameters(), filled.parameters(), strict=True):
         gap = (other.grad - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert gap <= FILLED_UP_GRADIENT.gate, name
-
-
-def test_a_weight_that_transformer_engine_keeps_in_fp8_remembers_its_first_value():
-    """As Transformer Engine does it: methods bound to the parameter, round an attribute; the optimizer asks them."""
-    model = NeoBERTModel(small_settings(), vocab_size=VOCAB)
-    weight = model.decoder.layers[0].mlp.linear_fc2.weight
-    expected = weight.detach().clone()
-    weight._high_precision_init_val = torch.full_like(weight, torch.nan)
-    weight.get_high_precision_init_val = lambda: weight._high_precision_init_val
-    initialize_weights(model, seed=0, init_range=0.02, vocab_size=VOCAB)
-    assert torch.equal(weight.get_high_precision_init_val(), expected.bfloat16())

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_neobert.config.schema import Settings
@@ -50,21 +49,6 @@ def test_documents_without_a_token_change_nothing_wherever_they_stand():
     assert all(layer.grad.isfinite().all() for layer in layers)
 
 
-@pytest.mark.parametrize(
-    ("mask", "kind", "scale"),
-    [(AttnMaskType.causal, "self", None), (AttnMaskType.padding, "cross", None), (AttnMaskType.padding, "self", 0.5)],
-)
-def test_what_the_kernel_would_not_do_is_not_accepted(mask, kind, scale):
-    config = to_transformer_config(Settings())
-    with pytest.raises(AssertionError):
-        TorchAttention(config, 1, mask, kind, scale)
-    kernel = TorchAttention(config, 1, AttnMaskType.padding, "self", None)
-    with pytest.raises(AssertionError, match="rows are always packed"):
-        kernel(*make_layers(3), None)
-    row = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds(3), cu_seqlens_kv=bounds(3))
-    assert kernel(*make_layers(3), None, packed_seq_params=row).shape == (3, HEADS * WIDTH)
-
-
 def test_the_run_ends_with_one_sentence_where_transformer_engine_has_no_fused_kernel():
     class NoKernel(TorchAttention):
         def attend(self, *arguments):
@@ -91,10 +75,3 @@ def test_a_filler_has_no_loss_no_gradient_and_is_never_right(fused):
     assert losses_m[[1, 3]].tolist() == correct_m[[1, 3]].tolist() == [0.0, 0.0]
     assert not gradient_mv[[1, 3]].any()
     assert (losses_m[[0, 2]] > 0).all() and gradient_mv[[0, 2]].any(1).all()
-
-
-def test_fillers_leave_the_losses_of_real_tokens_as_they_are():
-    alone, _, gradient = losses_and_gradient([3, 0, 5, 6], fused=False)
-    beside, _, beside_gradient = losses_and_gradient([3, -100, 5, -100], fused=False)
-    assert torch.equal(beside[[0, 2]], alone[[0, 2]])
-    assert torch.equal(beside_gradient[[0, 2]], gradient[[0, 2]])

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from processes import run_on_ranks
 
 HEAVY = ("torch._inductor", "torch._dynamo", "wandb")
@@ -17,22 +16,8 @@ def rank_has_imported_nothing_heavy() -> None:
     assert [name for name in HEAVY if name in preloaded.MODULES_OF_A_RANK] == []
 
 
-def both_work_afterwards() -> None:
-    import wandb
-    from megatron.core.fusions.fused_bias_swiglu import swiglu
-
-    assert (wandb.__name__, torch.compile.__module__) == ("wandb", "torch")
-    torch.compiler.set_stance("force_eager")
-    assert swiglu(torch.ones(2, 4)).shape == (2, 2)
-
-
 def test_rank_imports_neither_compiler_nor_wandb():
     run_on_ranks(rank_has_imported_nothing_heavy, world_size=1)
-
-
-@pytest.mark.slow
-def test_compiler_and_wandb_work_afterwards():
-    run_on_ranks(both_work_afterwards, world_size=1)
 
 
 @pytest.mark.slow  # the control: it says when megatron_imports.py can go

@@ -1,6 +1,5 @@
-"""Stop signals, also while a rank or a launcher waits in C++, where Python calls no handler; and the two stop files."""
+"""Stop signals, also while a rank or a launcher waits in C++, where Python calls no handler; and the file STOP."""
 
-import errno
 import os
 import signal
 import tempfile
@@ -90,17 +89,12 @@ def interrupt_with_another_signal() -> None:
         os.kill(os.getpid(), number)
     while len(signals._signals_answered) < 2:
         time.sleep(0.01)
-    assert reason_of(signals.requests_of_this_rank(Settings())[0]) == "a signal asked for it"
+    assert reason_of(signals.requested_stop(Settings())) == "a signal asked for it"
 
 
 def test_signals_in_a_group_are_remembered_and_one_interrupt_that_comes_with_another_does_not_abort():
     """As when a launcher passes on as SIGTERM a Ctrl-C that the rank has received itself."""
     processes.run_on_ranks(interrupt_with_another_signal, world_size=1)
-
-
-@pytest.fixture(autouse=True)
-def _no_look_of_an_earlier_test(monkeypatch) -> None:
-    monkeypatch.setattr(signals, "_files", signals._Files(folder=Path()))
 
 
 def saving_to(folder: Path) -> Settings:
@@ -111,61 +105,17 @@ def reason_of(code: int, *, iteration: int = 1) -> str | None:
     return signals.reason_to_stop(TrainingConfig(), iteration=iteration, agreed_code=code)
 
 
-def test_nothing_is_requested_without_signal_limit_and_file(tmp_path):
-    assert signals.requests_of_this_rank(saving_to(tmp_path)) == (0, 0)
-    assert reason_of(0) is None
-
-
-def test_stop_file_and_time_limit_are_requests_to_stop(tmp_path):
+def test_stop_file_and_time_limit_are_requests_to_stop(tmp_path, monkeypatch):
+    """Rank 0 alone looks for the file; the limit does not count before the first iteration of a start."""
     settings = saving_to(tmp_path).with_section("training", exit_duration_in_mins=0.0)
-    code, _ = signals.requests_of_this_rank(settings)
-    assert reason_of(code) == "--exit-duration-in-mins is over"
+    assert reason_of(signals.requested_stop(saving_to(tmp_path))) is None
+    assert reason_of(signals.requested_stop(settings)) == "--exit-duration-in-mins is over"
+    assert reason_of(signals.requested_stop(settings, has_trained=False)) is None
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "STOP").touch()
-    code, _ = signals.requests_of_this_rank(saving_to(tmp_path / "second"))
+    stopped = saving_to(tmp_path / "second")
+    code = signals.requested_stop(stopped)
     assert reason_of(code) == "the file STOP in --save asked for it"
     assert reason_of(code, iteration=TrainingConfig().train_iters) is None, "the run has ended by itself"
-
-
-def test_files_are_seen_by_rank_0_alone(tmp_path, monkeypatch):
-    for name in ("STOP", "SAVE_NOW"):
-        (tmp_path / name).touch()
     monkeypatch.setenv("RANK", "1")
-    assert signals.requests_of_this_rank(saving_to(tmp_path)) == (0, 0)
-
-
-def test_save_request_stays_until_its_checkpoint_is_there_and_is_not_made_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "_SECONDS_BETWEEN_LOOKS", 0.0)
-    settings, request = saving_to(tmp_path), tmp_path / "SAVE_NOW"
-    request.touch()
-    assert signals.requests_of_this_rank(settings) == (0, 1)
-    signals.take_save_request()
-    assert signals.requests_of_this_rank(settings) == (0, 0), "the checkpoint is being written"
-    assert request.exists()
-    signals.fulfil_save_request(tmp_path)
-    assert not request.exists()
-    request.touch()
-    assert signals.requests_of_this_rank(settings) == (0, 1)
-
-
-def test_save_that_nobody_asked_for_leaves_a_request_that_comes_meanwhile(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "_SECONDS_BETWEEN_LOOKS", 0.0)
-    settings, request = saving_to(tmp_path), tmp_path / "SAVE_NOW"
-    assert signals.requests_of_this_rank(settings) == (0, 0)
-    signals.take_save_request()
-    request.touch()
-    signals.fulfil_save_request(tmp_path)
-    assert signals.requests_of_this_rank(settings) == (0, 1)
-
-
-def test_file_system_that_does_not_answer_asks_for_nothing(tmp_path, monkeypatch):
-    def fail(path: Path, **_: object) -> bool:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(Path, "exists", fail)
-    assert signals.requests_of_this_rank(saving_to(tmp_path)) == (0, 0)
-
-
-def test_time_limit_does_not_count_before_the_first_iteration_of_a_start(tmp_path):
-    settings = saving_to(tmp_path).with_section("training", exit_duration_in_mins=0.0)
-    assert signals.requests_of_this_rank(settings, has_trained=False) == (0, 0)
+    assert reason_of(signals.requested_stop(stopped)) is None

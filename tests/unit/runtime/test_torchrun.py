@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_neobert.runtime import signals, torchrun
+from megatron_neobert import launch
+from megatron_neobert.runtime import signals
 
 
 @pytest.mark.parametrize(
@@ -10,12 +11,12 @@ from megatron_neobert.runtime import signals, torchrun
     [({0: 69, 1: 1}, 1), ({0: 69, 1: -9}, 137), ({0: 69, 1: 69}, 69), ({0: 74, 1: 69}, 74), ({2: 75}, 75)],
 )
 def test_node_ends_with_the_code_of_the_rank_that_did_not_merely_lose_another(codes, expected):
-    assert torchrun.exit_code_of_node(codes) == expected
+    assert launch.exit_code_of_node(codes) == expected
 
 
 def test_rank_ended_by_a_signal_stopped_early_only_if_the_launcher_passed_it_on(monkeypatch, capsys):
-    assert torchrun.exit_code_of_node({3: -15}) == 128 + 15
+    assert launch.exit_code_of_node({3: -15}) == 128 + 15
     assert "rank 3 was ended by signal 15" in capsys.readouterr().err
     monkeypatch.setattr(signals, "passed_on", {15})
-    assert torchrun.exit_code_of_node({3: -15}) == 75
-    assert torchrun.exit_code_of_node({3: -9}) == 128 + 9
+    assert launch.exit_code_of_node({3: -15}) == 75
+    assert launch.exit_code_of_node({3: -9}) == 128 + 9

@@ -252,3 +252,15 @@ def test_loading_ratios_are_taken_within_a_round_and_the_median_counts():
     assert (other["x rows"], other["x tokens"]) == (pytest.approx(10), pytest.approx(10 * 99 / 33))
     assert (other["rows/cpu-s"], other["real tokens/cpu-s"]) == (2, 66)
     assert (ours["% unused"], other["% unused"]) == (pytest.approx(1), pytest.approx(67))
+
+
+@pytest.mark.slow
+def test_the_table_of_checkpoints_shows_what_each_way_of_saving_costs_and_the_speed_of_verifying(tmp_path):
+    options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
+    code, output, complaints = run("benchmarks/benchmark_checkpoint.py", *options, "--folder", tmp_path)
+    assert code == 0, complaints
+    rows = [line.split(" | ") for line in output.splitlines() if " | " in line]
+    assert [row[0].strip() for row in rows] == ["checkpoint", "none", "synchronous", "asynchronous"]
+    assert float(rows[1][3]) == 0.0, "the round without a checkpoint costs nothing"
+    assert "MiB/s" in output
+    assert list(tmp_path.iterdir()) == []

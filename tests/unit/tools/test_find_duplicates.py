@@ -31,6 +31,18 @@ def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_pa
     assert f"warning: the list drops all 1 documents of {tmp_path / 'Q'}, and training refuses a corpus" in output
 
 
+def test_resuming_a_finished_list_does_nothing_and_reports_so_but_another_list_is_refused(prefix, tmp_path):
+    command = ("find-duplicates", prefix, "--output", tmp_path / "list", "--resume")
+    assert run_forked(*command).code == 0
+    before = (tmp_path / "list").stat().st_mtime_ns
+    code, output = run_forked(*command)
+    assert (code, output) == (0, f"{tmp_path / 'list'} is complete; nothing to do\n")
+    assert (tmp_path / "list").stat().st_mtime_ns == before
+    assert run_forked(*command, "--threshold", "0.5").refused(73)
+    (tmp_path / "list").write_bytes((tmp_path / "list").read_bytes()[:-1] + b"\0")
+    assert run_forked(*command).refused(73)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

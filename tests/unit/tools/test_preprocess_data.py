@@ -1,11 +1,11 @@
-"""The preprocessing commands: what they print, exit codes, standard input; and training of a vocabulary."""
+"""The preprocessing commands: what they print, exit codes; and training of a vocabulary."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, command_line, run, run_forked
+from commands import ENVIRONMENT, command_line, run_forked
 from unit.data.command_place import LETTERS, arguments_of, make_place
 
 
@@ -68,7 +68,6 @@ def test_many_unknown_tokens_are_warned_of(place):
         (["--text-separator", "\\ud800"], 2, "is no text with escapes"),
         (["--max-error-rate", "nan"], 2, "nan is not a fraction"),
         (["--shard-size", "10XB"], 2, "--shard-size '10XB' is not a size; use a number of bytes"),
-        (["--input", "-", "--dry-run"], 2, "--dry-run cannot look at standard input"),
     ],
 )
 def test_wrong_arguments_end_with_their_exit_code_and_one_sentence(place, more, code, message):
@@ -113,30 +112,6 @@ def test_reader_of_the_output_that_leaves_is_no_success(place):
     ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
     assert (ended.returncode, ended.stderr) == (141, "")
     assert (place / "run_content_document.json").exists()  # the corpus is whole all the same
-
-
-# --- standard input, separators, resuming
-
-
-def test_standard_input_is_read_to_its_end_and_named_by_a_dash(place):
-    content = (place / "shards" / "a.jsonl").read_text() + "\nbroken\n"
-    assert run_forked("preprocess", *arguments_of(place)).code == 0
-    more = ("--input", "-", "--output-prefix", place / "piped", "--max-error-rate", "0.5")
-    code, _, errors = run("preprocess", *arguments_of(place, *more), input=content)
-    assert (code, errors) == (0, "")
-    for end in ("bin", "idx"):
-        piped, read = (place / f"{name}_content_document.{end}" for name in ("piped", "run"))
-        assert piped.read_bytes() == read.read_bytes()
-    assert list(json.loads((place / "piped_content_document.json").read_text())["inputs"]) == ["-"]
-    assert json.loads((place / "piped_content_document.rejects.jsonl").read_text())["file"] == "-"
-    assert not list(place.glob("*.partial"))
-
-
-def test_standard_input_that_cannot_be_used_leaves_nothing(place):
-    before = sorted(place.rglob("*"))
-    code, _, errors = run("preprocess", *arguments_of(place, "--input", "-"), input="\x89PNG\r\n\x1a\n" * 99)
-    assert code == 65, errors
-    assert sorted(place.rglob("*")) == before
 
 
 def test_resuming_a_finished_corpus_does_nothing_and_reports_so(place):

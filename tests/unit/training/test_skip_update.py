@@ -47,11 +47,6 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_both_are_named(bad
     assert reason(START, 2.0, bad, PLAIN) == f"loss 2.0000, gradient norm {bad:.3f}"
 
 
-def test_without_the_option_no_finite_value_is_skipped_and_nothing_is_remembered():
-    assert reason(after(GOOD, PLAIN), 1e30, 1e30, PLAIN) is None
-    assert after(GOOD, PLAIN).recent_updates == ()
-
-
 @pytest.mark.parametrize("column", [0, 1])
 def test_a_spike_is_what_exceeds_the_mean_by_the_given_number_of_deviations(column):
     values = [(report.sums.mean_loss, report.grad_norm)[column] for report in GOOD]
@@ -87,12 +82,3 @@ def test_a_run_ends_at_each_multiple_of_so_many_skips_in_a_row():
         too_many_skips(after(GOOD[:2] + [BAD] * skipped, PLAIN), PLAIN, save=None) is not None for skipped in range(8)
     ]
     assert ends == [False, False, False, True, False, False, True, False]
-
-
-def test_the_sentence_of_the_end_names_iterations_setting_and_command():
-    said = too_many_skips(after(GOOD + [BAD] * 3, PLAIN), PLAIN, save="runs/first")
-    assert "last 3 iterations, 9 to 11," in said
-    assert "at most 3 in a row are skipped" in said
-    assert "neobert replay --load runs/first --iteration 11 --checkpoint-iteration 11" in said
-    assert "sigma" not in said
-    assert "above --loss-spike-sigma 4" in too_many_skips(after([BAD] * 9, SPIKES), SPIKES, save=None)

@@ -15,11 +15,10 @@ SPLIT = {"shard_bytes": 30, "deduplicate": True, "validation_fraction": 0.4}
 
 @pytest.mark.parametrize("options", [{}, {"keep_shards": True}, SPLIT], ids=str)
 def test_bytes_are_those_of_one_process_for_any_number_of_workers(tmp_path, options):
-    one, many, written = Place(tmp_path / "one"), Place(tmp_path / "many"), []
+    one, many = Place(tmp_path / "one"), Place(tmp_path / "many")
     one.write(**options)
-    many.write(workers=3, on_progress=written.append, **options)
+    many.write(workers=3, **options)
     assert one.corpus_bytes() == many.corpus_bytes()
-    assert written[-1] == sum(file.stat().st_size for file in many.folder.glob("*.bin"))
 
 
 @pytest.fixture
@@ -27,11 +26,11 @@ def stopped(tmp_path, monkeypatch):
     """Two of the corpus shards are finished: the one for validation and the first for training."""
     place, whole, done = Place(tmp_path / "place"), Place(tmp_path / "whole"), []
 
-    def stop_after_two(job, report, run=writer.run_job):
+    def stop_after_two(job, run=writer.run_job):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(job)
-        return run(job, report)
+        return run(job)
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "run_job", stop_after_two)
@@ -50,9 +49,9 @@ def test_finished_corpus_shards_are_kept_after_an_interrupt_and_the_others_are_w
     for file in unfinished:
         file.touch()
 
-    def run(job, report, run=writer.run_job):
+    def run(job, run=writer.run_job):
         assert not any(file.exists() for file in unfinished), "they would take as much room as the corpus"
-        return run(job, report)
+        return run(job)
 
     monkeypatch.setattr(writer, "run_job", run)
     place.write(**SPLIT)

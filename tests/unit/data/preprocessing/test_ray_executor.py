@@ -123,7 +123,7 @@ def test_absent_cluster_is_a_wrong_setting(place, monkeypatch, told_by):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # asked directly, Ray tries for two minutes and ends the process
     plan = plan_preprocessing(place.settings(executor="ray", ray_address=address))
     with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"):
-        preprocess(plan, on_progress=lambda progress: None)
+        preprocess(plan)
 
 
 @pytest.mark.slow  # Ray waits half a minute
