@@ -232,8 +232,9 @@ def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_siz
         spare = gpu.memory_gib - memory.total / (1 << 30)
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
         lines.append(f"{gpu.name:<14}{times}  {room}")
-    note = "The paper's own run had about 15 % MFU; measure this machine before you plan with a share."
-    lines.append(note if shares else "Times are stated for bfloat16 alone (--bf16).")
+    lines.append(
+        "The paper's own run had about 15 % MFU." if shares else "Times are stated for bfloat16 alone (--bf16)."
+    )
     return lines
 
 
